@@ -1,0 +1,35 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: demo test lint slow clean
+
+demo: $(VENV)/.ready
+	$(BIN)/blocktrain demo $(ARGS)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+slow: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+$(VENV)/.ready: pyproject.toml
+	@echo "Setting up $(VENV) (once; a few minutes, most of it the torch download)"
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "BlockTrain needs Python 3.11 or later; try: make PYTHON=python3.12"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

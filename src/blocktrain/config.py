@@ -1,0 +1,289 @@
+"""The recipe: one TOML file that describes a run, as frozen and checked dataclasses.
+
+Knows the keys, their types and which combinations make sense; knows nothing of torch, files of text
+or networks. Unknown keys are errors. Precedence: file < `BLOCKTRAIN_<SECTION>_<KEY>` < `--set`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from blocktrain.errors import RecipeError
+
+ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RecipeError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    width: int = 384
+    """Size of the residual stream (d)."""
+    heads: int = 6
+    """Attention heads; must divide `width` into an even head width."""
+    blocks: int = 4
+    """Number of blocks (B), each trained alone."""
+    layers_per_block: int = 3
+    """Layers in one block (L_b); the end-to-end reference has blocks * layers_per_block."""
+    context: int = 512
+    """Tokens a block sees at once (T)."""
+    feedforward: int = 4
+    """Width of the feed-forward layer as a multiple of `width`."""
+    mixer: Literal["attention", "none"] = "attention"
+    """`none` leaves feed-forward layers only: the litepaper's MLP block."""
+    condition_width: int = 64
+    """Size of the vector that every norm's gain and shift are linear maps of."""
+    convolution: int = 0
+    """Taps of the causal depthwise convolution in front of each sub-layer; 0 for none."""
+
+    def __post_init__(self) -> None:
+        for key in ("width", "heads", "blocks", "layers_per_block", "context", "feedforward"):
+            _require(getattr(self, key) >= 1, f"model.{key} must be at least 1, found {getattr(self, key)}")
+        _require(
+            self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
+            f"model.width ({self.width}) must be a multiple of twice model.heads ({self.heads}), so that "
+            "rotary embedding can pair the channels of a head; change one of them",
+        )
+        _require(self.condition_width >= 2, "model.condition_width must be at least 2")
+        _require(0 <= self.convolution <= 16, "model.convolution must be between 0 and 16 taps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    kind: Literal["denoise", "chain"] = "denoise"
+    """`denoise`: the published block-local objective; `chain`: frozen earlier blocks feed later ones."""
+    hint_probability: float = 0.15
+    """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
+    sigma_min: float = 1.0
+    """Lowest noise of the partition; the last block ends here."""
+    sigma_max: float = 10.0
+    """Highest noise; block 0 starts here."""
+    sigma_data: float = 0.5
+    """Scale of the data in the EDM preconditioning."""
+    p_mean: float = -1.2
+    """Mean of ln sigma before truncation."""
+    p_std: float = 1.2
+    """Standard deviation of ln sigma before truncation."""
+    overlap: float = 0.1
+    """How far each training interval is widened, as a share of its log-width, on both sides."""
+    codebook: Literal["fixed", "learned"] = "fixed"
+    """`fixed`: seeded rows that nothing trains; `learned`: one table shared by all blocks."""
+    loss: Literal["ce", "mse"] = "ce"
+    """`mse` is the litepaper's embedding-regression ablation."""
+    logit_scale: float = 12.0
+    """Start of the learned scale g in front of the logits."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.sigma_min < self.sigma_max and math.isfinite(self.sigma_max),
+            f"objective.sigma_min ({self.sigma_min}) must be above 0 and below objective.sigma_max "
+            f"({self.sigma_max})",
+        )
+        _require(0.0 <= self.hint_probability <= 1.0, "objective.hint_probability must be between 0 and 1")
+        _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
+        for key in ("sigma_data", "p_std", "logit_scale"):
+            _require(getattr(self, key) > 0, f"objective.{key} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    corpus: str = "builtin"
+    """`builtin` (Python's own documentation and sources), a file, a folder, or `hf:NAME`."""
+    tokenizer: Literal["byte"] = "byte"
+    """How text becomes tokens."""
+    valid_fraction: float = 0.05
+    """Share of the text held out at its end, where the corpus brings no split of its own."""
+    max_bytes: int | None = None
+    """Cut the training text here; None for all of it."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
+        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    steps: int = 1000
+    """Optimizer steps for each block, and for the reference."""
+    batch: int = 64
+    """Sequences per step; tokens per step is batch * model.context."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """`muon`: Muon on the layers' matrices and AdamW on the rest; `adamw`: AdamW on everything."""
+    matrix_lr: float = 3e-3
+    """Learning rate of the layers' matrices."""
+    other_lr: float = 3e-3
+    """Learning rate of embeddings, norms, conditioning and the output map."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay on the layers' matrices."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    final_lr: float = 0.0
+    """Learning rate at the end of the cosine, as a share of the peak."""
+    clip_norm: float = 4.0
+    """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
+    order: Literal["sequential", "turns"] = "sequential"
+    """`sequential`: one block after another; `turns`: one step of each block in turn."""
+    checkpoint_seconds: float = 60.0
+    """How often training state is saved for --resume."""
+    reference: bool = True
+    """Also train the end-to-end reference of the same layers."""
+    compile: bool | None = None
+    """torch.compile; None means on CUDA only."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch"):
+            _require(getattr(self, key) >= 1, f"training.{key} must be at least 1, found {getattr(self, key)}")
+        for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
+            _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
+        _require(0 <= self.warmup_steps, "training.warmup_steps must not be negative")
+        _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
+        _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    max_bytes: int | None = None
+    """Score only the first bytes of the held-out text; None for all of it."""
+    noise_draws: int = 4
+    """Independent noise draws for compositions that use noise."""
+    batch: int = 64
+    """Windows per forward pass."""
+    pooling_bytes: int = 65536
+    """Training-split text, never trained on, that consensus weights are fitted on."""
+    sample_bytes: int = 400
+    """Length of the text sample written with the report."""
+
+    def __post_init__(self) -> None:
+        for key in ("noise_draws", "batch", "pooling_bytes"):
+            _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
+        _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
+        _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: str = "run"
+    """Shown in reports."""
+    seed: int = 0
+    """Everything random is derived from it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
+        _require(
+            self.objective.codebook == "fixed" or self.training.order == "turns",
+            'objective.codebook = "learned" shares one table between the blocks, so they must train side '
+            'by side: set training.order = "turns", or objective.codebook = "fixed"',
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Recipe:
+    """The resolved recipe of a TOML file, the environment and `section.key=value` overrides."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe at {path}; the shipped ones are in recipes/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    return resolve_recipe(values, overrides, os.environ if environment is None else environment)
+
+
+def resolve_recipe(
+    values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Recipe:
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for dotted, text in _environment_overrides(environment or {}):
+        _assign(merged, dotted, text)
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        _require(bool(equals), f"--set {override!r}: expected section.key=value")
+        _assign(merged, dotted.strip(), text.strip())
+    recipe = _build(Recipe, merged, "")
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _environment_overrides(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    sections = {f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "seed")}
+    found = []
+    for variable, text in sorted(environment.items()):
+        section, _, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
+        if variable.startswith(ENVIRONMENT_PREFIX) and section in sections and key:
+            found.append((f"{section}.{key}", text))
+        elif variable == f"{ENVIRONMENT_PREFIX}SEED":
+            found.append(("seed", text))
+    return found
+
+
+def _assign(values: dict[str, Any], dotted: str, text: str) -> None:
+    *sections, key = dotted.split(".")
+    target = values
+    for section in sections:
+        nested = target.setdefault(section, {})
+        _require(isinstance(nested, dict), f"{dotted}: {section} is a value, not a section")
+        target = nested
+    target[key] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type[Any], values: Any, where: str) -> Any:
+    _require(isinstance(values, dict), f"{where or 'recipe'}: expected a table, found {values!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    _require(
+        not unknown,
+        f"unknown recipe key {', '.join(where + key for key in unknown)}; known here: {', '.join(hints)}",
+    )
+    return kind(**{key: _coerce(hints[key], value, where + key) for key, value in values.items()})
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, where + ".")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        _require(value in choices, f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}")
+        return value
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    exact = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    _require(exact, f"{where} must be {hint.__name__}, found {value!r}")
+    _require(hint is not float or math.isfinite(value), f"{where} must be finite, found {value!r}")
+    return value

@@ -1,0 +1,47 @@
+"""Every exception BlockTrain raises on purpose, sorted by who should act.
+
+    BlocktrainError
+    ├── UserError            the person at the keyboard: a bad recipe, path or flag (exit code 2)
+    │   ├── RecipeError      a recipe key, value or combination
+    │   ├── DataError        a corpus that is missing, empty, not text or too short
+    │   ├── CheckpointError  a checkpoint that is missing, truncated or of another shape
+    │   └── DeviceError      a device that does not exist here
+    ├── StorageError         the operator: a full or read-only disk (exit code 2)
+    └── WireError            the peer: bytes or a message that break the protocol
+
+Each message gives what was expected, what was found and what to do about it.
+"""
+
+
+class BlocktrainError(Exception):
+    """Base of the tree; the command line prints its message in one line."""
+
+    exit_code = 1
+
+
+class UserError(BlocktrainError):
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class CheckpointError(UserError):
+    pass
+
+
+class DeviceError(UserError):
+    pass
+
+
+class StorageError(BlocktrainError):
+    exit_code = 2
+
+
+class WireError(BlocktrainError):
+    pass

@@ -1,0 +1,16 @@
+"""Typed ids and seeds derived from names, the same on every machine and Python version."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+CorpusHash = NewType("CorpusHash", str)
+
+
+def derive_seed(*parts: str | int) -> int:
+    """A 63-bit seed for a purpose, for instance derive_seed("noise", run_seed, block, step)."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,1 @@
+"""The mathematics: layers, blocks, objectives and compositions. Torch only; no files, sockets or clock."""

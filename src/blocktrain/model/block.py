@@ -1,0 +1,171 @@
+"""A block: layers with their own embedding and output map, trained as one unit.
+
+It knows nothing of the other blocks. It maps tokens, and optionally a noised target (the hint) and
+another block's features (upstream), to a denoised target embedding z_hat and to logits over the
+vocabulary. Shapes as in layers.py, plus V vocabulary and P hinted sequences, the first P of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.model.layers import AdaptiveNorm, Layer, LayerCache, rms_norm, rotary_table
+from blocktrain.model.noise import precondition
+
+
+def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
+    """Unit-norm target embeddings: orthonormal rows where they fit, random directions otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
+    if vocabulary <= width:
+        table = torch.linalg.qr(table.T)[0].T
+    return F.normalize(table, dim=-1).float()
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Noised targets z = e_y + sigma * eps for the first P sequences of a batch, one sigma each."""
+
+    z_PTD: Tensor
+    sigma_P: Tensor
+
+
+@dataclass
+class Cache:
+    """Keys, values and convolution tails of the positions a block has already seen."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    logits_BTV: Tensor
+    z_hat_BTD: Tensor
+    features_BTD: Tensor
+
+
+class NoiseCondition(nn.Module):
+    """The condition vector of a noise level, and a learned one for the null hint."""
+
+    def __init__(self, condition_width: int) -> None:
+        super().__init__()
+        self.half = condition_width // 2
+        self.hidden = nn.Linear(2 * self.half, condition_width)
+        self.null = nn.Parameter(torch.randn(condition_width))
+
+    def forward(self, c_noise_P: Tensor) -> Tensor:
+        frequency = torch.exp(torch.linspace(0, math.log(32), self.half, device=c_noise_P.device))
+        angle = 2 * math.pi * c_noise_P[:, None] * frequency
+        y: Tensor = F.silu(self.hidden(torch.cat([angle.cos(), angle.sin()], dim=-1)))
+        return y
+
+
+class Block(nn.Module):
+    rotary_cos: Tensor
+    rotary_sin: Tensor
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        objective: ObjectiveConfig,
+        *,
+        vocabulary: int,
+        num_layers: int | None = None,
+        hints: bool = True,
+        upstream: bool = False,
+    ) -> None:
+        super().__init__()
+        width = model.width
+        self.sigma_data = objective.sigma_data
+        self.context = model.context
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.hint = nn.Linear(width, width, bias=False) if hints else None
+        self.upstream = nn.Linear(width, width, bias=False) if upstream else None
+        self.condition = NoiseCondition(model.condition_width)
+        self.layers = nn.ModuleList(Layer(model) for _ in range(num_layers or model.layers_per_block))
+        self.out_norm = AdaptiveNorm(width, model.condition_width)
+        self.out = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.out.weight)
+        self.logit_scale = nn.Parameter(torch.tensor(objective.logit_scale))
+        cos, sin = rotary_table(model.context, width // model.heads)
+        self.register_buffer("rotary_cos", cos, persistent=False)
+        self.register_buffer("rotary_sin", sin, persistent=False)
+
+    def new_cache(self) -> Cache:
+        return Cache([LayerCache() for _ in self.layers])
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        codebook_VD: Tensor,
+        hint: Hint | None = None,
+        upstream_BTD: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> BlockOutput:
+        x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD)
+        start = cache.length if cache is not None else 0
+        end = start + tokens_BT.shape[1]
+        rotary = self.rotary_cos[start:end], self.rotary_sin[start:end]
+        for i, layer in enumerate(self.layers):
+            x_BTD = layer(x_BTD, c_BC, rotary, cache.layers[i] if cache is not None else None)
+        if cache is not None:
+            cache.length = end
+        f_BTD = self.out(self.out_norm(x_BTD, c_BC))
+        z_hat_BTD = self._denoised(f_BTD, hint)
+        logits_BTV = self.logit_scale * F.linear(z_hat_BTD, codebook_VD.to(z_hat_BTD.dtype))
+        return BlockOutput(logits_BTV, z_hat_BTD, x_BTD)
+
+    def _inputs(
+        self, tokens_BT: Tensor, hint: Hint | None, upstream_BTD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x_BTD = self.embedding(tokens_BT)
+        if self.upstream is not None and upstream_BTD is not None:
+            x_BTD = x_BTD + self.upstream(rms_norm(upstream_BTD))
+        c_BC = self.condition.null.expand(tokens_BT.shape[0], -1)
+        if hint is None:
+            return x_BTD, c_BC
+        assert self.hint is not None, "this block was built without hints"
+        hinted = hint.z_PTD.shape[0]
+        c = precondition(hint.sigma_P, self.sigma_data)
+        injected_PTD = self.hint(c.c_in[:, None, None] * hint.z_PTD)
+        x_BTD = torch.cat([x_BTD[:hinted] + injected_PTD, x_BTD[hinted:]])
+        return x_BTD, torch.cat([self.condition(c.c_noise).to(c_BC.dtype), c_BC[hinted:]])
+
+    def _denoised(self, f_BTD: Tensor, hint: Hint | None) -> Tensor:
+        """z_hat = c_out F + c_skip z; for the null hint its limit, sigma_data * F."""
+        if hint is None:
+            return self.sigma_data * f_BTD
+        hinted = hint.z_PTD.shape[0]
+        c = precondition(hint.sigma_P, self.sigma_data)
+        skip_PTD = c.c_skip[:, None, None] * hint.z_PTD
+        with_hint = c.c_out[:, None, None] * f_BTD[:hinted] + skip_PTD
+        return torch.cat([with_hint.to(f_BTD.dtype), self.sigma_data * f_BTD[hinted:]])
+
+
+def build_block(
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    *,
+    vocabulary: int,
+    seed: int,
+    num_layers: int | None = None,
+    hints: bool = True,
+    upstream: bool = False,
+) -> Block:
+    """A block with the seeded initial weights that every machine can regenerate."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Block(
+            model, objective, vocabulary=vocabulary, num_layers=num_layers, hints=hints, upstream=upstream
+        )
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

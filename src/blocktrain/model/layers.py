@@ -1,0 +1,162 @@
+"""Transformer layers: rotary attention with normalised queries and keys, and feed-forward, pre-norm.
+
+Shapes: B sequences, T positions, D width, H heads, K head width, C condition width, S cached positions.
+Every norm's gain and shift are linear maps of a condition vector c_BC, which carries the noise level.
+That costs few parameters and lets the gains move quickly: `docs/experiments.md`, "fast gains".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig
+
+ROPE_BASE = 10_000.0
+
+
+@dataclass
+class LayerCache:
+    """What one layer remembers of earlier positions."""
+
+    k_BHSK: Tensor | None = None
+    v_BHSK: Tensor | None = None
+    attention_tail: Tensor | None = None
+    feedforward_tail: Tensor | None = None
+
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        if self.k_BHSK is not None and self.v_BHSK is not None:
+            k_BHTK = torch.cat([self.k_BHSK, k_BHTK], dim=2)
+            v_BHTK = torch.cat([self.v_BHSK, v_BHTK], dim=2)
+        self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
+        return k_BHTK, v_BHTK
+
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class AdaptiveNorm(nn.Module):
+    """RMS norm with gain 1 + g(c) and shift s(c)."""
+
+    def __init__(self, width: int, condition_width: int) -> None:
+        super().__init__()
+        self.gain_shift = nn.Linear(condition_width, 2 * width)
+        nn.init.zeros_(self.gain_shift.weight)
+        nn.init.zeros_(self.gain_shift.bias)
+
+    def forward(self, x_BTD: Tensor, c_BC: Tensor) -> Tensor:
+        gain, shift = self.gain_shift(c_BC)[:, None, :].chunk(2, dim=-1)
+        return rms_norm(x_BTD) * (1 + gain) + shift
+
+
+class CausalConvolution(nn.Module):
+    """Adds a weighted sum of the last `taps` positions, channel by channel, to each position."""
+
+    def __init__(self, width: int, taps: int) -> None:
+        super().__init__()
+        self.taps = taps
+        self.weight = nn.Parameter(torch.zeros(taps, width))
+
+    def forward(self, x_BTD: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the result and the tail that the next call needs."""
+        if tail is None:
+            padded = F.pad(x_BTD, (0, 0, self.taps - 1, 0))
+        else:
+            padded = torch.cat([tail, x_BTD], dim=1)
+        length = x_BTD.shape[1]
+        weight = self.weight.to(x_BTD.dtype)
+        mixed = x_BTD
+        for i in range(self.taps):
+            mixed = mixed + weight[i] * padded[:, i : i + length]
+        return mixed, padded[:, length:]
+
+
+def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of shape [context, head_width / 2]."""
+    frequency = ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return torch.cat([first * cos_TK - second * sin_TK, first * sin_TK + second * cos_TK], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.q = nn.Linear(config.width, config.width, bias=False)
+        self.k = nn.Linear(config.width, config.width, bias=False)
+        self.v = nn.Linear(config.width, config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None) -> Tensor:
+        batch, length, width = x_BTD.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (linear(x_BTD).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = (rotate(rms_norm(part), *rotary).to(v.dtype) for part in (q, k))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        past = k.shape[2] - length
+        mask = None
+        if past and length > 1:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=q.device).tril(past)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past)
+        merged: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return merged
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.feedforward * config.width, bias=False)
+        self.down = nn.Linear(config.feedforward * config.width, config.width, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor = self.down(F.relu(self.up(x_BTD)).square())
+        return y
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind an adaptive norm and an optional short convolution."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention: Attention | None = None
+        self.attention_convolution: CausalConvolution | None = None
+        self.feedforward_convolution: CausalConvolution | None = None
+        if config.mixer == "attention":
+            self.attention_norm = AdaptiveNorm(config.width, config.condition_width)
+            self.attention = Attention(config)
+            if config.convolution:
+                self.attention_convolution = CausalConvolution(config.width, config.convolution)
+                self.feedforward_convolution = CausalConvolution(config.width, config.convolution)
+        self.feedforward_norm = AdaptiveNorm(config.width, config.condition_width)
+        self.feedforward = FeedForward(config)
+
+    def forward(
+        self, x_BTD: Tensor, c_BC: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+    ) -> Tensor:
+        if self.attention is not None:
+            y = self.attention_norm(x_BTD, c_BC)
+            if self.attention_convolution is not None:
+                y, tail = self.attention_convolution(y, cache.attention_tail if cache else None)
+                if cache is not None:
+                    cache.attention_tail = tail
+            x_BTD = x_BTD + self.attention(y, rotary, cache)
+        y = self.feedforward_norm(x_BTD, c_BC)
+        if self.feedforward_convolution is not None:
+            y, tail = self.feedforward_convolution(y, cache.feedforward_tail if cache else None)
+            if cache is not None:
+                cache.feedforward_tail = tail
+        mixed: Tensor = x_BTD + self.feedforward(y)
+        return mixed
