@@ -145,7 +145,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch"):
-            _require(getattr(self, key) >= 1, f"training.{key} must be at least 1, found {getattr(self, key)}")
+            _require(
+                getattr(self, key) >= 1, f"training.{key} must be at least 1, found {getattr(self, key)}"
+            )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
         _require(0 <= self.warmup_steps, "training.warmup_steps must not be negative")

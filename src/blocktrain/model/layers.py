@@ -35,7 +35,6 @@ class LayerCache:
         return k_BHTK, v_BHTK
 
 
-
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 

@@ -1,0 +1,1 @@
+"""Text in, deterministic batches out."""

@@ -1,0 +1,134 @@
+"""Where text comes from, and its split into training, pooling and held-out parts.
+
+A corpus is named by a string: `builtin`, a file, a folder, or `hf:NAME[:CONFIG]`. Its hash covers every
+byte and the split, so two machines agree on a hash only if they train and score on the same text.
+Training draws from `train` alone; `pool` fits composition weights; `valid` is scored and never fitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.config import DataConfig
+from blocktrain.errors import DataError
+from blocktrain.ids import CorpusHash
+
+BUILTIN_BYTES = 12_000_000
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py", ".tex", ".csv", ".json", ".jsonl", ".html")
+NOT_PROSE = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "encodings")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: bytes
+    pool: bytes
+    valid: bytes
+    sha256: CorpusHash
+
+
+def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
+    train, valid = _read(config)
+    if valid is None:
+        held_out = max(1, round(len(train) * config.valid_fraction))
+        train, valid = train[:-held_out], train[-held_out:]
+    if config.max_bytes is not None:
+        train = train[: config.max_bytes]
+    pool_bytes = min(pool_bytes, len(train) // 10)
+    train, pool = train[: len(train) - pool_bytes], train[len(train) - pool_bytes :]
+    digest = hashlib.sha256()
+    for part in (train, pool, valid):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return Corpus(train, pool, valid, CorpusHash(digest.hexdigest()))
+
+
+def _read(config: DataConfig) -> tuple[bytes, bytes | None]:
+    if config.corpus == "builtin":
+        return builtin_text(), None
+    if config.corpus.startswith("hf:"):
+        return _hugging_face(config.corpus.removeprefix("hf:"))
+    path = Path(config.corpus).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    return read_text(path), None
+
+
+def read_text(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"no text at {path}; give a file, a folder, hf:NAME or builtin (--set data.corpus=…)"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    if not text:
+        raise DataError(f"{path} is empty; expected UTF-8 text")
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
+    if b"\0" in text:
+        raise DataError(f"{path} holds NUL bytes, so it is not text; expected UTF-8 text")
+    return text
+
+
+def _folder(path: Path) -> tuple[bytes, bytes | None]:
+    """A folder with train.txt and valid.txt brings its own split; otherwise all its text, in order."""
+    train, valid = path / "train.txt", path / "valid.txt"
+    if train.is_file() and valid.is_file():
+        return read_text(train), read_text(valid)
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
+    if not files:
+        raise DataError(f"{path} has no text files ({', '.join(TEXT_SUFFIXES)})")
+    return b"\n\n".join(read_text(f) for f in files if f.stat().st_size), None
+
+
+def builtin_text() -> bytes:
+    """The running Python's language reference, then the sources of its standard library."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    topics = root / "pydoc_data" / "topics.py"
+    sources = [f for f in sorted(root.rglob("*.py")) if not _is_left_out(f.relative_to(root)) and f != topics]
+    parts: list[bytes] = []
+    size = 0
+    for source in [topics, *sources]:
+        if source == topics:
+            parts.append(_topics_text())
+        else:
+            parts.append(source.read_bytes())
+        size += len(parts[-1])
+        if size >= BUILTIN_BYTES:
+            break
+    text = b"\n\n".join(parts)[:BUILTIN_BYTES]
+    if len(text) < 500_000:
+        raise DataError(f"this Python has little of its standard library at {root}; use data.corpus=FILE")
+    return text
+
+
+def _topics_text() -> bytes:
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
+
+
+def _is_left_out(relative: Path) -> bool:
+    return any(part in NOT_PROSE or part.startswith("test_") for part in relative.parts)
+
+
+def _hugging_face(name: str) -> tuple[bytes, bytes | None]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError("hf: corpora need the extra: pip install 'blocktrain[datasets]'") from None
+    name, _, configuration = name.partition(":")
+    try:
+        splits = load_dataset(name, configuration or None)
+    except Exception as error:  # the library raises a dozen unrelated types
+        raise DataError(f"cannot load dataset {name!r} from Hugging Face: {error}") from None
+    joined = {split: "\n".join(rows["text"]).encode() for split, rows in splits.items()}
+    if "train" not in joined:
+        raise DataError(f"dataset {name!r} has no split named train; it has {', '.join(joined)}")
+    return joined["train"], joined.get("validation")

@@ -1,0 +1,46 @@
+"""Text to tokens and back, behind the small interface that a BPE tokenizer can satisfy too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktrain.errors import RecipeError
+
+Tokens = NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def encode(self, text: bytes) -> Tokens:
+        """Tokens of UTF-8 text."""
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """The bytes the tokens stand for; they may end inside a character."""
+
+
+class ByteTokenizer:
+    """One token per byte: nothing to train, nothing to download, every text is representable."""
+
+    name = "byte"
+    vocabulary = 256
+
+    def encode(self, text: bytes) -> Tokens:
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        return bytes(int(token) for token in tokens)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
+    raise RecipeError(f"unknown tokenizer {name!r}; known: byte")

@@ -1,0 +1,101 @@
+"""What a block is trained to do: the seam between block-local objectives and everything else.
+
+An objective declares which other blocks a block needs frozen, draws the step's noise, and gives the
+loss. Equation numbers are those of objective.md's source, the DiffusionBlocks paper. It never sees
+optimizers, data files or other blocks' gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.model.block import Block, Hint, build_block
+from blocktrain.model.noise import loss_weight, sample_sigma
+
+
+@dataclass(frozen=True)
+class Loss:
+    total: Tensor
+    """What is minimised."""
+    ce: Tensor
+    """Plain cross entropy of the sequences that saw no hint, or of all where all saw one."""
+
+
+class Objective:
+    """The published block-local denoising objective, with hint dropout."""
+
+    def __init__(self, model: ModelConfig, config: ObjectiveConfig, *, vocabulary: int) -> None:
+        self.model, self.config, self.vocabulary = model, config, vocabulary
+
+    def frozen(self, block: int) -> tuple[int, ...]:
+        """The blocks whose features block `block` takes as input, in the order they run."""
+        return tuple(range(block)) if self.config.kind == "chain" else ()
+
+    def build(self, block: int, seed: int) -> Block:
+        return build_block(
+            self.model,
+            self.config,
+            vocabulary=self.vocabulary,
+            seed=seed,
+            hints=self.config.hint_probability > 0,
+            upstream=bool(self.frozen(block)),
+        )
+
+    def build_reference(self, seed: int) -> Block:
+        """All layers end to end, in the same block class, predicting with no hint."""
+        return build_block(
+            self.model,
+            self.config,
+            vocabulary=self.vocabulary,
+            seed=seed,
+            num_layers=self.model.blocks * self.model.layers_per_block,
+            hints=False,
+        )
+
+    def draw_hint(
+        self, block: int, targets_BT: Tensor, codebook_VD: Tensor, generator: torch.Generator
+    ) -> Hint | None:
+        """z = e_y + sigma eps for the share of sequences that get a hint, one sigma per sequence."""
+        hinted = round(self.config.hint_probability * targets_BT.shape[0])
+        if not hinted:
+            return None
+        sigma_P = sample_sigma(self.config, self.model.blocks, block, hinted, generator)
+        e_PTD = F.embedding(targets_BT[:hinted], codebook_VD)
+        eps_PTD = torch.randn(e_PTD.shape, generator=generator, device=e_PTD.device)
+        return Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P)
+
+    def loss(
+        self,
+        block: Block,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        codebook_VD: Tensor,
+        z_PTD: Tensor | None = None,
+        sigma_P: Tensor | None = None,
+        upstream_BTD: Tensor | None = None,
+    ) -> Loss:
+        """w(sigma) * CE(g z_hat E^T, y), weighted per sequence."""
+        hint = None if z_PTD is None or sigma_P is None else Hint(z_PTD, sigma_P)
+        output = block(tokens_BT, codebook_VD, hint, upstream_BTD)
+        batch, length = tokens_BT.shape
+        sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
+        if sigma_P is not None:
+            sigma_B = torch.cat([sigma_P, sigma_B[sigma_P.shape[0] :]])
+        weight_B = loss_weight(sigma_B, self.config.sigma_data)
+        logits_BTV = output.logits_BTV
+        if self.config.loss == "mse":
+            logits_BTV = block.logit_scale * F.linear(output.z_hat_BTD.detach(), codebook_VD)
+        ce_BT = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
+        ).view(batch, length)
+        total = (weight_B * ce_BT.mean(dim=1)).mean()
+        if self.config.loss == "mse":
+            error_BT = (output.z_hat_BTD - F.embedding(targets_BT, codebook_VD)).square().sum(dim=-1)
+            total = total + (weight_B * error_BT.mean(dim=1)).mean()
+        hinted = 0 if sigma_P is None else sigma_P.shape[0]
+        return Loss(total, ce_BT[hinted if hinted < batch else 0 :].mean().detach())

@@ -1,0 +1,1 @@
+"""Optimizers, the inner loop, evaluation, checkpoints and local runs. No network."""

@@ -1,0 +1,141 @@
+"""Held-out cross entropy: of each block, of both compositions, of the reference and of a bigram model.
+
+Rules: fixed bytes, every token scored once in non-overlapping windows of the training context, natural
+logarithm; where noise is involved the mean and standard error over independent draws. Nothing here
+ever feeds a target, noised or not, to a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.config import EvaluationConfig
+from blocktrain.data.shards import scoring_windows
+from blocktrain.data.tokenizer import Tokens
+from blocktrain.ids import derive_seed
+from blocktrain.model.block import Block
+from blocktrain.model.composition import block_log_probs, euler_log_probs, fit_pooling, pool
+from blocktrain.model.objective import Objective
+from blocktrain.training.inner import autocast
+
+
+@dataclass(frozen=True)
+class Score:
+    """Cross entropy in nats per token; `se` over noise draws where there are any."""
+
+    ce: float
+    se: float | None = None
+
+    def to_dict(self, bytes_per_token: float = 1.0) -> dict[str, float | None]:
+        bits = self.ce / math.log(2) / bytes_per_token
+        return {"ce": self.ce, "se": self.se, "ppl": math.exp(min(self.ce, 700)), "bits_per_byte": bits}
+
+
+class CrossEntropy:
+    """Running sum over scored positions."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def add(self, log_probs_BTV: Tensor, targets_BT: Tensor, mask_BT: Tensor) -> None:
+        picked = log_probs_BTV.gather(-1, targets_BT[..., None])[..., 0]
+        self.sum -= float(picked[mask_BT].double().sum())
+        self.count += int(mask_BT.sum())
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    blocks: list[Score]
+    consensus: Score
+    euler: Score | None
+
+
+class Evaluator:
+    """Scores blocks on one text, the same windows for everything."""
+
+    def __init__(
+        self, objective: Objective, codebook_VD: Tensor, config: EvaluationConfig, *, seed: int
+    ) -> None:
+        self.objective, self.codebook, self.config, self.seed = objective, codebook_VD, config, seed
+        self.device = codebook_VD.device
+
+    def _windows(self, tokens: Tokens) -> list[tuple[Tensor, ...]]:
+        context = self.objective.model.context
+        return [
+            tuple(part.to(self.device) for part in window)
+            for window in scoring_windows(tokens, context=context, batch=self.config.batch)
+        ]
+
+    @torch.no_grad()
+    def fit_weights(self, blocks: Sequence[Block], tokens: Tokens) -> list[float]:
+        rows: list[list[Tensor]] = [[] for _ in blocks]
+        targets = []
+        for x, y, mask in self._windows(tokens):
+            with autocast(self.device):
+                log_probs = block_log_probs(self.objective, blocks, self.codebook, x)
+            for row, log_prob in zip(rows, log_probs, strict=True):
+                row.append(log_prob[mask])
+            targets.append(y[mask])
+        with torch.enable_grad():
+            return fit_pooling([torch.cat(row) for row in rows], torch.cat(targets))
+
+    @torch.no_grad()
+    def score(
+        self, blocks: Sequence[Block], weights: Sequence[float], tokens: Tokens, *, euler: bool = True
+    ) -> Evaluation:
+        per_block, pooled = [CrossEntropy() for _ in blocks], CrossEntropy()
+        draws = [CrossEntropy() for _ in range(self.config.noise_draws)]
+        for i, (x, y, mask) in enumerate(self._windows(tokens)):
+            with autocast(self.device):
+                log_probs = block_log_probs(self.objective, blocks, self.codebook, x)
+            for sums, log_prob in zip(per_block, log_probs, strict=True):
+                sums.add(log_prob, y, mask)
+            pooled.add(pool(log_probs, weights), y, mask)
+            for draw, sums in enumerate(draws if euler else []):
+                generator = torch.Generator(self.device)
+                generator.manual_seed(derive_seed("euler", self.seed, draw, i))
+                with autocast(self.device):
+                    log_prob = euler_log_probs(self.objective, blocks, self.codebook, x, generator)
+                sums.add(log_prob, y, mask)
+        return Evaluation(
+            [Score(sums.mean) for sums in per_block],
+            Score(pooled.mean),
+            mean_score([sums.mean for sums in draws]) if euler else None,
+        )
+
+    @torch.no_grad()
+    def score_one(self, block: Block, tokens: Tokens) -> Score:
+        """A model that is a single block, such as the end-to-end reference."""
+        sums = CrossEntropy()
+        for x, y, mask in self._windows(tokens):
+            with autocast(self.device):
+                logits = block(x, self.codebook).logits_BTV
+            sums.add(torch.log_softmax(logits.float(), dim=-1), y, mask)
+        return Score(sums.mean)
+
+
+def mean_score(draws: Sequence[float]) -> Score:
+    """Mean and standard error of independent draws."""
+    mean = sum(draws) / len(draws)
+    if len(draws) < 2:
+        return Score(mean)
+    variance = sum((draw - mean) ** 2 for draw in draws) / (len(draws) - 1)
+    return Score(mean, math.sqrt(variance / len(draws)))
+
+
+def bigram_cross_entropy(train: Tokens, valid: Tokens, vocabulary: int) -> float:
+    """Add-one-smoothed bigram counts of the training text, scored on the same targets."""
+    counts = np.ones((vocabulary, vocabulary))
+    np.add.at(counts, (train[:-1], train[1:]), 1)
+    log_probs = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return float(-log_probs[valid[:-1], valid[1:]].mean())

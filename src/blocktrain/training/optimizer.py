@@ -1,0 +1,85 @@
+"""Muon on the layers' matrices, AdamW on everything else, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.config import TrainingConfig
+
+ADAM_BETAS = (0.9, 0.98)
+
+
+def learning_rate_factor(step: int, config: TrainingConfig) -> float:
+    """Linear warm-up, then a cosine down to `final_lr`; `step` counts from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    span = max(1, config.steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of attention and feed-forward, and the rest."""
+    matrices, rest = [], []
+    for name, parameter in module.named_parameters():
+        in_layer = ".attention." in name or ".feedforward." in name
+        (matrices if in_layer and parameter.ndim == 2 else rest).append(parameter)
+    return matrices, rest
+
+
+class Optimizer:
+    """The two optimizers of one module, stepped, scheduled and saved as one."""
+
+    def __init__(self, module: nn.Module, config: TrainingConfig) -> None:
+        matrices, rest = split_parameters(module)
+        self.config = config
+        self.parameters = matrices + rest
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices and config.optimizer == "muon":
+            self.parts.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=config.matrix_lr,
+                    weight_decay=config.weight_decay,
+                    momentum=0.95,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        elif matrices:
+            self.parts.append(_adamw(matrices, config.matrix_lr, config.weight_decay))
+        self.parts.append(_adamw(rest, config.other_lr, 0.0))
+        self.peak_lrs = [part.param_groups[0]["lr"] for part in self.parts]
+
+    def step(self, step: int) -> None:
+        """Clip, apply the gradients at the learning rate of `step`, and clear them."""
+        nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        factor = learning_rate_factor(step, self.config)
+        for part, peak in zip(self.parts, self.peak_lrs, strict=True):
+            part.param_groups[0]["lr"] = peak * factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every state tensor under a stable name: part, parameter, key."""
+        return {
+            f"{i}.{j}.{key}": value
+            for i, part in enumerate(self.parts)
+            for j, state in part.state_dict()["state"].items()
+            for key, value in state.items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.parts]
+        for name, value in tensors.items():
+            i, j, key = name.split(".", 2)
+            states[int(i)].setdefault(int(j), {})[key] = value
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def _adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, betas=ADAM_BETAS, eps=1e-10, weight_decay=weight_decay)
