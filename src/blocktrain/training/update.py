@@ -10,15 +10,15 @@ does not count returns to it whole; a new snapshot moves the local weights by wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from blocktrain.wire.codec import CodecSpec, Schema, Tensors, decode, encode
+from blocktrain.training.snapshot import Tensors
+from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -28,18 +28,6 @@ class EncodedUpdate:
     payload: bytes
     feedback: Weights | None
     """What the payload leaves out; None when it leaves out nothing."""
-
-
-def weights_of(block: nn.Module) -> Weights:
-    """A copy of the parameters on the host, in order of name; buffers are not part of a snapshot."""
-    return {name: _host_copy(parameter) for name, parameter in _parameters(block)}
-
-
-@torch.no_grad()
-def load_weights(block: nn.Module, weights: Tensors) -> None:
-    """Set the parameters in place, so that optimizer state stays attached to them."""
-    for name, parameter in _parameters(block):
-        parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
 
 def difference(left: Tensors, right: Tensors) -> Weights:
@@ -113,16 +101,6 @@ def moved(weights: Tensors, shift: Tensors) -> Weights:
 @torch.no_grad()
 def move(block: nn.Module, shift: Tensors) -> None:
     """Add what a new snapshot brought to the local weights; a shift of zero leaves every bit alone."""
-    for name, parameter in _parameters(block):
+    for name, parameter in block.named_parameters():
         if shift[name].any():
             parameter.add_(torch.from_numpy(np.ascontiguousarray(shift[name])).to(parameter.device))
-
-
-def _parameters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from sorted(block.named_parameters())
-
-
-def _host_copy(tensor: Tensor) -> NDArray[np.float32]:
-    host = tensor.detach().to("cpu", torch.float32, copy=True)
-    array: NDArray[np.float32] = host.numpy()
-    return array

@@ -44,7 +44,7 @@ class Flight:
     place: Place
     loss: float
     sent: Sent | None = None
-    """None until the coordinator has its commit."""
+    """None until its payload is formed."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,20 @@ class Standing:
     # --- the sender
 
     def draft(self, flight: Flight) -> Draft:
+        """What the update is formed from; the error feedback goes into it, so it is taken."""
         with self._changed:
-            index = self._flights.index(flight)
-            origin = self._flights[index - 1].place if index else Place(self._base.weights)
-            return Draft(self._base, origin, flight.place, self._feedback)
+            feedback, self._feedback = self._feedback, None
+            return Draft(self._base, self._origin(flight), flight.place, feedback)
 
-    def committed(self, flight: Flight, sent: Sent, feedback: Weights | None) -> None:
+    def _origin(self, flight: Flight) -> Place:
+        index = self._flights.index(flight)
+        return self._flights[index - 1].place if index else Place(self._base.weights)
+
+    def formed(self, flight: Flight, sent: Sent, feedback: Weights | None) -> None:
         with self._changed:
             flight.sent = sent
-            self._feedback = feedback
+            if feedback is not None:
+                self._feedback = fold_back(self._feedback, feedback)
 
     def returned(self, delta: Weights, share: float) -> None:
         """Put the share of an update that will not count back into error feedback."""
@@ -130,10 +135,10 @@ class Standing:
 
     def drop(self, flight: Flight) -> None:
         """Give up an update that was never formed: its progress goes to error feedback."""
-        draft = self.draft(flight)
-        self.returned(difference(draft.origin.now(), draft.place.now()), 1.0)
         with self._changed:
-            flight.sent = Sent("", draft.base.version, gone=True)
+            origin, place = self._origin(flight), flight.place
+            flight.sent = Sent("", self._base.version, gone=True)
+        self.returned(difference(origin.now(), place.now()), 1.0)
         self.advance(None, ())
 
     def judged(self, flight: Flight, *, gone: bool) -> None:

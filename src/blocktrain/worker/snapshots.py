@@ -1,0 +1,223 @@
+"""Getting a block's snapshot: from the seed, from payloads, or whole; always checked against its hash.
+
+The cheapest way wins (`decisions.cheapest_route`). Own payloads are still in the cache, so a worker that
+trains a block alone downloads nothing. A rebuilt snapshot whose hash differs is not used: the whole one
+is downloaded, from where an interrupted download stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from blocktrain.config import Recipe
+from blocktrain.errors import WireError
+from blocktrain.ids import derive_seed
+from blocktrain.model.objective import Objective
+from blocktrain.training.merge import MergeInput, merge_updates
+from blocktrain.training.snapshot import (
+    SnapshotError,
+    from_safetensors,
+    max_snapshot_bytes,
+    num_values,
+    snapshot_hash,
+    tensors_of,
+    to_safetensors,
+)
+from blocktrain.training.update import Weights
+from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode
+from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.messages import BlockLayout, MergeInputRecord, MergeRecord
+from blocktrain.worker.cache import BlobCache
+from blocktrain.worker.client import CoordinatorClient
+from blocktrain.worker.decisions import Route, cheapest_route
+from blocktrain.worker.standing import Base
+
+DOWNLOAD_ATTEMPTS = 3
+
+
+class _BrokenChain(Exception):
+    """A payload or base is missing, or a rebuilt snapshot has another hash."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every frame and snapshot of a block looks like."""
+
+    block: int
+    codec: CodecSpec
+    schema: Schema
+    payload_bytes: int
+    initial_hash: str
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> Layout:
+        schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
+        return cls(
+            layout.block, CodecSpec.parse(layout.codec), schema, layout.payload_bytes, layout.initial_hash
+        )
+
+
+class Snapshots:
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        cache: BlobCache,
+        recipe: Recipe,
+        objective: Objective,
+        layouts: Sequence[Layout],
+        report: Callable[[str], None],
+    ) -> None:
+        self.client, self.cache, self.recipe, self.objective = client, cache, recipe, objective
+        self.layouts, self.report = layouts, report
+
+    def newest(self, block: int, held: Base | None) -> tuple[Base, list[MergeRecord]]:
+        """The block's head, and every merge since `held`."""
+        head, merges = self._merges(block, held.version if held is not None else None)
+        version, wanted_hash = head
+        layout = self.layouts[block]
+        route, reason = cheapest_route(
+            wanted=version,
+            held=held.version if held is not None else None,
+            chain_bytes=self._missing_bytes(layout, merges),
+            snapshot_bytes=4 * num_values(layout.schema),
+        )
+        if route is Route.HAVE:
+            assert held is not None
+            return held, merges
+        if route is Route.SEED:
+            return self.initial(block), merges
+        if route is Route.CHAIN and held is not None:
+            try:
+                return self._rebuild(layout, held, merges), merges
+            except _BrokenChain as broken:
+                reason = str(broken)
+        self.report(f"downloading block={block} version={version} ({reason})")
+        return Base(version, wanted_hash, self._download(layout, wanted_hash)), merges
+
+    def initial(self, block: int) -> Base:
+        """Version 0, regenerated from the recipe's seed, or downloaded where this torch draws otherwise."""
+        layout = self.layouts[block]
+        weights = tensors_of(self.objective.build(block, derive_seed("init", self.recipe.seed, block)))
+        if snapshot_hash(weights) != layout.initial_hash:
+            self.report(f"this torch draws other initial weights for block {block}; downloading them")
+            weights = self._download(layout, layout.initial_hash)
+        return Base(0, layout.initial_hash, weights)
+
+    def keep(self, base: Base) -> None:
+        """Write a snapshot to disk, for the next start."""
+        if self.cache.path(_file(base.hash)) is None:
+            self.cache.put(_file(base.hash), to_safetensors(base.weights))
+
+    def on_disk(self, block: int, version: int, wanted_hash: str) -> Base | None:
+        weights = self._cached(self.layouts[block], wanted_hash)
+        return None if weights is None else Base(version, wanted_hash, weights)
+
+    def _merges(self, block: int, since: int | None) -> tuple[tuple[int, str], list[MergeRecord]]:
+        if since is None:
+            answer = self.client.block(block)
+            return (answer.head_version, answer.head_hash), []
+        merges: list[MergeRecord] = []
+        while True:
+            page = self.client.merges(block, since + len(merges))
+            merges += page.merges
+            if not page.merges or since + len(merges) >= page.head_version:
+                return (page.head_version, page.head_hash), merges
+
+    def _missing_bytes(self, layout: Layout, merges: Sequence[MergeRecord]) -> int:
+        inputs = [one for merge in merges for one in merge.inputs]
+        missing = [one for one in inputs if self.cache.path(_payload_file(one.payload_hash)) is None]
+        return len(missing) * layout.payload_bytes
+
+    def _rebuild(self, layout: Layout, held: Base, merges: Sequence[MergeRecord]) -> Base:
+        known = {held.hash: held.weights}
+        base = held
+        for merge in merges:
+            if merge.base_hash != base.hash or merge.version != base.version + 1:
+                raise _BrokenChain(f"merge {merge.version} does not follow version {base.version}")
+            inputs = [self._input(layout, one, base, known) for one in merge.inputs]
+            codec = CodecSpec.parse(merge.codec)
+            weights = merge_updates(codec, base.weights, inputs, merge.alpha)
+            if snapshot_hash(weights) != merge.result_hash:
+                raise _BrokenChain(f"rebuilt version {merge.version} has another hash")
+            base = Base(merge.version, merge.result_hash, weights)
+            known[base.hash] = weights
+        return base
+
+    def _input(
+        self, layout: Layout, one: MergeInputRecord, base: Base, known: dict[str, Weights]
+    ) -> MergeInput:
+        try:
+            tensors = decode(layout.codec, layout.schema, self._payload(layout, one.payload_hash))
+        except FrameError as error:
+            raise _BrokenChain(f"payload {one.payload_hash[:12]}: {error}") from None
+        own_base = None
+        if one.base_hash != base.hash and layout.codec.kind == "dense":
+            own_base = known.get(one.base_hash) or self._cached(layout, one.base_hash)
+            if own_base is None:
+                raise _BrokenChain("the base of a late update is not here")
+        return MergeInput(
+            update_id=one.update_id, weight=one.weight, scale=one.scale, tensors=tensors, base=own_base
+        )
+
+    def _payload(self, layout: Layout, payload_hash: str) -> bytes:
+        payload = self.cache.read(_payload_file(payload_hash))
+        if payload is None or content_hash(payload) != payload_hash:
+            payload = self.client.payload(payload_hash, layout.payload_bytes)
+            if content_hash(payload) != payload_hash:
+                raise _BrokenChain(f"payload {payload_hash[:12]} came with another hash")
+            self.cache.put(_payload_file(payload_hash), payload)
+        return payload
+
+    def keep_payload(self, payload_hash: str, payload: bytes) -> None:
+        self.cache.put(_payload_file(payload_hash), payload)
+
+    def kept_payload(self, payload_hash: str) -> bytes | None:
+        payload = self.cache.read(_payload_file(payload_hash))
+        return payload if payload is not None and content_hash(payload) == payload_hash else None
+
+    def _cached(self, layout: Layout, wanted_hash: str) -> Weights | None:
+        data = self.cache.read(_file(wanted_hash))
+        if data is None:
+            return None
+        try:
+            return _checked(data, layout.schema, wanted_hash)
+        except SnapshotError:
+            self.cache.remove(_file(wanted_hash))
+            return None
+
+    def _download(self, layout: Layout, wanted_hash: str) -> Weights:
+        cached = self._cached(layout, wanted_hash)
+        if cached is not None:
+            return cached
+        name = _file(wanted_hash)
+        for _ in range(DOWNLOAD_ATTEMPTS):
+            target = self.cache.partial(name)
+            self.client.download(f"/v1/snapshots/{wanted_hash}", target, max_snapshot_bytes(layout.schema))
+            try:
+                weights = _checked(target.read_bytes(), layout.schema, wanted_hash)
+            except SnapshotError as error:
+                self.report(f"snapshot {wanted_hash[:12]} is damaged ({error}); downloading it again")
+                self.cache.remove(name)
+                continue
+            self.cache.complete(name)
+            return weights
+        raise WireError(
+            f"snapshot {wanted_hash[:12]} of block {layout.block} came damaged {DOWNLOAD_ATTEMPTS} times; the "
+            "coordinator, or something on the way to it, changes what it serves: ask its operator"
+        )
+
+
+def _checked(data: bytes, schema: Schema, wanted_hash: str) -> Weights:
+    weights = from_safetensors(data, schema)
+    if snapshot_hash(weights) != wanted_hash:
+        raise SnapshotError(f"expected hash {wanted_hash[:12]}, found {snapshot_hash(weights)[:12]}")
+    return weights
+
+
+def _file(wanted_hash: str) -> str:
+    return f"{wanted_hash}.safetensors"
+
+
+def _payload_file(payload_hash: str) -> str:
+    return f"{payload_hash}.update"
