@@ -11,15 +11,19 @@ the number of threads or how the work is cut. Knows nothing of rounds, workers, 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.training.snapshot import Tensors
 from blocktrain.wire.codec import CodecSpec
+
+if TYPE_CHECKING:
+    from blocktrain.wire.messages import MergeRecord
 
 RUNNING_MEDIAN_FACTOR = 3.0
 """An update is clipped to at most this many running medians."""
@@ -74,6 +78,34 @@ def merge_updates(
     for _ in (map if executor is None else executor.map)(work, _pieces(base)):
         pass
     return result
+
+
+def replay_merge(
+    record: MergeRecord,
+    base: Tensors,
+    decoded: Mapping[str, Tensors],
+    bases: Mapping[str, Tensors] | None = None,
+    executor: Executor | None = None,
+) -> dict[str, NDArray[np.float32]]:
+    """The result of a merge that was recorded; the caller compares its hash with `record.result_hash`.
+
+    `decoded` maps payload hash to decoded update. `bases` maps snapshot hash to snapshot, and is needed
+    only for late `dense` updates: a KeyError says which snapshot is missing.
+    """
+    codec = CodecSpec.parse(record.codec)
+    inputs = []
+    for one in record.inputs:
+        late = codec.kind == "dense" and one.base_hash != record.base_hash
+        inputs.append(
+            MergeInput(
+                update_id=one.update_id,
+                weight=one.weight,
+                scale=one.scale,
+                tensors=decoded[one.payload_hash],
+                base=(bases or {})[one.base_hash] if late else None,
+            )
+        )
+    return merge_updates(codec, base, inputs, record.alpha, executor)
 
 
 def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:

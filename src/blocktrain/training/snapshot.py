@@ -11,7 +11,7 @@ good; compare `snapshot_hash` with the hash you asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import safetensors.numpy
@@ -115,10 +115,10 @@ def _check_header(data: bytes, schema: Schema) -> None:
         raise SnapshotError("not a safetensors file: its header is not the expected JSON") from None
     expected = {name: ("F32", shape) for name, shape in schema.tensors}
     if found != expected:
-        raise SnapshotError(_difference(sorted(expected.items()), sorted(found.items(), key=str)))
+        raise SnapshotError(_difference(list(expected.items()), list(found.items())))
 
 
-def _difference(expected: list[object] | list[str], found: list[object] | list[str]) -> str:
+def _difference(expected: Sequence[object], found: Sequence[object]) -> str:
     missing = [item for item in expected if item not in found]
     extra = [item for item in found if item not in expected]
     return (

@@ -11,11 +11,11 @@ inject a path, a log line or HTML. Not covered: whether a claim is true (a loss,
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION: Final = 1
 """Raised when an old peer would misunderstand a message; both sides refuse another number."""
 
 MAX_BODY_BYTES = 64 * 1024
@@ -307,13 +307,6 @@ class Upload(BaseModel):
     expires_seconds: Seconds
 
 
-class CommitAnswer(Answer):
-    update_id: Hash
-    receipt: Receipt
-    upload: Upload
-    deadline: float | None
-
-
 class Outcome(StrEnum):
     ACCEPTED = "accepted"
     """Counts fully in the next merge."""
@@ -354,6 +347,17 @@ class Verdict(Answer):
     head_version: Count
     head_hash: Hash
     receipt: Receipt
+
+
+class CommitAnswer(Answer):
+    """Committing the same payload again is safe, and tells what became of it."""
+
+    update_id: Hash
+    receipt: Receipt
+    upload: Upload
+    deadline: float | None
+    verdict: Verdict | None = None
+    """Set where the payload has already arrived: a retry need not send it again."""
 
 
 # --- what anybody may read ---------------------------------------------------------------------------
