@@ -145,9 +145,7 @@ class CoordinatorClient:
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):
-            return self._request(
-                "GET", f"/v1/updates/{payload_hash}", b"", signed=False, max_bytes=max_bytes
-            )
+            return self._request("GET", f"/v1/updates/{payload_hash}", b"", signed=False, max_bytes=max_bytes)
 
     def download(self, path: str, target: Path, max_bytes: int) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""

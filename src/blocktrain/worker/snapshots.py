@@ -14,7 +14,7 @@ from blocktrain.config import Recipe
 from blocktrain.errors import WireError
 from blocktrain.ids import derive_seed
 from blocktrain.model.objective import Objective
-from blocktrain.training.merge import MergeInput, merge_updates
+from blocktrain.training.merge import replay_merge
 from blocktrain.training.snapshot import (
     SnapshotError,
     from_safetensors,
@@ -27,7 +27,7 @@ from blocktrain.training.snapshot import (
 from blocktrain.training.update import Weights
 from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import BlockLayout, MergeInputRecord, MergeRecord
+from blocktrain.wire.messages import BlockLayout, MergeRecord
 from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.client import CoordinatorClient
 from blocktrain.worker.decisions import Route, cheapest_route
@@ -135,30 +135,24 @@ class Snapshots:
         for merge in merges:
             if merge.base_hash != base.hash or merge.version != base.version + 1:
                 raise _BrokenChain(f"merge {merge.version} does not follow version {base.version}")
-            inputs = [self._input(layout, one, base, known) for one in merge.inputs]
-            codec = CodecSpec.parse(merge.codec)
-            weights = merge_updates(codec, base.weights, inputs, merge.alpha)
+            weights = self._replayed(layout, merge, base, known)
             if snapshot_hash(weights) != merge.result_hash:
                 raise _BrokenChain(f"rebuilt version {merge.version} has another hash")
             base = Base(merge.version, merge.result_hash, weights)
             known[base.hash] = weights
         return base
 
-    def _input(
-        self, layout: Layout, one: MergeInputRecord, base: Base, known: dict[str, Weights]
-    ) -> MergeInput:
+    def _replayed(self, layout: Layout, merge: MergeRecord, base: Base, known: dict[str, Weights]) -> Weights:
         try:
-            tensors = decode(layout.codec, layout.schema, self._payload(layout, one.payload_hash))
+            decoded = {
+                one.payload_hash: decode(layout.codec, layout.schema, self._payload(layout, one.payload_hash))
+                for one in merge.inputs
+            }
+            return replay_merge(merge, base.weights, decoded, known)
         except FrameError as error:
-            raise _BrokenChain(f"payload {one.payload_hash[:12]}: {error}") from None
-        own_base = None
-        if one.base_hash != base.hash and layout.codec.kind == "dense":
-            own_base = known.get(one.base_hash) or self._cached(layout, one.base_hash)
-            if own_base is None:
-                raise _BrokenChain("the base of a late update is not here")
-        return MergeInput(
-            update_id=one.update_id, weight=one.weight, scale=one.scale, tensors=tensors, base=own_base
-        )
+            raise _BrokenChain(f"a payload of merge {merge.version} cannot be read: {error}") from None
+        except KeyError as missing:
+            raise _BrokenChain(f"the base {missing} of a late update is not here") from None
 
     def _payload(self, layout: Layout, payload_hash: str) -> bytes:
         payload = self.cache.read(_payload_file(payload_hash))

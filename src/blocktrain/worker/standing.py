@@ -79,10 +79,13 @@ class Standing:
     # --- the trainer
 
     def begin(self) -> Weights:
-        """The weights to start from; moves that came before are in them."""
+        """The weights to start from: the snapshot, and updates on their way if there are any."""
         with self._changed:
             self._pending = None
-            return self._base.weights
+            return self._newest().now()
+
+    def _newest(self) -> Place:
+        return self._flights[-1].place if self._flights else Place(self._base.weights)
 
     def take_move(self) -> Weights | None:
         """What to add to the local weights now, if anything."""
@@ -101,8 +104,7 @@ class Standing:
     def abandon(self, weights: Weights) -> None:
         """Put the progress since the last mark into error feedback; the local weights are given up."""
         with self._changed:
-            origin = self._flights[-1].place if self._flights else Place(self._base.weights)
-            delta = difference(origin.now(), self._place(weights).now())
+            delta = difference(self._newest().now(), self._place(weights).now())
             self._feedback = fold_back(self._feedback, delta)
 
     def _place(self, weights: Weights) -> Place:
@@ -127,6 +129,7 @@ class Standing:
             flight.sent = sent
             if feedback is not None:
                 self._feedback = fold_back(self._feedback, feedback)
+            self._changed.notify_all()
 
     def returned(self, delta: Weights, share: float) -> None:
         """Put the share of an update that will not count back into error feedback."""
@@ -190,3 +193,11 @@ class Standing:
     def wait_for_version(self, version: int, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._base.version >= version, seconds)
+
+    def wait_for_flight(self, known: int, seconds: float) -> None:
+        """Until there are more formed updates than `known`, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_formed() > known, seconds)
+
+    def _num_formed(self) -> int:
+        return sum(1 for flight in self._flights if flight.sent is not None)

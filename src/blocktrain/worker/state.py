@@ -58,7 +58,9 @@ class StateFolder:
                 f"another worker is using {self.folder}; give each worker its own --data-dir"
             ) from None
         except OSError as error:
-            raise StorageError(f"cannot use {self.folder}: {error.strerror}; name another --data-dir") from None
+            raise StorageError(
+                f"cannot use {self.folder}: {error.strerror}; name another --data-dir"
+            ) from None
         return descriptor
 
     def save_feedback(self, block: int, feedback: Weights | None, updates: Sequence[Unsettled]) -> None:
@@ -112,6 +114,9 @@ class StateFolder:
             return int(json.loads((self.folder / "last-block").read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+    def save_report(self, report: dict[str, object]) -> None:
+        self._replace("report.json", lambda path: path.write_text(json.dumps(report, indent=1)))
 
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:
         """Write beside and rename, so that a kill leaves the old file or the new one."""
