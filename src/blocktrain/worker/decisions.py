@@ -95,7 +95,7 @@ def settle(sent: Sequence[Sent], merged: Iterable[str], version: int, max_age: i
     up to max_age rounds later was taken out by the coordinator.
     """
     merged = set(merged)
-    given_up = []
+    given_up: list[int] = []
     for index, update in enumerate(sent):
         if update.gone or update.payload_hash in merged:
             continue
@@ -107,25 +107,18 @@ def settle(sent: Sequence[Sent], merged: Iterable[str], version: int, max_age: i
 
 class Route(StrEnum):
     HAVE = "have"
-    SEED = "seed"
     CHAIN = "chain"
     DOWNLOAD = "download"
 
 
-def cheapest_route(
-    *, wanted: int, held: int | None, chain_bytes: int | None, snapshot_bytes: int
-) -> tuple[Route, str]:
+def cheapest_route(*, wanted: int, held: int, chain_bytes: int, snapshot_bytes: int) -> tuple[Route, str]:
     """How to get snapshot `wanted` when `held` is at hand; `chain_bytes` are the payloads still to fetch.
 
-    None for `chain_bytes`: the merges in between are not all known. A merge also costs time to redo,
+    A merge also costs time to redo,
     about as much as fetching a sixteenth of the snapshot at 100 Mbit/s.
     """
     if held == wanted:
         return Route.HAVE, f"version {wanted} is here"
-    if wanted == 0:
-        return Route.SEED, "version 0 follows from the seed"
-    if held is None or chain_bytes is None:
-        return Route.DOWNLOAD, "the merges in between are not known"
     cost = chain_bytes + (wanted - held) * snapshot_bytes // MERGES_PER_DOWNLOAD
     if cost > snapshot_bytes:
         return Route.DOWNLOAD, f"{wanted - held} merges cost more than a snapshot of {snapshot_bytes} B"

@@ -30,7 +30,7 @@ from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import BlockLayout, MergeRecord
 from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.client import CoordinatorClient
-from blocktrain.worker.decisions import Route, cheapest_route
+from blocktrain.worker.decisions import MERGES_PER_DOWNLOAD, Route, cheapest_route
 from blocktrain.worker.standing import Base
 
 DOWNLOAD_ATTEMPTS = 3
@@ -71,29 +71,35 @@ class Snapshots:
         self.client, self.cache, self.recipe, self.objective = client, cache, recipe, objective
         self.layouts, self.report = layouts, report
 
-    def newest(self, block: int, held: Base | None) -> tuple[Base, list[MergeRecord]]:
+    def newest(self, block: int, held: Base) -> tuple[Base, list[MergeRecord]]:
         """The block's head, and every merge since `held`."""
-        head, merges = self._merges(block, held.version if held is not None else None)
-        version, wanted_hash = head
+        version, wanted_hash, merges = self._merges(block, held.version)
         layout = self.layouts[block]
         route, reason = cheapest_route(
             wanted=version,
-            held=held.version if held is not None else None,
+            held=held.version,
             chain_bytes=self._missing_bytes(layout, merges),
             snapshot_bytes=4 * num_values(layout.schema),
         )
         if route is Route.HAVE:
-            assert held is not None
             return held, merges
-        if route is Route.SEED:
-            return self.initial(block), merges
-        if route is Route.CHAIN and held is not None:
+        if route is Route.CHAIN:
             try:
                 return self._rebuild(layout, held, merges), merges
             except _BrokenChain as broken:
                 reason = str(broken)
         self.report(f"downloading block={block} version={version} ({reason})")
         return Base(version, wanted_hash, self._download(layout, wanted_hash)), merges
+
+    def newest_for_joiner(self, block: int, held: Base | None) -> Base:
+        """The block's head for somebody who has an old snapshot or none; a long history is not listed."""
+        head = self.client.block(block)
+        start = held.version if held is not None else 0
+        if head.head_version - start > MERGES_PER_DOWNLOAD:
+            self.report(f"downloading block={block} version={head.head_version} (have version {start})")
+            weights = self._download(self.layouts[block], head.head_hash)
+            return Base(head.head_version, head.head_hash, weights)
+        return self.newest(block, held or self.initial(block))[0]
 
     def initial(self, block: int) -> Base:
         """Version 0, regenerated from the recipe's seed, or downloaded where this torch draws otherwise."""
@@ -113,16 +119,13 @@ class Snapshots:
         weights = self._cached(self.layouts[block], wanted_hash)
         return None if weights is None else Base(version, wanted_hash, weights)
 
-    def _merges(self, block: int, since: int | None) -> tuple[tuple[int, str], list[MergeRecord]]:
-        if since is None:
-            answer = self.client.block(block)
-            return (answer.head_version, answer.head_hash), []
+    def _merges(self, block: int, since: int) -> tuple[int, str, list[MergeRecord]]:
         merges: list[MergeRecord] = []
         while True:
             page = self.client.merges(block, since + len(merges))
             merges += page.merges
             if not page.merges or since + len(merges) >= page.head_version:
-                return (page.head_version, page.head_hash), merges
+                return page.head_version, page.head_hash, merges
 
     def _missing_bytes(self, layout: Layout, merges: Sequence[MergeRecord]) -> int:
         inputs = [one for merge in merges for one in merge.inputs]
@@ -197,8 +200,8 @@ class Snapshots:
             self.cache.complete(name)
             return weights
         raise WireError(
-            f"snapshot {wanted_hash[:12]} of block {layout.block} came damaged {DOWNLOAD_ATTEMPTS} times; the "
-            "coordinator, or something on the way to it, changes what it serves: ask its operator"
+            f"snapshot {wanted_hash[:12]} of block {layout.block} came damaged {DOWNLOAD_ATTEMPTS} times; "
+            "the coordinator, or something on the way to it, changes what it serves: ask its operator"
         )
 
 

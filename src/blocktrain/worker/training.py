@@ -74,7 +74,8 @@ class LocalTraining:
         return float(total) / max(1, assignment.steps)
 
     def _pick_up_move(self) -> None:
-        assert self.standing is not None and self._trainer is not None
+        assert self.standing is not None
+        assert self._trainer is not None
         start = time.monotonic()
         shift = self.standing.take_move()
         if shift is not None:
