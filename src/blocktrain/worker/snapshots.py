@@ -85,7 +85,7 @@ class Snapshots:
             return held, merges
         if route is Route.CHAIN:
             try:
-                return self._rebuild(layout, held, merges), merges
+                return self._rebuild(layout, held, merges, wanted_hash), merges
             except _BrokenChain as broken:
                 reason = str(broken)
         self.report(f"downloading block={block} version={version} ({reason})")
@@ -132,7 +132,9 @@ class Snapshots:
         missing = [one for one in inputs if self.cache.path(_payload_file(one.payload_hash)) is None]
         return len(missing) * layout.payload_bytes
 
-    def _rebuild(self, layout: Layout, held: Base, merges: Sequence[MergeRecord]) -> Base:
+    def _rebuild(
+        self, layout: Layout, held: Base, merges: Sequence[MergeRecord], wanted_hash: str
+    ) -> Base:
         known = {held.hash: held.weights}
         base = held
         for merge in merges:
@@ -143,6 +145,8 @@ class Snapshots:
                 raise _BrokenChain(f"rebuilt version {merge.version} has another hash")
             base = Base(merge.version, merge.result_hash, weights)
             known[base.hash] = weights
+        if base.hash != wanted_hash:
+            raise _BrokenChain(f"the merges end at version {base.version}")
         return base
 
     def _replayed(self, layout: Layout, merge: MergeRecord, base: Base, known: dict[str, Weights]) -> Weights:

@@ -103,7 +103,7 @@ class StateFolder:
     def load_snapshot_name(self, block: int) -> KeptSnapshot | None:
         try:
             return KeptSnapshot.model_validate_json((self.folder / f"block-{block}.snapshot").read_text())
-        except (OSError, ValidationError):
+        except (OSError, ValueError):
             return None
 
     def save_last_block(self, block: int) -> None:
