@@ -1,0 +1,82 @@
+"""Canonical bytes and their blake3 hashes, the same on every machine and Python version.
+
+Used for snapshot hashes, commits and the ledger chain. Knows nothing of what a ledger entry means.
+
+Covered: mapping order, byte order and memory layout do not change a hash; two different values never
+share canonical bytes; NaN and values JSON cannot hold are refused. Not covered: floats in JSON keep
+Python's shortest notation, so another language must print them the same way to verify a ledger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from blocktrain.errors import WireError
+
+HASH_BYTES = 32
+GENESIS_HASH = "00" * HASH_BYTES
+"""What the first ledger entry is chained to."""
+
+MAX_DEPTH = 32
+
+_SNAPSHOT_CONTEXT = b"blocktrain snapshot 1\n"
+
+
+class CanonicalError(WireError):
+    """A value that has no canonical bytes."""
+
+
+def content_hash(payload: bytes | memoryview) -> str:
+    """Hex blake3 of a payload as it travels: what a commit promises and a blob is called."""
+    return blake3(payload).hexdigest()
+
+
+def snapshot_hash(tensors: Mapping[str, NDArray[np.float32]]) -> str:
+    """Hex blake3 over every tensor in order of name: name, shape, little-endian fp32 bytes."""
+    hasher = blake3(_SNAPSHOT_CONTEXT)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.dtype != np.float32:
+            raise CanonicalError(f"{name}: expected float32 to hash, found {tensor.dtype}; convert it first")
+        hasher.update(canonical_json([name, [int(side) for side in tensor.shape]]) + b"\n")
+        hasher.update(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """UTF-8 JSON with sorted keys and no spaces; string keys only, no NaN or infinity."""
+    _refuse_ambiguous(value, "value")
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        return text.encode()
+    except ValueError as error:
+        raise CanonicalError(
+            f"value has no canonical JSON: {error}; use finite numbers, valid text"
+        ) from None
+
+
+def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
+    """The ledger's h_n = blake3(h_{n-1} || canonical(entry)), hex in and out."""
+    return blake3(bytes.fromhex(previous) + canonical_json(dict(entry))).hexdigest()
+
+
+def _refuse_ambiguous(value: Any, where: str, depth: int = 0) -> None:
+    """json.dumps writes 1 and "1" as the same key, and recurses as deep as it is led."""
+    if depth > MAX_DEPTH:
+        raise CanonicalError(f"value: expected at most {MAX_DEPTH} levels, found more nested; flatten it")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CanonicalError(f"{where}: expected text as key, found {type(key).__name__}")
+            _refuse_ambiguous(item, f"{where}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            _refuse_ambiguous(item, f"{where}[{position}]", depth + 1)
+    elif value is not None and not isinstance(value, str | int | float):
+        raise CanonicalError(f"{where}: expected a plain JSON value, found {type(value).__name__}")
