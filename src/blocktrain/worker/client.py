@@ -80,8 +80,11 @@ class CoordinatorClient:
         traffic: Traffic,
         stop: threading.Event,
         report: Callable[[str], None],
+        attempts: int | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.attempts = attempts
+        """Tries of every request; None for as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
         self.audience: str | None = None
         self._silent_since: float | None = None
@@ -150,7 +153,7 @@ class CoordinatorClient:
     def download(self, path: str, target: Path, max_bytes: int) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
         with self.traffic.sending(Kind.SNAPSHOT):
-            self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=None)
+            self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
 
     # --- how
 
@@ -172,7 +175,9 @@ class CoordinatorClient:
         attempts: int | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        return self._retried(lambda: self._once(method, path, body, signed, max_bytes), attempts)
+        return self._retried(
+            lambda: self._once(method, path, body, signed, max_bytes), attempts or self.attempts
+        )
 
     def _retried(self, once: Callable[[], bytes], attempts: int | None) -> bytes:
         attempt = 0

@@ -110,6 +110,10 @@ class Snapshots:
             weights = self._download(layout, layout.initial_hash)
         return Base(0, layout.initial_hash, weights)
 
+    def whole(self, block: int, wanted_hash: str) -> Weights:
+        """One snapshot by its hash, downloaded."""
+        return self._download(self.layouts[block], wanted_hash)
+
     def keep(self, base: Base) -> None:
         """Write a snapshot to disk, for the next start."""
         if self.cache.path(_file(base.hash)) is None:
