@@ -39,9 +39,7 @@ def test_what_a_frame_leaves_out_is_in_the_feedback(codec: str) -> None:
     block = small_block()
     base, schema, spec = tensors_of(block), schema_of(block), CodecSpec.parse(codec)
     local, feedback = changed(base, 1), changed({name: 0 * value for name, value in base.items()}, 2)
-    encoded = encode_update(
-        spec, schema, base=base, origin=base, local=local, feedback=feedback, beta=0.95
-    )
+    encoded = encode_update(spec, schema, base=base, origin=base, local=local, feedback=feedback, beta=0.95)
     sent = decode(spec, schema, encoded.payload)
     assert encoded.feedback is not None
     for name in base:

@@ -57,7 +57,15 @@ class LocalSwarm:
         address = data_dir / "address"
         address.unlink(missing_ok=True)
         settings = [flag for one in self.options.overrides for flag in ("--set", one)]
-        verb = ["coordinator", str(self.options.recipe), "--data-dir", str(data_dir), "--port", "0", *settings]
+        verb = [
+            "coordinator",
+            str(self.options.recipe),
+            "--data-dir",
+            str(data_dir),
+            "--port",
+            "0",
+            *settings,
+        ]
         self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
         self.url = await_file(address, self.coordinator, READY_SECONDS, lambda _: not self.stop.is_set())
         for index in range(self.options.workers):
@@ -136,7 +144,9 @@ def run_swarm(
     started = time.monotonic()
     try:
         swarm.start()
-        console.print(f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}")
+        console.print(
+            f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
+        )
         client = swarm.client()
         with _shown(console) as show:
             status = swarm.watch(client, show)

@@ -20,6 +20,7 @@ from blocktrain.worker.standing import Standing
 
 TICK_SECONDS = 0.1
 JOIN_AGAIN_REASONS = {"not_joined"}
+FORGOTTEN_REASONS = {"not_found", "not_yours"}
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Desk:
         self._current: Task | None = None
         self._next: Task | None = None
         self._preparing: int | None = None
+        self._trained: Task | None = None
+        """The task last handed to the trainer, also when it was given up: asking names it as in hand."""
         self._finished = False
         self._beaten_at = 0.0
 
@@ -62,7 +65,7 @@ class Desk:
             self._changed.wait_for(lambda: self._next is not None or self._finished or self.stop.is_set())
             if self.stop.is_set() or self._next is None:
                 return None
-            task, self._current, self._next = self._next, self._next, None
+            task, self._current, self._trained, self._next = self._next, self._next, self._next, None
             task.begun = time.monotonic()
             self._changed.notify_all()
             return task
@@ -92,9 +95,8 @@ class Desk:
     def blocks(self) -> set[int]:
         """Blocks that are being trained, or will be next."""
         with self._changed:
-            return {task.standing.block for task in (self._current, self._next) if task is not None} | (
-                set() if self._preparing is None else {self._preparing}
-            )
+            tasks = {task.standing.block for task in (self._trained, self._next) if task is not None}
+            return tasks if self._preparing is None else tasks | {self._preparing}
 
     # --- asking
 
@@ -120,7 +122,7 @@ class Desk:
         )
 
     def _ask(self) -> None:
-        task = self._current
+        task = self._trained
         request = AssignmentRequest(
             holding={str(task.standing.block): task.standing.base.version} if task is not None else {},
             prefer_block=task.standing.block if task is not None else self.prefer_block,
@@ -142,8 +144,10 @@ class Desk:
     def _refused(self, refusal: Refusal, task: Task | None) -> None:
         if refusal.reason in JOIN_AGAIN_REASONS:
             self.join()
-        elif task is not None and refusal.status in (404, 409, 410):
+        elif task is not None and refusal.reason in FORGOTTEN_REASONS:
             self.give_up(task)
+            with self._changed:
+                self._trained = None
         else:
             raise refusal
 

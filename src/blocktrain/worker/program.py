@@ -104,6 +104,8 @@ class Worker:
         self._build_training()
         self._build_services(run)
         self.join()
+        for layout in self.snapshots.layouts:
+            self.sender.deliver_leftovers(layout.block)
 
     def _build_training(self) -> None:
         tokenizer = ByteTokenizer()
@@ -172,13 +174,8 @@ class Worker:
     def _do(self, task: Task) -> None:
         assignment, standing = task.assignment, task.standing
         if self.training.standing is not standing:
-            self.state.save_last_block(assignment.block)
-        with self.traffic.spending(Spent.WAITING):
-            self.training.begin(
-                standing,
-                assignment.total_steps,
-                lambda: self.state.load_optimizer(assignment.block),
-            )
+            with self.traffic.spending(Spent.WAITING):
+                self._change_block(task)
         self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
         started, moving = time.monotonic(), self.training.moving_seconds
         loss = self.training.run(assignment, lambda step, ce: self.desk.stepped(task, step, ce))
@@ -189,6 +186,20 @@ class Worker:
             self.desk.give_up(task)
         else:
             self._finish(task, loss)
+
+    def _change_block(self, task: Task) -> None:
+        """Leave a block with everything it needs to be taken up again, and begin another."""
+        self._leave_block()
+        block = task.assignment.block
+        self.state.save_last_block(block)
+        self.training.begin(task.standing, task.assignment.total_steps, self.state.load_optimizer(block))
+
+    def _leave_block(self) -> None:
+        standing = self.training.standing
+        if standing is not None:
+            standing.abandon(self.training.weights())
+            self.sender.keep_feedback(standing)
+            self.state.save_optimizer(standing.block, self.training.optimizer_state())
 
     def _finish(self, task: Task, loss: float) -> None:
         with self.traffic.spending(Spent.WAITING):
@@ -216,11 +227,10 @@ class Worker:
         kept = self.state.load_snapshot_name(block)
         held = self.snapshots.on_disk(block, kept.version, kept.hash) if kept is not None else None
         base = self.snapshots.newest_for_joiner(block, held)
-        feedback, unsettled = self.state.load_feedback(block)
+        feedback, _ = self.state.load_feedback(block)
         standing = Standing(block, base, feedback, self.recipe.swarm.max_age)
         with self._lock:
             self._standings[block] = standing
-        self.sender.send_again(standing, unsettled)
         self._watch(standing)
         return standing
 
@@ -275,10 +285,9 @@ class Worker:
             os.close(self._folder_lock)
 
     def _keep_progress(self) -> None:
+        self._leave_block()
         standing = self.training.standing
         if standing is not None:
-            standing.abandon(self.training.weights())
-            self.state.save_optimizer(standing.block, self.training.optimizer_state())
             self.snapshots.keep(standing.base)
             self.state.save_snapshot_name(standing.block, standing.base.version, standing.base.hash)
         self.sender.abandon()

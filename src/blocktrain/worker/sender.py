@@ -50,7 +50,7 @@ class Sender:
     ) -> None:
         self.client, self.snapshots, self.state, self.progress = client, snapshots, state, progress
         self.stop, self.beta, self.account, self.join = stop, beta, account, join
-        self._queue: queue.Queue[tuple[Standing, Flight | Unsettled]] = queue.Queue()
+        self._queue: queue.Queue[tuple[Standing, Flight]] = queue.Queue()
         self._unsettled: dict[int, list[Unsettled]] = {}
         self._idle = threading.Event()
         self._idle.set()
@@ -59,27 +59,17 @@ class Sender:
         self._idle.clear()
         self._queue.put((standing, flight))
 
-    def send_again(self, standing: Standing, updates: list[Unsettled]) -> None:
-        """Deliver what a previous process had formed, or take it back."""
-        self._unsettled[standing.block] = list(updates)
-        for update in updates:
-            self._idle.clear()
-            self._queue.put((standing, update))
-
     def wait_until_idle(self, seconds: float) -> bool:
         return self._idle.wait(seconds)
 
     def run(self) -> None:
         while not self.stop.is_set():
             try:
-                standing, job = self._queue.get(timeout=TICK_SECONDS)
+                standing, flight = self._queue.get(timeout=TICK_SECONDS)
             except queue.Empty:
                 self._idle.set()
                 continue
-            if isinstance(job, Flight):
-                self._deliver(standing, job)
-            else:
-                self._deliver_again(standing, job)
+            self._deliver(standing, flight)
             if self._queue.empty():
                 self._idle.set()
 
@@ -129,14 +119,23 @@ class Sender:
 
     # --- an update of a previous process
 
-    def _deliver_again(self, standing: Standing, update: Unsettled) -> None:
-        payload = self.snapshots.kept_payload(update.payload_hash)
-        if payload is None:
-            self.progress.line(f"lost payload={update.payload_hash[:12]}: no longer in the cache")
+    def deliver_leftovers(self, block: int) -> None:
+        """Before anything else: deliver what a killed process had formed, or take it back."""
+        feedback, updates = self.state.load_feedback(block)
+        if not updates:
             return
-        parcel = Parcel(update, payload, self.snapshots.layouts[standing.block], update.base_version)
-        base = self.snapshots.on_disk(standing.block, update.base_version, update.base_hash)
-        self._account_for(standing, parcel, base, self._hand_over(parcel))
+        leftover = Standing(block, Base(0, "", {}), feedback, max_age=0)
+        self._unsettled[block] = list(updates)
+        for update in updates:
+            payload = self.snapshots.kept_payload(update.payload_hash)
+            if payload is None:
+                self.progress.line(f"lost payload={update.payload_hash[:12]}: no longer in the cache")
+                continue
+            parcel = Parcel(update, payload, self.snapshots.layouts[block], update.base_version)
+            base = self.snapshots.on_disk(block, update.base_version, update.base_hash)
+            self._account_for(leftover, parcel, base, self._hand_over(parcel))
+        self._unsettled[block] = []
+        self.state.save_feedback(block, leftover.feedback, [])
 
     # --- both
 
@@ -189,9 +188,10 @@ class Sender:
         """At the end: updates that were never formed go to error feedback, and it to disk."""
         with contextlib.suppress(queue.Empty):
             while True:
-                standing, job = self._queue.get_nowait()
-                if isinstance(job, Flight):
-                    standing.drop(job)
-                    self.state.save_feedback(
-                        standing.block, standing.feedback, self._unsettled.get(standing.block, [])
-                    )
+                standing, flight = self._queue.get_nowait()
+                standing.drop(flight)
+                self.keep_feedback(standing)
+
+    def keep_feedback(self, standing: Standing) -> None:
+        unsettled = self._unsettled.get(standing.block, [])
+        self.state.save_feedback(standing.block, standing.feedback, unsettled)

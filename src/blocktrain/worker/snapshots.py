@@ -136,9 +136,7 @@ class Snapshots:
         missing = [one for one in inputs if self.cache.path(_payload_file(one.payload_hash)) is None]
         return len(missing) * layout.payload_bytes
 
-    def _rebuild(
-        self, layout: Layout, held: Base, merges: Sequence[MergeRecord], wanted_hash: str
-    ) -> Base:
+    def _rebuild(self, layout: Layout, held: Base, merges: Sequence[MergeRecord], wanted_hash: str) -> Base:
         known = {held.hash: held.weights}
         base = held
         for merge in merges:

@@ -38,12 +38,8 @@ class LocalTraining:
         """Time spent adding what new snapshots brought."""
         self._trainer: BlockTrainer | None = None
 
-    def begin(
-        self, standing: Standing, total_steps: int, load_optimizer: Callable[[], dict[str, Tensor] | None]
-    ) -> None:
-        """Make `standing`'s block the one being trained; nothing to do if it already is."""
-        if self.standing is standing:
-            return
+    def begin(self, standing: Standing, total_steps: int, optimizer: dict[str, Tensor] | None) -> None:
+        """Make `standing`'s block the one being trained."""
         self.standing = standing
         training = dataclasses.replace(self.recipe.training, steps=total_steps)
         recipe = dataclasses.replace(self.recipe, training=training)
@@ -53,9 +49,8 @@ class LocalTraining:
         self._trainer = BlockTrainer(
             recipe, self.objective, block, standing.block, self.shards, self.codebook
         )
-        state = load_optimizer()
-        if state is not None:
-            self._trainer.optimizer.load_state_tensors(state)
+        if optimizer is not None:
+            self._trainer.optimizer.load_state_tensors(optimizer)
 
     def run(self, assignment: Assignment, stepped: Callable[[int, float | None], bool]) -> float | None:
         """All steps of an assignment; the mean loss, or None if `stepped` asked to stop."""
