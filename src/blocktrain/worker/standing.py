@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from blocktrain.training.update import Weights, difference, fold_back, moved
+from blocktrain.training.update import Weights, difference, fold_back, is_same, moved
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent, settle
 
@@ -104,8 +104,9 @@ class Standing:
     def abandon(self, weights: Weights) -> None:
         """Put the progress since the last mark into error feedback; the local weights are given up."""
         with self._changed:
-            delta = difference(self._newest().now(), self._place(weights).now())
-            self._feedback = fold_back(self._feedback, delta)
+            origin, place = self._newest().now(), self._place(weights).now()
+            if not is_same(origin, place):
+                self._feedback = fold_back(self._feedback, difference(origin, place))
 
     def _place(self, weights: Weights) -> Place:
         if self._pending is None:
