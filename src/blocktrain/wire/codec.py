@@ -2,46 +2,71 @@
 
 A frame has no header. Its length and the place of every byte follow from the codec and the block's
 schema, which the receiver knows; nothing in it names a shape, a type or a size. Knows nothing of error
-feedback (the caller keeps `tensors - decode(encode(tensors))`), norms or who sent it.
+feedback (the caller keeps `tensors - decode(encode(tensors))`), of norms or of who sent it.
 
-Layout, tensors in schema order, little-endian. Tensors under 4096 values: dense fp16. Others are cut into
-chunks: 64x64 tiles of a matrix with both sides of 64 or more, 4096 contiguous values otherwise.
-  sparse:K  per chunk K ascending 12-bit indices, K 2-bit codes (sign, magnitude bit), two fp16 magnitudes
-  sign      per chunk one bit per value (1 is negative), one fp16 magnitude
-  dense     fp32 of every value, no chunks
-What is left at the edges of a tensor forms smaller chunks, so there is no padding to select.
-Same input, same bytes on every CPU: ties go to the lowest index.
+Layout, tensors in schema order, little-endian, lowest bits first. Tensors of fewer than CHUNK_VALUES
+values: dense fp16. Others are cut into chunks: TILE_SIDE x TILE_SIDE tiles of a matrix whose sides are
+both that long, CHUNK_VALUES contiguous values otherwise. What is left at the edges makes smaller chunks,
+after the whole ones, so there is no padding to select (and a chunk of fewer than K values keeps them all).
+  sparse:K  per chunk K ascending 12-bit indices, K 2-bit codes (bit 0: negative, bit 1: which magnitude),
+            the lower and the higher magnitude in fp16
+  sign      per chunk one bit per value (1: negative), one fp16 magnitude
+  dense     fp32 of every value, bit exact, no chunks
+Same input, same bytes on every CPU: ties go to the lowest index, sums have a written order.
+
+Covered: any bytes give tensors or FrameError; wrong length, unsorted, repeated or out-of-range indices,
+NaN, infinity, negative magnitudes and set bits that no encoder writes are refused; memory is that of the
+decoded tensors and one batch of chunks. Not covered: whether the values make sense (norm, evidence).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final, Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.errors import WireError
+from blocktrain.errors import RecipeError, WireError
+from blocktrain.wire.chunks import (
+    MAX_HALF,
+    Bytes,
+    ChunkError,
+    Chunks,
+    Floats,
+    FrameReason,
+    SignChunks,
+    SparseChunks,
+)
+from blocktrain.wire.hashing import canonical_json, content_hash
 
-CHUNK_VALUES = 4096
-TILE_SIDE = 64
-DEFAULT_KEPT = 64
+__all__ = [
+    "CHUNK_VALUES",
+    "DEFAULT_KEPT",
+    "MAX_HALF",
+    "TILE_SIDE",
+    "CodecSpec",
+    "FrameError",
+    "FrameReason",
+    "Schema",
+    "Tensors",
+    "decode",
+    "encode",
+    "frame_length",
+]
 
-Tensors = Mapping[str, NDArray[np.float32]]
+TILE_SIDE: Final = 64
+CHUNK_VALUES: Final = TILE_SIDE * TILE_SIDE
+DEFAULT_KEPT: Final = 64
+_HALF_EXPONENT: Final = 0x7C00
+_BATCH_CHUNKS: Final = 256
+"""Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""
 
-
-class FrameReason(StrEnum):
-    """Why a frame is refused."""
-
-    WRONG_LENGTH = "wrong_length"
-    INDEX_ORDER = "index_order"
-    INDEX_RANGE = "index_range"
-    PADDING = "padding"
-    BAD_MAGNITUDE = "bad_magnitude"
-    NOT_FINITE = "not_finite"
-    SCHEMA_MISMATCH = "schema_mismatch"
+Tensors = Mapping[str, Floats]
 
 
 class FrameError(WireError):
@@ -58,12 +83,35 @@ class CodecSpec:
     """Which codec a run uses; written `sparse:64`, `sign` or `dense`."""
 
     kind: Literal["sparse", "sign", "dense"]
-    k: int = DEFAULT_KEPT
-    """Values kept of each chunk; used by `sparse` only."""
+    k: int | None = None
+    """Values kept of each chunk; `sparse` only."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "sparse" and self.k is None:
+            object.__setattr__(self, "k", DEFAULT_KEPT)
+        if self.kind not in ("sparse", "sign", "dense") or (self.k is not None) != (self.kind == "sparse"):
+            raise _bad_codec(f"{self.kind!r} with k = {self.k}")
+        if self.k is not None and not 1 <= self.k <= CHUNK_VALUES:
+            raise _bad_codec(f"k = {self.k}")
 
     @classmethod
     def parse(cls, text: str) -> CodecSpec:
-        raise NotImplementedError
+        match = re.fullmatch(r"(sparse)(?::([0-9]{1,4}))?|(sign)|(dense)", text)
+        if match is None:
+            raise _bad_codec(repr(text))
+        if match[1]:
+            return cls("sparse", int(match[2]) if match[2] else None)
+        return cls("sign" if match[3] else "dense")
+
+    def __str__(self) -> str:
+        return self.kind if self.k is None else f"{self.kind}:{self.k}"
+
+
+def _bad_codec(found: str) -> RecipeError:
+    return RecipeError(
+        f"expected the update codec sparse:K with K from 1 to {CHUNK_VALUES}, sign or dense, found {found}; "
+        "change it in the recipe"
+    )
 
 
 @dataclass(frozen=True)
@@ -72,24 +120,245 @@ class Schema:
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
+    def __post_init__(self) -> None:
+        if len({name for name, _ in self.tensors}) != len(self.tensors):
+            raise FrameError(FrameReason.SCHEMA_MISMATCH, "expected distinct tensor names in the schema")
+        for name, shape in self.tensors:
+            if any(side < 1 for side in shape):
+                raise FrameError(
+                    FrameReason.SCHEMA_MISMATCH, f"{name}: expected sides of at least 1, found {shape}"
+                )
+
     @classmethod
     def of(cls, tensors: Tensors) -> Schema:
-        raise NotImplementedError
+        """The schema of these tensors, in the mapping's order."""
+        return cls(tuple((name, tuple(map(int, tensor.shape))) for name, tensor in tensors.items()))
+
+    @property
+    def num_values(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.tensors)
 
     def schema_hash(self) -> str:
-        raise NotImplementedError
+        return content_hash(canonical_json([[name, list(shape)] for name, shape in self.tensors]))
 
 
 def frame_length(codec: CodecSpec, schema: Schema) -> int:
     """Exact bytes of every frame of this codec and schema."""
-    raise NotImplementedError
+    layout = _layout(codec)
+    return sum(layout.num_bytes(shape) for _, shape in schema.tensors)
 
 
 def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
-    """The frame of `tensors`; fp16 magnitudes saturate at 65504, NaN and infinity are refused."""
-    raise NotImplementedError
+    """The frame of `tensors`; fp16 magnitudes saturate at MAX_HALF, NaN and infinity are refused."""
+    _check_tensors(schema, tensors)
+    layout = _layout(codec)
+    frame = np.empty(frame_length(codec, schema), np.uint8)
+    offset = 0
+    for name, shape in schema.tensors:
+        size = layout.num_bytes(shape)
+        layout.write(tensors[name], frame[offset : offset + size])
+        offset += size
+    return frame.tobytes()
 
 
-def decode(codec: CodecSpec, schema: Schema, payload: bytes | memoryview) -> dict[str, NDArray[np.float32]]:
+def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memoryview) -> dict[str, Floats]:
     """The tensors of a frame, every byte of it checked, or FrameError."""
-    raise NotImplementedError
+    frame = np.frombuffer(payload, np.uint8)
+    expected = frame_length(codec, schema)
+    if len(frame) != expected:
+        raise FrameError(
+            FrameReason.WRONG_LENGTH,
+            f"expected a frame of {expected} bytes ({codec}, {len(schema.tensors)} tensors), found "
+            f"{len(frame)}; check that codec, block and recipe are those of the assignment",
+        )
+    layout = _layout(codec)
+    tensors: dict[str, Floats] = {}
+    offset = 0
+    for name, shape in schema.tensors:
+        size = layout.num_bytes(shape)
+        tensors[name] = layout.read(frame[offset : offset + size], name, shape)
+        offset += size
+    return tensors
+
+
+def _check_tensors(schema: Schema, tensors: Tensors) -> None:
+    if set(tensors) != {name for name, _ in schema.tensors}:
+        raise FrameError(
+            FrameReason.SCHEMA_MISMATCH,
+            f"expected the {len(schema.tensors)} tensors of the schema, found others; encode one whole block",
+        )
+    for name, shape in schema.tensors:
+        tensor = tensors[name]
+        if tensor.shape != shape or tensor.dtype != np.float32:
+            raise FrameError(
+                FrameReason.SCHEMA_MISMATCH,
+                f"{name}: expected float32 of shape {shape}, found {tensor.dtype} of shape {tensor.shape}",
+            )
+        _require_finite(np.isfinite(tensor), name, "training diverged, so lower its learning rate")
+
+
+def _require_finite(finite: NDArray[np.bool_], name: str, remedy: str) -> None:
+    if not finite.all():
+        found = finite.size - np.count_nonzero(finite)
+        raise FrameError(
+            FrameReason.NOT_FINITE,
+            f"{name}: expected finite values, found {found} NaN or infinite of {finite.size}; {remedy}",
+        )
+
+
+_SENDER: Final = "the sender's encoder is broken or hostile"
+
+
+class _Layout(Protocol):
+    """How one tensor lies in a frame."""
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int: ...
+    def write(self, tensor: Floats, part: Bytes) -> None: ...
+    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats: ...
+
+
+def _layout(codec: CodecSpec) -> _Layout:
+    if codec.kind == "dense":
+        return _Dense()
+    if codec.kind == "sign":
+        return _Chunked(SignChunks())
+    assert codec.k is not None
+    return _Chunked(SparseChunks(codec.k))
+
+
+class _Dense:
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return 4 * math.prod(shape)
+
+    def write(self, tensor: Floats, part: Bytes) -> None:
+        part.view("<f4")[:] = tensor.reshape(-1)
+
+    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+        values = part.view("<f4").astype(np.float32).reshape(shape)
+        _require_finite(np.isfinite(values), name, _SENDER)
+        return values
+
+
+class _Half:
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return 2 * math.prod(shape)
+
+    def write(self, tensor: Floats, part: Bytes) -> None:
+        part.view("<f2")[:] = np.clip(tensor.reshape(-1), -MAX_HALF, MAX_HALF)
+
+    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+        finite = (part.view("<u2") & _HALF_EXPONENT) != _HALF_EXPONENT
+        _require_finite(finite, name, _SENDER)
+        return part.view("<f2").astype(np.float32).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A grid of equal chunks in a tensor that is seen as a matrix, chunks in row-major order."""
+
+    row: int
+    column: int
+    num_down: int
+    num_across: int
+    height: int
+    width: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_down * self.num_across
+
+    @property
+    def chunk_values(self) -> int:
+        return self.height * self.width
+
+    def of(self, matrix: Floats) -> Floats:
+        """This region of the matrix as a view [down, height, across, width]."""
+        rows = matrix[self.row : self.row + self.num_down * self.height]
+        part = rows[:, self.column : self.column + self.num_across * self.width]
+        return part.reshape(self.num_down, self.height, self.num_across, self.width)
+
+    def batches(self) -> Iterator[_Region]:
+        """The same chunks in the same order, at most about _BATCH_CHUNKS at a time."""
+        across = min(self.num_across, _BATCH_CHUNKS)
+        down = max(1, _BATCH_CHUNKS // self.num_across)
+        for y, x in product(range(0, self.num_down, down), range(0, self.num_across, across)):
+            yield replace(
+                self,
+                row=self.row + y * self.height,
+                column=self.column + x * self.width,
+                num_down=min(down, self.num_down - y),
+                num_across=min(across, self.num_across - x),
+            )
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) == 2 and min(shape) >= TILE_SIDE:
+        return shape[0], shape[1]
+    return 1, math.prod(shape)
+
+
+def _regions(shape: tuple[int, ...]) -> list[_Region]:
+    """Whole chunks first, then what is left over at the right, at the bottom and in the corner."""
+    rows, columns = _as_matrix(shape)
+    height, width = (TILE_SIDE, TILE_SIDE) if rows > 1 else (1, CHUNK_VALUES)
+    return [
+        _Region(row, column, num_down, num_across, chunk_height, chunk_width)
+        for row, num_down, chunk_height in _spans(rows, height)
+        for column, num_across, chunk_width in _spans(columns, width)
+    ]
+
+
+def _spans(side: int, step: int) -> list[tuple[int, int, int]]:
+    """(start, count, length) of the whole steps along a side, and of the rest."""
+    whole, rest = divmod(side, step)
+    spans = [(0, whole, step), (whole * step, 1, rest)]
+    return [span for span in spans if span[1] and span[2]]
+
+
+class _Chunked:
+    """Chunk records in order; small tensors in fp16 instead."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._half = _Half()
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        if math.prod(shape) < CHUNK_VALUES:
+            return self._half.num_bytes(shape)
+        return sum(r.num_chunks * self._chunks.record_bytes(r.chunk_values) for r in _regions(shape))
+
+    def write(self, tensor: Floats, part: Bytes) -> None:
+        if tensor.size < CHUNK_VALUES:
+            return self._half.write(tensor, part)
+        matrix = tensor.reshape(_as_matrix(tensor.shape))
+        for region, _, records in self._records(part, tensor.shape):
+            values = region.of(matrix).swapaxes(1, 2).reshape(region.num_chunks, region.chunk_values)
+            records[:] = self._chunks.encode(values)
+        return None
+
+    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+        if math.prod(shape) < CHUNK_VALUES:
+            return self._half.read(part, name, shape)
+        matrix = np.empty(_as_matrix(shape), np.float32)
+        for region, first, records in self._records(part, shape):
+            try:
+                values = self._chunks.decode(records, region.chunk_values)
+            except ChunkError as error:
+                _refuse_chunk(error, name, first)
+            grid = values.reshape(region.num_down, region.num_across, region.height, region.width)
+            region.of(matrix)[:] = grid.swapaxes(1, 2)
+        return matrix.reshape(shape)
+
+    def _records(self, part: Bytes, shape: tuple[int, ...]) -> Iterator[tuple[_Region, int, Bytes]]:
+        """Each batch of chunks, the number of its first chunk, and its records [chunk, byte]."""
+        offset = first = 0
+        for region in _regions(shape):
+            size = self._chunks.record_bytes(region.chunk_values)
+            for batch in region.batches():
+                end = offset + batch.num_chunks * size
+                yield batch, first, part[offset:end].reshape(batch.num_chunks, size)
+                offset, first = end, first + batch.num_chunks
+
+
+def _refuse_chunk(error: ChunkError, name: str, first: int) -> NoReturn:
+    raise FrameError(error.reason, f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}") from None

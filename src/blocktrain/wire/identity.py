@@ -142,6 +142,6 @@ def _refuse_open_mode(path: Path, mode: int) -> None:
 
 def _not_a_key(path: Path, found: str) -> IdentityError:
     return IdentityError(
-        f"{path} is not a usable key file: expected an unencrypted Ed25519 private key in PEM, found {found}; "
+        f"{path} is not a usable key file: expected an unencrypted Ed25519 key in PEM, found {found}; "
         "restore it from a backup, or move it away to start as a new worker"
     )

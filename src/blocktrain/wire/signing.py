@@ -11,19 +11,50 @@ a request on to another one, unless the path or the audience names the run.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import heapq
+import hmac
+import re
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any, Final, NoReturn
+
+from cryptography.exceptions import InvalidSignature as WrongEd25519Signature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from http_message_signatures import (
+    HTTPMessageSignaturesException,
+    HTTPMessageSigner,
+    HTTPMessageVerifier,
+    HTTPSignatureKeyResolver,
+    InvalidSignature,
+    VerifyResult,
+)
+from http_message_signatures.algorithms import ED25519
 
 from blocktrain.errors import WireError
-from blocktrain.wire.identity import Identity, WorkerId
+from blocktrain.wire.identity import PUBLIC_KEY_BYTES, Identity, WorkerId, worker_id_of
 
-DEFAULT_WINDOW_SECONDS = 120
+DEFAULT_WINDOW_SECONDS: Final = 120
 """How far a request's time may be from the server's, in either direction."""
+MAX_SIGNATURE_CHARACTERS: Final = 2048
+"""Longest Signature or Signature-Input field that is parsed at all; ours take about 300."""
+EMPTY_DIGEST: Final = hashlib.sha256(b"").digest()
 
 Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 """Header fields as any framework gives them; a name may repeat."""
+
+_LABEL: Final = "blocktrain"
+_ALWAYS_COVERED: Final = ("@method", "@path", "@query", "content-digest")
+_SIGNED_FIELDS: Final = ("content-digest", "content-length", "signature-input", "signature")
+_NONCE: Final = re.compile(r"[A-Za-z0-9_-]{16,64}")
+_AUDIENCE: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_KEY_ID: Final = re.compile(rf"[0-9a-f]{{{2 * PUBLIC_KEY_BYTES}}}")
+_DIGEST_FIELD: Final = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
+_LENGTH_FIELD: Final = re.compile(r"[0-9]{1,15}")
 
 
 class Reason(StrEnum):
@@ -66,14 +97,15 @@ class VerifiedRequest:
 
     @property
     def replay_key(self) -> str:
-        raise NotImplementedError
+        """Unique per request that was ever signed; two requests with the same one are a replay."""
+        return f"{self.worker_id}:{self.nonce}"
 
     def digest_check(self) -> DigestCheck:
-        raise NotImplementedError
+        return DigestCheck(self.content_digest, self.content_length)
 
 
 def fresh_nonce() -> str:
-    raise NotImplementedError
+    return secrets.token_urlsafe(16)
 
 
 def body_digest(body: bytes | memoryview) -> bytes:
@@ -88,13 +120,31 @@ def sign_request(
     *,
     now: float,
     nonce: str,
-    content_digest: bytes = hashlib.sha256(b"").digest(),
+    content_digest: bytes = EMPTY_DIGEST,
     content_length: int = 0,
     expires_seconds: int | None = None,
     audience: str | None = None,
 ) -> dict[str, str]:
     """The headers to add: Content-Digest, Signature-Input, Signature, and Content-Length with a body."""
-    raise NotImplementedError
+    headers = {"Content-Digest": f"sha-256=:{base64.b64encode(content_digest).decode()}:"}
+    if content_length:
+        headers["Content-Length"] = str(content_length)
+    signer = HTTPMessageSigner(signature_algorithm=ED25519, key_resolver=_OneKey(identity.private_key))
+    try:
+        signer.sign(
+            _Message(method, path_and_query, headers),
+            key_id=identity.public_key.hex(),
+            created=_at(now),
+            expires=None if expires_seconds is None else _at(int(now) + expires_seconds),
+            nonce=nonce,
+            label=_LABEL,
+            tag=_tag(audience),
+            covered_component_ids=_covered(content_length),
+            use_existing_digest=True,
+        )
+    except HTTPMessageSignaturesException as error:
+        raise SignatureError(Reason.MALFORMED, f"cannot sign {method} {path_and_query!a}: {error}") from None
+    return headers
 
 
 def verify_request(
@@ -107,29 +157,318 @@ def verify_request(
     audience: str | None = None,
 ) -> VerifiedRequest:
     """What the signature proves, or a SignatureError; `path_and_query` as it came, still encoded."""
-    raise NotImplementedError
+    fields = _signed_fields(headers)
+    content_length = _content_length(fields)
+    content_digest = _content_digest(fields)
+    message = _Message(method, path_and_query, fields)
+    parameters = _verified_parameters(message, _covered(content_length), _tag(audience))
+    created = _checked_time(parameters, now, window_seconds)
+    public_key = bytes.fromhex(parameters["keyid"])
+    return VerifiedRequest(
+        worker_id=worker_id_of(public_key),
+        public_key=public_key,
+        nonce=_checked_nonce(parameters),
+        created=created,
+        content_digest=content_digest,
+        content_length=content_length,
+        forget_after=created + window_seconds,
+    )
 
 
 class DigestCheck:
     """Checks a body while it streams: `update` with each piece, `finish` at the end."""
 
     def __init__(self, content_digest: bytes, content_length: int) -> None:
-        raise NotImplementedError
+        self._expected = content_digest
+        self._content_length = content_length
+        self._received = 0
+        self._hasher = hashlib.sha256()
 
     def update(self, piece: bytes | memoryview) -> None:
         """Refuses as soon as the body is longer than signed."""
-        raise NotImplementedError
+        self._received += len(memoryview(piece).cast("B"))
+        if self._received > self._content_length:
+            self._refuse_length()
+        self._hasher.update(piece)
 
     def finish(self) -> None:
-        raise NotImplementedError
+        if self._received != self._content_length:
+            self._refuse_length()
+        if not hmac.compare_digest(self._hasher.digest(), self._expected):
+            raise SignatureError(
+                Reason.DIGEST_MISMATCH,
+                f"the body does not match its signed digest: expected sha-256 {self._expected.hex()}, found "
+                f"{self._hasher.hexdigest()}; it was damaged or changed on its way, send it again",
+            )
+
+    def _refuse_length(self) -> NoReturn:
+        raise SignatureError(
+            Reason.DIGEST_MISMATCH,
+            f"the body does not have its signed length: expected {self._content_length} bytes, found "
+            f"{self._received} so far; it was cut or changed on its way, send it again",
+        )
+
+
+@dataclass
+class _Remembered:
+    """One worker's nonces, soonest forgotten first; what expires up to `floor` counts as used."""
+
+    nonces: set[str] = field(default_factory=set)
+    by_expiry: list[tuple[int, str]] = field(default_factory=list)
+    floor: int = 0
+
+    def add(self, forget_after: int, nonce: str) -> None:
+        self.nonces.add(nonce)
+        heapq.heappush(self.by_expiry, (forget_after, nonce))
+
+    def drop_first(self) -> int:
+        forget_after, nonce = heapq.heappop(self.by_expiry)
+        self.nonces.remove(nonce)
+        return forget_after
+
+    def drop_expired(self, now: float) -> int:
+        dropped = 0
+        while self.by_expiry and self.by_expiry[0][0] < now:
+            self.drop_first()
+            dropped += 1
+        return dropped
 
 
 class NonceWindow:
-    """Replay memory of one process, bounded; a forgotten nonce is refused, never accepted twice."""
+    """Replay memory of one process, bounded (about 300 bytes a nonce).
 
-    def __init__(self, *, max_workers: int = 10_000, max_nonces_per_worker: int = 1_000) -> None:
-        raise NotImplementedError
+    A worker that overflows its share forgets its own oldest nonces, and requests as old as those are
+    refused from then on: a nonce is never accepted twice, and one worker cannot crowd out another.
+    """
+
+    def __init__(self, *, max_nonces: int = 100_000, max_nonces_per_worker: int = 1_000) -> None:
+        self._max_nonces = max_nonces
+        self._max_per_worker = max_nonces_per_worker
+        self._workers: dict[WorkerId, _Remembered] = {}
+        self._count = 0
+        self._now = 0.0
+        self._next_sweep = 0.0
+
+    def __len__(self) -> int:
+        return self._count
 
     def accept(self, request: VerifiedRequest, *, now: float) -> None:
         """Remember the request's nonce; SignatureError REPLAYED if it was used, BUSY when full."""
-        raise NotImplementedError
+        # A clock that steps back must not revive what was forgotten.
+        self._now = max(self._now, now)
+        self._sweep()
+        worker = self._workers.get(request.worker_id) or _Remembered()
+        self._refuse_used(worker, request)
+        self._make_room(worker)
+        worker.add(request.forget_after, request.nonce)
+        self._workers[request.worker_id] = worker
+        self._count += 1
+
+    def _refuse_used(self, worker: _Remembered, request: VerifiedRequest) -> None:
+        if request.forget_after < self._now:
+            raise _too_old(request.created, self._now, "its time window ended while it was handled")
+        if request.nonce in worker.nonces or request.forget_after <= worker.floor:
+            raise SignatureError(
+                Reason.REPLAYED,
+                "the request was already received: expected a nonce that was not used before, found "
+                f"{request.nonce}; sign every attempt anew, with a fresh nonce",
+            )
+
+    def _make_room(self, worker: _Remembered) -> None:
+        full = self._count >= self._max_nonces
+        if full and not worker.nonces:
+            raise SignatureError(
+                Reason.BUSY,
+                f"the replay memory is full ({self._count} requests of other workers); try again in a minute",
+            )
+        if full or len(worker.nonces) >= self._max_per_worker:
+            worker.floor = worker.drop_first()
+            self._count -= 1
+
+    def _sweep(self) -> None:
+        if self._now < self._next_sweep:
+            return
+        self._next_sweep = self._now + 5.0
+        for worker_id, worker in list(self._workers.items()):
+            self._count -= worker.drop_expired(self._now)
+            if not worker.nonces:
+                del self._workers[worker_id]
+
+
+class _WrongSignature(InvalidSignature):
+    """The bytes are well formed and the signature is not the key's."""
+
+
+class _Ed25519(ED25519):
+    def verify(self, signature: bytes, message: bytes) -> None:
+        try:
+            self.public_key.verify(signature, message)
+        except WrongEd25519Signature:
+            raise _WrongSignature("wrong signature") from None
+
+
+class _Verifier(HTTPMessageVerifier):
+    def validate_created_and_expires(self, sig_input: Any, max_age: Any = None) -> None:
+        """Nothing: the library reads the wall clock here; `_checked_time` uses the caller's."""
+
+
+class _OneKey(HTTPSignatureKeyResolver):
+    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+        self._private_key = private_key
+
+    def resolve_private_key(self, key_id: str) -> Ed25519PrivateKey:
+        return self._private_key
+
+
+class _KeyInKeyId(HTTPSignatureKeyResolver):
+    """The key id is the public key itself, so that a stranger's first request can be checked."""
+
+    def resolve_public_key(self, key_id: str) -> Ed25519PublicKey | None:
+        if not _KEY_ID.fullmatch(key_id):
+            return None
+        return Ed25519PublicKey.from_public_bytes(bytes.fromhex(key_id))
+
+
+class _Message:
+    """A request as the library wants it; the host is a placeholder that no signature covers."""
+
+    def __init__(self, method: str, path_and_query: str, headers: dict[str, str]) -> None:
+        # The library drops a fragment without signing it, and "*" or a full URL would change the host.
+        if not path_and_query.startswith("/") or "#" in path_and_query:
+            raise SignatureError(
+                Reason.MALFORMED,
+                f"expected a request target such as /path?query, found {_shown(path_and_query)}; "
+                "send the path as it is signed",
+            )
+        self.method = method
+        self.target = path_and_query
+        self.url = f"http://blocktrain.invalid{path_and_query}"
+        self.headers = headers
+
+
+def _at(seconds: float) -> datetime:
+    return datetime.fromtimestamp(int(seconds), tz=UTC)
+
+
+def _tag(audience: str | None) -> str:
+    if audience is None:
+        return "blocktrain"
+    if not _AUDIENCE.fullmatch(audience):
+        raise ValueError(f"audience must match {_AUDIENCE.pattern}, found {audience!r}")
+    return f"blocktrain/{audience}"
+
+
+def _covered(content_length: int) -> tuple[str, ...]:
+    return (*_ALWAYS_COVERED, "content-length") if content_length else _ALWAYS_COVERED
+
+
+def _shown(text: str) -> str:
+    """A stranger's text, fit for a log line: printable ASCII, in quotes, cut."""
+    return ascii(text if len(text) <= 80 else text[:80] + "...")
+
+
+def _signed_fields(headers: Headers) -> dict[str, str]:
+    """The fields that matter, repeated ones joined as HTTP says; a stranger's other fields are dropped."""
+    lines: dict[str, list[str]] = {}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        if name.lower() in _SIGNED_FIELDS:
+            lines.setdefault(name.lower(), []).append(value.strip(" \t"))
+    fields = {name: ", ".join(values) for name, values in lines.items()}
+    for name in ("signature-input", "signature"):
+        if not fields.get(name):
+            raise SignatureError(
+                Reason.UNSIGNED,
+                f"expected a signed request (RFC 9421), found no {name.title()} field; sign it with the "
+                "worker's key",
+            )
+        if len(fields[name]) > MAX_SIGNATURE_CHARACTERS:
+            _refuse_malformed(f"{name.title()} of {len(fields[name])} characters")
+    return fields
+
+
+def _refuse_malformed(found: str) -> NoReturn:
+    raise SignatureError(
+        Reason.MALFORMED,
+        f"the signature cannot be read: found {found}; expected an Ed25519 signature over "
+        f"{', '.join(_ALWAYS_COVERED)} and, with a body, content-length; update the client, and let no proxy "
+        "change these fields",
+    )
+
+
+def _content_length(fields: dict[str, str]) -> int:
+    text = fields.get("content-length", "0")
+    if not _LENGTH_FIELD.fullmatch(text):
+        _refuse_malformed(f"Content-Length {_shown(text)}")
+    return int(text)
+
+
+def _content_digest(fields: dict[str, str]) -> bytes:
+    text = fields.get("content-digest", "")
+    match = _DIGEST_FIELD.fullmatch(text)
+    if match is None:
+        _refuse_malformed(f"Content-Digest {_shown(text)} instead of one sha-256")
+    return base64.b64decode(match[1])
+
+
+def _verified_parameters(message: _Message, covered: tuple[str, ...], tag: str) -> dict[str, Any]:
+    verifier = _Verifier(signature_algorithm=_Ed25519, key_resolver=_KeyInKeyId())
+    try:
+        results: list[VerifyResult] = verifier.verify(
+            message, max_age=None, expect_tag=tag, require_components=covered
+        )
+    except _WrongSignature:
+        raise SignatureError(
+            Reason.BAD_SIGNATURE,
+            f"the signature does not match {_shown(message.method)} {_shown(message.target)}: expected one "
+            "made by the key in keyid over exactly this request, found another; a proxy that rewrites the "
+            "path or the digest breaks it, otherwise update the client",
+        ) from None
+    except HTTPMessageSignaturesException as error:
+        _refuse_malformed(_shown(f"{error} (tag {tag})"))
+    if len(results) != 1:
+        _refuse_malformed(f"{len(results)} signatures for {tag}")
+    return dict(results[0].parameters)
+
+
+def _checked_nonce(parameters: dict[str, Any]) -> str:
+    nonce = str(parameters.get("nonce", ""))
+    if not _NONCE.fullmatch(nonce):
+        _refuse_malformed(f"nonce {_shown(nonce)} instead of 16 to 64 URL-safe characters")
+    return nonce
+
+
+def _checked_time(parameters: dict[str, Any], now: float, window_seconds: int) -> int:
+    created = parameters.get("created")
+    if not isinstance(created, int):
+        _refuse_malformed("no created time")
+    if abs(now - created) > window_seconds:
+        raise SignatureError(
+            Reason.CLOCK_SKEW,
+            f"the clocks differ too much: server time {_clock(now)}, client time {_clock(created)}, "
+            f"{_difference(now, created)}, at most {window_seconds} s allowed; check the clock and date "
+            "of the client (turn on automatic time), then send the request again",
+        )
+    expires = parameters.get("expires")
+    if isinstance(expires, int) and now > expires:
+        raise _too_old(created, now, f"it was valid until {_clock(expires)}")
+    return created
+
+
+def _too_old(created: int, now: float, why: str) -> SignatureError:
+    return SignatureError(
+        Reason.EXPIRED,
+        f"the request is too old: server time {_clock(now)}, signed at client time {_clock(created)}, {why}; "
+        "sign it again and send it at once, and check the clock if this happens every time",
+    )
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(int(seconds), tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"{int(seconds)} s"
+
+
+def _difference(now: float, created: int) -> str:
+    seconds = int(abs(now - created))
+    return f"the client is {seconds} s {'behind' if created < now else 'ahead'}"
