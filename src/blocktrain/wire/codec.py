@@ -42,7 +42,6 @@ from blocktrain.wire.chunks import (
     SignChunks,
     SparseChunks,
 )
-from blocktrain.wire.hashing import canonical_json, content_hash
 
 __all__ = [
     "CHUNK_VALUES",
@@ -139,6 +138,9 @@ class Schema:
         return sum(math.prod(shape) for _, shape in self.tensors)
 
     def schema_hash(self) -> str:
+        # Here, so that a training machine with numpy alone can encode: hashing needs blake3.
+        from blocktrain.wire.hashing import canonical_json, content_hash
+
         return content_hash(canonical_json([[name, list(shape)] for name, shape in self.tensors]))
 
 

@@ -23,6 +23,8 @@ HASH_BYTES = 32
 GENESIS_HASH = "00" * HASH_BYTES
 """What the first ledger entry is chained to."""
 
+MAX_DEPTH = 32
+
 _SNAPSHOT_CONTEXT = b"blocktrain snapshot 1\n"
 
 
@@ -53,8 +55,10 @@ def canonical_json(value: Any) -> bytes:
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         return text.encode()
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CanonicalError(f"value has no canonical JSON: {error}; send finite plain JSON values") from None
+    except ValueError as error:
+        raise CanonicalError(
+            f"value has no canonical JSON: {error}; use finite numbers, valid text"
+        ) from None
 
 
 def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
@@ -62,15 +66,17 @@ def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
     return blake3(bytes.fromhex(previous) + canonical_json(dict(entry))).hexdigest()
 
 
-def _refuse_ambiguous(value: Any, where: str) -> None:
-    """json.dumps writes 1 and "1" as the same key, and subclasses as whatever they like."""
+def _refuse_ambiguous(value: Any, where: str, depth: int = 0) -> None:
+    """json.dumps writes 1 and "1" as the same key, and recurses as deep as it is led."""
+    if depth > MAX_DEPTH:
+        raise CanonicalError(f"value: expected at most {MAX_DEPTH} levels, found more nested; flatten it")
     if isinstance(value, dict):
         for key, item in value.items():
-            if type(key) is not str:
+            if not isinstance(key, str):
                 raise CanonicalError(f"{where}: expected text as key, found {type(key).__name__}")
-            _refuse_ambiguous(item, f"{where}.{key}")
+            _refuse_ambiguous(item, f"{where}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
-            _refuse_ambiguous(item, f"{where}[{position}]")
-    elif value is not None and type(value) not in (str, int, float, bool):
+            _refuse_ambiguous(item, f"{where}[{position}]", depth + 1)
+    elif value is not None and not isinstance(value, str | int | float):
         raise CanonicalError(f"{where}: expected a plain JSON value, found {type(value).__name__}")

@@ -10,6 +10,7 @@ on Windows; public keys of small order, under which anybody can sign (whoever ma
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -106,7 +107,8 @@ def _create(path: Path, identity: Identity) -> None:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS or not draft.exists():
             raise
-        _write_new(path, pem)
+        with contextlib.suppress(FileExistsError):
+            _write_new(path, pem)
     finally:
         draft.unlink(missing_ok=True)
 
