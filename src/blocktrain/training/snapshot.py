@@ -30,7 +30,6 @@ __all__ = [
     "from_safetensors",
     "load_into",
     "max_snapshot_bytes",
-    "num_values",
     "schema_of",
     "snapshot_hash",
     "tensors_of",
@@ -71,13 +70,9 @@ def load_into(block: nn.Module, tensors: Tensors) -> None:
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name])))
 
 
-def num_values(schema: Schema) -> int:
-    return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in schema.tensors)
-
-
 def max_snapshot_bytes(schema: Schema) -> int:
     """No safetensors file of this schema is longer; a download may be cut off here."""
-    return 8 + HEADER_BYTES_PER_TENSOR * (1 + len(schema.tensors)) + 4 * num_values(schema)
+    return 8 + HEADER_BYTES_PER_TENSOR * (1 + len(schema.tensors)) + 4 * schema.num_values
 
 
 def to_safetensors(tensors: Tensors) -> bytes:

@@ -23,6 +23,7 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_BLOCKS = 4096
 MAX_COUNT = 2**53 - 1
 """Largest integer that every JSON reader keeps exact."""
+MAX_SECONDS = 1e10
 MAX_LEDGER_PAGE = 500
 MAX_MERGE_PAGE = 100
 
@@ -35,7 +36,7 @@ Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._:()/@+-]{0,64}$
 """A short name a peer chooses: device, version of a library."""
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 BlockIndex = Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
-Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e10)]
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
 Protocol = Literal[1]
 
 
