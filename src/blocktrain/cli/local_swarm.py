@@ -21,7 +21,7 @@ from rich.live import Live
 
 from blocktrain.cli.processes import Child, await_file, end_children, start_child
 from blocktrain.cli.status_view import report_table, status_tables, swarm_report
-from blocktrain.errors import BlocktrainError
+from blocktrain.training.storage import write_json
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import StatusAnswer
 from blocktrain.worker.client import CoordinatorClient, Stopped
@@ -156,15 +156,9 @@ def run_swarm(
         report = swarm_report(client.status(), swarm.worker_reports(), seconds, final)
     finally:
         swarm.close()
-    write_report(options.out / "report.json", report)
+    write_json(options.out / "report.json", report)
     console.print(report_table(report))
     return report
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    draft = path.with_suffix(".new")
-    draft.write_text(json.dumps(report, indent=1))
-    os.replace(draft, path)
 
 
 class _shown:
@@ -203,8 +197,3 @@ def _device_of(device: str | None, index: int) -> str | None:
 
     count = torch.cuda.device_count()
     return f"cuda:{index % count}" if count else None
-
-
-def check_workers(workers: int) -> None:
-    if workers < 1:
-        raise BlocktrainError(f"--workers must be at least 1, found {workers}")
