@@ -30,6 +30,7 @@ from blocktrain.wire.messages import (
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
+    LedgerAnswer,
     MergesAnswer,
     ReturnAnswer,
     RunAnswer,
@@ -145,6 +146,13 @@ class CoordinatorClient:
 
     def status(self) -> StatusAnswer:
         return self._get("/v1/status", StatusAnswer)
+
+    def ledger(self, since: int) -> LedgerAnswer:
+        return self._get(f"/v1/ledger?since={since}", LedgerAnswer)
+
+    def fetch(self, path: str) -> bytes:
+        """A public object, whole and in memory."""
+        return self._request("GET", path, b"", signed=False)
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):

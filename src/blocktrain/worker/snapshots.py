@@ -19,7 +19,6 @@ from blocktrain.training.snapshot import (
     SnapshotError,
     from_safetensors,
     max_snapshot_bytes,
-    num_values,
     snapshot_hash,
     tensors_of,
     to_safetensors,
@@ -79,7 +78,7 @@ class Snapshots:
             wanted=version,
             held=held.version,
             chain_bytes=self._missing_bytes(layout, merges),
-            snapshot_bytes=4 * num_values(layout.schema),
+            snapshot_bytes=4 * layout.schema.num_values,
         )
         if route is Route.HAVE:
             return held, merges
