@@ -46,7 +46,7 @@ class ModelConfig:
     """`none` leaves feed-forward layers only: the litepaper's MLP block."""
     condition_width: int = 64
     """Size of the vector that every norm's gain and shift are linear maps of."""
-    convolution: int = 0
+    convolution: int = 4
     """Taps of the causal depthwise convolution in front of each sub-layer; 0 for none."""
 
     def __post_init__(self) -> None:
@@ -127,6 +127,8 @@ class TrainingConfig:
     """Learning rate of the layers' matrices."""
     other_lr: float = 3e-3
     """Learning rate of embeddings, norms, conditioning and the output map."""
+    reference_other_lr: float | None = 1e-3
+    """`other_lr` of the end-to-end reference, which likes it lower; None for the same."""
     weight_decay: float = 0.1
     """Decoupled weight decay on the layers' matrices."""
     warmup_steps: int = 50
@@ -151,7 +153,7 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
-        _require(0 <= self.warmup_steps, "training.warmup_steps must not be negative")
+        _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
 
@@ -164,7 +166,7 @@ class EvaluationConfig:
     """Independent noise draws for compositions that use noise."""
     batch: int = 64
     """Windows per forward pass."""
-    pooling_bytes: int = 65536
+    pooling_bytes: int = 262144
     """Training-split text, never trained on, that consensus weights are fitted on."""
     sample_bytes: int = 400
     """Length of the text sample written with the report."""

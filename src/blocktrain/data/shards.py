@@ -39,7 +39,8 @@ class Shards:
         if self.choices < batch:
             raise DataError(
                 f"the training text has {len(tokens)} tokens, fewer than one batch needs "
-                f"({batch} windows of {context + 1}); use more text, or a smaller training.batch or model.context"
+                f"({batch} windows of {context + 1}); use more text, a smaller training.batch or a "
+                "smaller model.context"
             )
         self.corpus, self.seed, self.batch_size = corpus, seed, batch
         self.tokens = torch.from_numpy(tokens).to(device=device, dtype=torch.int32)

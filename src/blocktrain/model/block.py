@@ -43,6 +43,12 @@ class Cache:
     layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
 
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        self.length = min(self.length, length)
+        for layer in self.layers:
+            layer.truncate(length)
+
 
 @dataclass(frozen=True)
 class BlockOutput:
@@ -56,12 +62,12 @@ class NoiseCondition(nn.Module):
 
     def __init__(self, condition_width: int) -> None:
         super().__init__()
-        self.half = condition_width // 2
-        self.hidden = nn.Linear(2 * self.half, condition_width)
+        self.frequencies = condition_width // 2
+        self.hidden = nn.Linear(2 * self.frequencies, condition_width)
         self.null = nn.Parameter(torch.randn(condition_width))
 
     def forward(self, c_noise_P: Tensor) -> Tensor:
-        frequency = torch.exp(torch.linspace(0, math.log(32), self.half, device=c_noise_P.device))
+        frequency = torch.exp(torch.linspace(0, math.log(32), self.frequencies, device=c_noise_P.device))
         angle = 2 * math.pi * c_noise_P[:, None] * frequency
         y: Tensor = F.silu(self.hidden(torch.cat([angle.cos(), angle.sin()], dim=-1)))
         return y

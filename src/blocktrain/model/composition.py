@@ -49,7 +49,8 @@ def block_log_probs(
     caches: Sequence[Cache] | None = None,
 ) -> list[Tensor]:
     """Every block's log-probs with the null hint, upstream features passed on where the objective asks."""
-    log_probs, features = [], None
+    log_probs: list[Tensor] = []
+    features: Tensor | None = None
     for i, block in enumerate(blocks):
         upstream = features if objective.frozen(i) else None
         cache = caches[i] if caches is not None else None

@@ -24,15 +24,25 @@ class LayerCache:
 
     k_BHSK: Tensor | None = None
     v_BHSK: Tensor | None = None
-    attention_tail: Tensor | None = None
-    feedforward_tail: Tensor | None = None
+    attention_inputs_BSD: Tensor | None = None
+    feedforward_inputs_BSD: Tensor | None = None
 
     def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far."""
         if self.k_BHSK is not None and self.v_BHSK is not None:
             k_BHTK = torch.cat([self.k_BHSK, k_BHTK], dim=2)
             v_BHTK = torch.cat([self.v_BHSK, v_BHTK], dim=2)
         self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
         return k_BHTK, v_BHTK
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        if self.k_BHSK is not None and self.v_BHSK is not None:
+            self.k_BHSK, self.v_BHSK = self.k_BHSK[:, :, :length], self.v_BHSK[:, :, :length]
+        if self.attention_inputs_BSD is not None:
+            self.attention_inputs_BSD = self.attention_inputs_BSD[:, :length]
+        if self.feedforward_inputs_BSD is not None:
+            self.feedforward_inputs_BSD = self.feedforward_inputs_BSD[:, :length]
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -50,7 +60,11 @@ class AdaptiveNorm(nn.Module):
 
     def forward(self, x_BTD: Tensor, c_BC: Tensor) -> Tensor:
         gain, shift = self.gain_shift(c_BC)[:, None, :].chunk(2, dim=-1)
-        return rms_norm(x_BTD) * (1 + gain) + shift
+        # Under autocast the matrix products that follow are bf16; casting here halves the bytes between.
+        dtype = x_BTD.dtype
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            dtype = torch.get_autocast_dtype(x_BTD.device.type)
+        return (rms_norm(x_BTD) * (1 + gain) + shift).to(dtype)
 
 
 class CausalConvolution(nn.Module):
@@ -61,18 +75,17 @@ class CausalConvolution(nn.Module):
         self.taps = taps
         self.weight = nn.Parameter(torch.zeros(taps, width))
 
-    def forward(self, x_BTD: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the result and the tail that the next call needs."""
-        if tail is None:
-            padded = F.pad(x_BTD, (0, 0, self.taps - 1, 0))
-        else:
-            padded = torch.cat([tail, x_BTD], dim=1)
+    def forward(self, x_BTD: Tensor, earlier_BSD: Tensor | None) -> Tensor:
         length = x_BTD.shape[1]
+        if earlier_BSD is not None:
+            x_BTD = torch.cat([earlier_BSD[:, -(self.taps - 1) :], x_BTD], dim=1)
+        missing = length + self.taps - 1 - x_BTD.shape[1]
+        padded_BTD = F.pad(x_BTD, (0, 0, missing, 0))
         weight = self.weight.to(x_BTD.dtype)
-        mixed = x_BTD
+        mixed = padded_BTD[:, self.taps - 1 :]
         for i in range(self.taps):
-            mixed = mixed + weight[i] * padded[:, i : i + length]
-        return mixed, padded[:, length:]
+            mixed = mixed + weight[i] * padded_BTD[:, i : i + length]
+        return mixed
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -148,14 +161,20 @@ class Layer(nn.Module):
         if self.attention is not None:
             y = self.attention_norm(x_BTD, c_BC)
             if self.attention_convolution is not None:
-                y, tail = self.attention_convolution(y, cache.attention_tail if cache else None)
+                earlier = cache.attention_inputs_BSD if cache is not None else None
                 if cache is not None:
-                    cache.attention_tail = tail
+                    cache.attention_inputs_BSD = _append(earlier, y)
+                y = self.attention_convolution(y, earlier)
             x_BTD = x_BTD + self.attention(y, rotary, cache)
         y = self.feedforward_norm(x_BTD, c_BC)
         if self.feedforward_convolution is not None:
-            y, tail = self.feedforward_convolution(y, cache.feedforward_tail if cache else None)
+            earlier = cache.feedforward_inputs_BSD if cache is not None else None
             if cache is not None:
-                cache.feedforward_tail = tail
+                cache.feedforward_inputs_BSD = _append(earlier, y)
+            y = self.feedforward_convolution(y, earlier)
         mixed: Tensor = x_BTD + self.feedforward(y)
         return mixed
+
+
+def _append(earlier_BSD: Tensor | None, x_BTD: Tensor) -> Tensor:
+    return x_BTD if earlier_BSD is None else torch.cat([earlier_BSD, x_BTD], dim=1)

@@ -8,6 +8,7 @@ so a run may stop after any step and go on elsewhere with the same result.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.config import Recipe
+from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.shards import Shards
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, make_codebook
@@ -52,6 +53,14 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+def training_config(recipe: Recipe, *, reference: bool) -> TrainingConfig:
+    """The reference may have a learning rate of its own; everything else is the same."""
+    config = recipe.training
+    if reference and config.reference_other_lr is not None:
+        return dataclasses.replace(config, other_lr=config.reference_other_lr)
+    return config
+
+
 @dataclass
 class Frozen:
     """Other blocks' weights, used forward only, in the order they run."""
@@ -84,7 +93,7 @@ class BlockTrainer:
     ) -> None:
         self.recipe, self.objective, self.block, self.index = recipe, objective, block, index
         self.shards, self.codebook = shards, codebook
-        self.optimizer = Optimizer(block, recipe.training)
+        self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))
         self.codebook_optimizer = codebook_optimizer
         self.frozen = Frozen(frozen, codebook)
         self.device = next(block.parameters()).device

@@ -1,0 +1,346 @@
+"""A whole run on one machine: every block, then the end-to-end reference, then the report.
+
+Units (blocks and the reference) train in groups: one unit per group when `training.order` is
+sequential, all blocks in one group when they take turns. A group's state is one file, replaced
+atomically, so a run killed at any point resumes at a step from which the result is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import blocktrain
+from blocktrain.config import Recipe
+from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.errors import UserError
+from blocktrain.ids import derive_seed
+from blocktrain.model.block import Block, num_parameters
+from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.objective import Objective
+from blocktrain.training.checkpoint import load_weights, save_checkpoint
+from blocktrain.training.cost import PeakMemory, forward_flops_per_token, training_flops
+from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
+from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
+from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
+
+REFERENCE = "reference"
+LOSS_POINTS = 200
+SAMPLE_PROMPT_BYTES = 64
+
+
+class Observer(Protocol):
+    """Who watches a run: the command line's progress display, or nobody."""
+
+    def started(self, unit: str, step: int, total: int) -> None: ...
+
+    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+class Silent:
+    def started(self, unit: str, step: int, total: int) -> None:
+        pass
+
+    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+
+@dataclass
+class Unit:
+    """A block or the reference, its weights and its loss curve."""
+
+    name: str
+    index: int | None
+    block: Block
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+
+class LocalRun:
+    def __init__(self, recipe: Recipe, out: Path, device: torch.device, observer: Observer) -> None:
+        self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
+        self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
+        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self.train_tokens = self.tokenizer.encode(self.corpus.train)
+        self.shards = Shards(
+            self.train_tokens,
+            self.corpus.sha256,
+            seed=recipe.seed,
+            batch=recipe.training.batch,
+            context=recipe.model.context,
+            device=device,
+        )
+        vocabulary = self.tokenizer.vocabulary
+        self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
+        self.codebook: Codebook = build_codebook(recipe, vocabulary).to(device)
+        self.units = self._build_units()
+        self.memory = PeakMemory(device)
+        self.peaks: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def _build_units(self) -> list[Unit]:
+        seed = self.recipe.seed
+        units = [
+            Unit(f"block {b}", b, self.objective.build(b, derive_seed("init", seed, b)))
+            for b in range(self.recipe.model.blocks)
+        ]
+        if self.recipe.training.reference:
+            reference = self.objective.build_reference(derive_seed("init", seed, REFERENCE))
+            units.append(Unit(REFERENCE, None, reference))
+        return units
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [unit.block for unit in self.units if unit.index is not None]
+
+    @property
+    def reference(self) -> Block | None:
+        return next((unit.block for unit in self.units if unit.index is None), None)
+
+    def groups(self) -> list[list[Unit]]:
+        blocks = [unit for unit in self.units if unit.index is not None]
+        rest = [[unit] for unit in self.units if unit.index is None]
+        return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
+
+    def train(self, *, resume: bool) -> None:
+        prepare_folder(self.out, self.recipe, self.corpus, resume=resume)
+        for number, units in enumerate(self.groups()):
+            self._train_group(self.out / "state" / f"group-{number}.safetensors", units, resume=resume)
+
+    def _train_group(self, path: Path, units: list[Unit], *, resume: bool) -> None:
+        """Only the group being trained, and frozen blocks it asks for, are on the device."""
+        for unit in units:
+            unit.block.to(self.device)
+        self.memory.reset()
+        group = Group(self, units, path)
+        start = group.load() if resume and path.exists() else 0
+        started = time.monotonic()
+        group.train(start, self.recipe.training.steps)
+        for unit in units:
+            self.peaks[unit.name] = self.memory.peak_bytes
+            self.seconds[unit.name] = (time.monotonic() - started) / len(units)
+            unit.block.to("cpu")
+
+    def evaluate(self) -> dict[str, Any]:
+        self.observer.message("evaluating on held-out text")
+        for unit in self.units:
+            unit.block.to(self.device).eval()
+        config = self.recipe.evaluation
+        valid = self.tokenizer.encode(self.corpus.valid[: config.max_bytes])
+        table = self.codebook().detach()
+        evaluator = Evaluator(self.objective, table, config, seed=self.recipe.seed)
+        pooling = evaluator.fit_weights(self.blocks, self.tokenizer.encode(self.corpus.pool))
+        hints = self.recipe.objective.hint_probability > 0
+        scores = evaluator.score(self.blocks, pooling, valid, euler=hints)
+        reference = evaluator.score_one(self.reference, valid) if self.reference is not None else None
+        composed = {"consensus": {**scores.consensus.to_dict(), "weights": pooling}}
+        if scores.euler is not None:
+            composed["euler"] = scores.euler.to_dict()  # type: ignore[assignment]
+        best = min(float(score["ce"]) for score in composed.values())  # type: ignore[arg-type]
+        return {
+            "blocks": [score.to_dict() for score in scores.blocks],
+            "composed": composed,
+            "reference": reference.to_dict() if reference is not None else None,
+            "gap": best - reference.ce if reference is not None else None,
+            "bigram": {"ce": bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary)},
+            "scored_tokens": len(valid) - 1,
+        }
+
+    def report(self, scores: dict[str, Any]) -> dict[str, Any]:
+        training = self.recipe.training
+        tokens = training.steps * training.batch * self.recipe.model.context
+        blocks = [unit.name for unit in self.units if unit.index is not None]
+        return {
+            **scores,
+            "name": self.recipe.name,
+            "seed": self.recipe.seed,
+            "corpus_sha256": self.corpus.sha256,
+            "tokens": {"per_block": tokens, "reference": tokens if self.reference is not None else 0},
+            "parameters": {
+                "blocks": sum(num_parameters(block) for block in self.blocks),
+                "block": num_parameters(self.blocks[0]),
+                "reference": num_parameters(self.reference) if self.reference is not None else None,
+            },
+            "flops": self._flops(tokens),
+            "peak_memory_bytes": {
+                "block": max(self.peaks[name] for name in blocks),
+                "reference": self.peaks.get(REFERENCE),
+                "method": self.memory.method,
+            },
+            "seconds": self.seconds,
+            "curves": {unit.name: unit.curve for unit in self.units},
+            "recipe": self.recipe.to_dict(),
+            "versions": versions(self.device),
+        }
+
+    def _flops(self, tokens: int) -> dict[str, int | None]:
+        model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
+        forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
+        blocks = sum(
+            training_flops(forward[b], sum(forward[f] for f in self.objective.frozen(b)), tokens)
+            for b in range(len(forward))
+        )
+        reference = None
+        if self.reference is not None:
+            per_token = forward_flops_per_token(model, self.reference, vocabulary)
+            reference = training_flops(per_token, 0, tokens)
+        return {"blocks": blocks, "reference": reference}
+
+    def sample(self, pooling: list[float]) -> bytes:
+        model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
+        prompt = self.tokenizer.encode(self.corpus.valid[:SAMPLE_PROMPT_BYTES]).tolist()
+        length = self.recipe.evaluation.sample_bytes
+        return self.tokenizer.decode(
+            [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
+        )
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate, then write the checkpoint, the report and the sample."""
+        scores = self.evaluate()
+        pooling = scores["composed"]["consensus"]["weights"]
+        report = self.report(scores)
+        table = self.codebook().detach()
+        save_checkpoint(self.out / "checkpoint", self.recipe, self.corpus.sha256, self.blocks, table, pooling)
+        sample = self.sample(pooling)
+        write_file(self.out / "sample.txt", sample)
+        report["sample"] = sample.decode("utf-8", errors="replace")
+        write_json(self.out / "report.json", report)
+        return report
+
+
+class Group:
+    """Units trained side by side, one step each in turn, saved and resumed together."""
+
+    def __init__(self, run: LocalRun, units: list[Unit], path: Path) -> None:
+        self.run, self.units, self.path = run, units, path
+        shared = Optimizer(run.codebook, run.recipe.training) if run.codebook.learned else None
+        self.codebook_optimizer = shared if any(unit.index is not None for unit in units) else None
+        self.trainers = [self._trainer(unit) for unit in units]
+
+    def _trainer(self, unit: Unit) -> BlockTrainer:
+        run = self.run
+        needed = run.objective.frozen(unit.index) if unit.index is not None else ()
+        frozen = [run.blocks[i].to(run.device) for i in needed]
+        return BlockTrainer(
+            run.recipe,
+            run.objective,
+            unit.block.train(),
+            unit.index,
+            run.shards,
+            run.codebook,
+            frozen=frozen,
+            codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
+        )
+
+    def train(self, start: int, steps: int) -> None:
+        config = self.run.recipe.training
+        every = max(1, steps // LOSS_POINTS)
+        tokens = config.batch * self.run.recipe.model.context
+        for unit in self.units:
+            self.run.observer.started(unit.name, start, steps)
+        saved = time.monotonic()
+        recent: list[list[Tensor]] = [[] for _ in self.units]
+        for step in range(start, steps):
+            for unit, trainer, losses in zip(self.units, self.trainers, recent, strict=True):
+                losses.append(self._step(trainer, unit, step, start))
+                if (step + 1) % every == 0 or step + 1 == steps:
+                    ce = float(torch.stack(losses).mean())
+                    losses.clear()
+                    unit.curve.append((step + 1, ce))
+                    self.run.observer.stepped(unit.name, step + 1, steps, ce, tokens)
+            at_point = (step + 1) % every == 0
+            if at_point and time.monotonic() - saved >= config.checkpoint_seconds:
+                self.save(step + 1)
+                saved = time.monotonic()
+        if start < steps:
+            self.save(steps)
+
+    def _step(self, trainer: BlockTrainer, unit: Unit, step: int, start: int) -> Tensor:
+        shard = unit.index or 0
+        if step > start:
+            return trainer.step(step, shard)
+        with self.run.memory.count_activations():
+            ce = trainer.step(step, shard)
+        self.run.memory.count_state(unit.block, trainer.optimizer)
+        return ce
+
+    def save(self, step: int) -> None:
+        tensors: dict[str, Tensor] = {}
+        for unit, trainer in zip(self.units, self.trainers, strict=True):
+            tensors |= {f"{unit.name}/weights/{k}": v for k, v in unit.block.state_dict().items()}
+            state = trainer.optimizer.state_tensors()
+            tensors |= {f"{unit.name}/optimizer/{k}": v for k, v in state.items()}
+        if self.codebook_optimizer is not None:
+            tensors["codebook/weights/table"] = self.run.codebook.table
+            state = self.codebook_optimizer.state_tensors()
+            tensors |= {f"codebook/optimizer/{k}": v for k, v in state.items()}
+        curves = json.dumps({unit.name: unit.curve for unit in self.units})
+        write_tensors(self.path, tensors, {"step": str(step), "curves": curves})
+
+    def load(self) -> int:
+        """Restore the saved state; returns the step to go on from."""
+        tensors, metadata = read_tensors(self.path)
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+        curves = json.loads(metadata["curves"])
+        for unit, trainer in zip(self.units, self.trainers, strict=True):
+            load_weights(unit.block, part(f"{unit.name}/weights/"), where=str(self.path))
+            trainer.optimizer.load_state_tensors(part(f"{unit.name}/optimizer/"))
+            unit.curve = [(int(step), float(ce)) for step, ce in curves[unit.name]]
+        if self.codebook_optimizer is not None:
+            self.run.codebook.load_state_dict(part("codebook/weights/"))
+            self.codebook_optimizer.load_state_tensors(part("codebook/optimizer/"))
+        self.run.memory.count_state(self.units[0].block, self.trainers[0].optimizer)
+        return int(metadata["step"])
+
+
+def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -> None:
+    """Refuse to overwrite another run, and to resume one under a different recipe or text."""
+    identity = {"recipe": recipe.to_dict(), "corpus_sha256": corpus.sha256}
+    path = out / "run.json"
+    if not path.exists():
+        if resume:
+            raise UserError(f"nothing to resume in {out}; leave out --resume to start")
+        write_json(path, identity)
+        return
+    if not resume:
+        raise UserError(f"{out} already holds a run; add --resume to go on with it, or choose another --out")
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before != json.loads(json.dumps(identity)):
+        changed = ", ".join(_differences(before, identity, "")) or "recipe"
+        raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")
+
+
+def _differences(before: Any, now: Any, where: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted(before.keys() | now.keys())
+        return [d for k in keys for d in _differences(before.get(k), now.get(k), f"{where}.{k}".lstrip("."))]
+    return [] if before == now else [where.removeprefix("recipe.")]
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "blocktrain": blocktrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": name,
+    }
