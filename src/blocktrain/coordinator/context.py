@@ -109,7 +109,7 @@ class Context:
             )
             .group_by(UpdateRow.state)
         )
-        found = {state: count for state, count in counts}
+        found: dict[str, int] = dict(counts.tuples().all())
         return found.get("accepted", 0), found.get("late", 0)
 
     def _offsets(self, session: Session, row: BlockRow, *, earlier: bool) -> list[float]:

@@ -52,8 +52,8 @@ class Run:
 def check_swarm_recipe(recipe: Recipe) -> None:
     if recipe.objective.codebook != "fixed":
         raise RecipeError(
-            'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on different '
-            "machines"
+            'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
+            "different machines"
         )
 
 
@@ -144,8 +144,8 @@ def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: st
         )
     if row.corpus_sha256 != corpus:
         raise UserError(
-            f"this data directory holds run {row.run_id[:12]} on text {row.corpus_sha256[:12]}…, the recipe's "
-            f"text is now {corpus[:12]}…; bring the text back, or use a new --data-dir"
+            f"this data directory holds run {row.run_id[:12]} on text {row.corpus_sha256[:12]}…, the "
+            f"recipe's text is now {corpus[:12]}…; bring the text back, or use a new --data-dir"
         )
     if row.coordinator_key != key:
         raise UserError(

@@ -465,6 +465,7 @@ class EvaluationState(BaseModel):
 
     time: float
     versions: tuple[Count, ...]
+    scored_bytes: Count
     consensus_ce: float
     euler_ce: float | None
     block_ce: tuple[float, ...]
