@@ -7,6 +7,7 @@ and fails with a sentence when its deadline passes.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -88,6 +89,7 @@ class Program:
 
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
 
     @property
     def running(self) -> bool:
@@ -105,7 +107,9 @@ class Program:
         return self.process.wait(seconds)
 
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
 
 
 @dataclass
@@ -118,6 +122,7 @@ class Kit:
     def start(self, name: str, arguments: list[str]) -> Program:
         log = self.folder / f"{name}.log"
         with log.open("ab") as file:
+            start = file.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "blocktrain", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -125,7 +130,7 @@ class Kit:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        program = Program(process, log)
+        program = Program(process, log, start)
         self.programs.append(program)
         return program
 
@@ -155,17 +160,16 @@ class Coordinator:
 
     def start(self) -> Coordinator:
         recipe = write_recipe(self.recipe, self.kit.folder / "recipe.toml")
-        address = self.data_dir / "address"
-        address.unlink(missing_ok=True)
         arguments = ["coordinator", str(recipe), "--data-dir", str(self.data_dir), "--port", str(self.port)]
         program = self.kit.start("coordinator-program", arguments)
         self.program = program
 
         def listening() -> str:
             assert program.running, program.text()
-            return address.read_text().strip() if address.exists() else ""
+            found = re.search(r"coordinator ready url=\S+:(\d+)", program.text())
+            return found.group(1) if found else ""
 
-        self.port = int(until("the coordinator listens", listening).rsplit(":", 1)[1])
+        self.port = int(until("the coordinator listens", listening))
         return self
 
     def kill(self) -> None:

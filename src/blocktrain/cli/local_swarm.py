@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from blocktrain.cli.processes import Child, await_file, end_children, start_child
+from blocktrain.cli.processes import Child, await_line, end_children, start_child
 from blocktrain.cli.status_view import report_table, status_tables, swarm_report
 from blocktrain.training.storage import write_json
 from blocktrain.wire.identity import Identity
@@ -27,6 +27,7 @@ from blocktrain.wire.messages import StatusAnswer
 from blocktrain.worker.client import CoordinatorClient, Stopped
 from blocktrain.worker.traffic import Traffic
 
+READY_LINE = r"coordinator ready url=(\S+)"
 READY_SECONDS = 120.0
 ENDING_SECONDS = 60.0
 STATUS_SECONDS = 0.5
@@ -54,8 +55,6 @@ class LocalSwarm:
 
     def start(self) -> None:
         data_dir = self.options.out / "coordinator"
-        address = data_dir / "address"
-        address.unlink(missing_ok=True)
         settings = [flag for one in self.options.overrides for flag in ("--set", one)]
         verb = [
             "coordinator",
@@ -67,7 +66,7 @@ class LocalSwarm:
             *settings,
         ]
         self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
-        self.url = await_file(address, self.coordinator, READY_SECONDS, lambda _: not self.stop.is_set())
+        self.url = await_line(self.coordinator, READY_LINE, READY_SECONDS, self.stop)
         for index in range(self.options.workers):
             self.workers.append(self._start_worker(index))
 

@@ -7,11 +7,13 @@ alone and the children can be ended in order: workers first, which hand their le
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,13 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
+    """Length of the log before this process, when it goes on with an older one."""
+
+    def output(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
 
     @property
     def running(self) -> bool:
@@ -66,6 +75,7 @@ def start_child(
     """`blocktrain VERB…` as a process of its own."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
+        start = file.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "blocktrain", *verb],
             stdin=subprocess.DEVNULL,
@@ -74,19 +84,19 @@ def start_child(
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
-    return Child(name, process, log)
+    return Child(name, process, log, start)
 
 
-def await_file(path: Path, child: Child, seconds: float, is_fresh: Callable[[str], bool]) -> str:
-    """The text of a file that `child` writes when it is ready."""
+def await_line(child: Child, pattern: str, seconds: float, stop: threading.Event) -> str:
+    """The first group of the line that `child` writes when it is ready."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not stop.is_set():
         if not child.running:
             raise child.failure()
-        text = path.read_text().strip() if path.exists() else ""
-        if text and is_fresh(text):
-            return text
-        time.sleep(POLL_SECONDS)
+        found = re.search(pattern, child.output())
+        if found is not None:
+            return found.group(1)
+        stop.wait(POLL_SECONDS)
     raise ChildError(f"{child.name} was not ready after {seconds:.0f} s; see {child.log}")
 
 

@@ -21,6 +21,7 @@ from blocktrain.training.snapshot import Tensors
 from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
 
 Weights = dict[str, NDArray[np.float32]]
+"""Tensors by name; every value an array, also the scalars (numpy's arithmetic turns those into numbers)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EncodedUpdate:
 
 
 def difference(left: Tensors, right: Tensors) -> Weights:
-    return {name: left[name] - right[name] for name in left}
+    return {name: np.asarray(left[name] - right[name]) for name in left}
 
 
 def encode_update(
@@ -52,12 +53,10 @@ def encode_update(
     if codec.kind == "dense":
         return EncodedUpdate(encode(codec, schema, _dense_weights(base, origin, local, feedback, beta)), None)
     wanted = difference(origin, local)
-    for name, value in (feedback or {}).items():
-        wanted[name] += np.float32(beta) * value
+    if feedback is not None:
+        wanted = _sum(wanted, {name: np.float32(beta) * value for name, value in feedback.items()})
     payload = encode(codec, schema, wanted)
-    for name, sent in decode(codec, schema, payload).items():
-        wanted[name] -= sent
-    return EncodedUpdate(payload, wanted)
+    return EncodedUpdate(payload, difference(wanted, decode(codec, schema, payload)))
 
 
 def _dense_weights(
@@ -70,8 +69,8 @@ def _dense_weights(
     for name, start in origin.items():
         delta = start.astype(np.float64) - local[name]
         if feedback is not None:
-            delta += beta * feedback[name].astype(np.float64)
-        wanted[name] = (base[name] - delta).astype(np.float32)
+            delta = delta + beta * feedback[name].astype(np.float64)
+        wanted[name] = np.asarray(base[name] - delta, dtype=np.float32)
     return wanted
 
 
@@ -83,11 +82,12 @@ def decoded_delta(codec: CodecSpec, schema: Schema, payload: bytes, base: Tensor
 
 def fold_back(feedback: Tensors | None, delta: Tensors, share: float = 1.0) -> Weights:
     """Error feedback after an update of which `share` did not count: 1 if refused, 0 if merged in full."""
-    returned = {name: np.float32(share) * value for name, value in delta.items()}
-    if feedback is not None:
-        for name in returned:
-            returned[name] += feedback[name]
-    return returned
+    returned = {name: np.asarray(np.float32(share) * value) for name, value in delta.items()}
+    return returned if feedback is None else _sum(returned, feedback)
+
+
+def _sum(left: Tensors, right: Tensors) -> Weights:
+    return {name: np.asarray(left[name] + right[name]) for name in left}
 
 
 def is_same(left: Tensors, right: Tensors) -> bool:
@@ -95,7 +95,10 @@ def is_same(left: Tensors, right: Tensors) -> bool:
 
 
 def moved(weights: Tensors, shift: Tensors) -> Weights:
-    return {name: value + shift[name] if shift[name].any() else value for name, value in weights.items()}
+    return {
+        name: np.asarray(value + shift[name]) if shift[name].any() else value
+        for name, value in weights.items()
+    }
 
 
 @torch.no_grad()
@@ -103,4 +106,4 @@ def move(block: nn.Module, shift: Tensors) -> None:
     """Add what a new snapshot brought to the local weights; a shift of zero leaves every bit alone."""
     for name, parameter in block.named_parameters():
         if shift[name].any():
-            parameter.add_(torch.from_numpy(np.ascontiguousarray(shift[name])).to(parameter.device))
+            parameter.add_(torch.from_numpy(shift[name]).to(parameter.device))

@@ -40,7 +40,6 @@ class LocalTraining:
 
     def begin(self, standing: Standing, total_steps: int, optimizer: dict[str, Tensor] | None) -> None:
         """Make `standing`'s block the one being trained."""
-        self.standing = standing
         training = dataclasses.replace(self.recipe.training, steps=total_steps)
         recipe = dataclasses.replace(self.recipe, training=training)
         block = self.objective.build(standing.block, derive_seed("init", recipe.seed, standing.block))
@@ -49,6 +48,7 @@ class LocalTraining:
         self._trainer = BlockTrainer(
             recipe, self.objective, block, standing.block, self.shards, self.codebook
         )
+        self.standing = standing
         if optimizer is not None:
             self._trainer.optimizer.load_state_tensors(optimizer)
 
