@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import blocktrain
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.coordinator.ledger import VerificationReport, verify_ledger
 from blocktrain.wire.identity import Identity
@@ -29,6 +30,8 @@ from blocktrain.worker.traffic import Traffic
 T = TypeVar("T")
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.02
+
+SOURCE = str(Path(blocktrain.__file__).parents[1])
 
 TINY = {
     "name": "tiny",
@@ -128,7 +131,7 @@ class Kit:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCE},
             )
         program = Program(process, log, start)
         self.programs.append(program)
