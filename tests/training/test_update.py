@@ -40,7 +40,8 @@ def changed(weights: Weights, seed: int, size: float = 0.01) -> Weights:
 def test_what_a_frame_leaves_out_is_in_the_feedback(codec: str) -> None:
     block = small_block()
     base, schema, spec = tensors_of(block), schema_of(block), CodecSpec.parse(codec)
-    local, feedback = changed(base, 1), changed({name: np.zeros_like(value) for name, value in base.items()}, 2)
+    zero = {name: np.zeros_like(value) for name, value in base.items()}
+    local, feedback = changed(base, 1), changed(zero, 2)
     encoded = encode_update(spec, schema, base=base, origin=base, local=local, feedback=feedback, beta=0.95)
     sent = decode(spec, schema, encoded.payload)
     assert encoded.feedback is not None

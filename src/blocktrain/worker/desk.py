@@ -19,6 +19,7 @@ from blocktrain.worker.progress import Progress
 from blocktrain.worker.standing import Standing
 
 TICK_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 1.0
 JOIN_AGAIN_REASONS = {"not_joined"}
 FORGOTTEN_REASONS = {"not_found", "not_yours"}
 
@@ -62,7 +63,8 @@ class Desk:
     def next(self) -> Task | None:
         """The next task, as soon as there is one; None when the run is finished or the worker stops."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None or self._finished or self.stop.is_set())
+            while not (self._next is not None or self._finished or self.stop.is_set()):
+                self._changed.wait(TICK_SECONDS)  # a signal sets `stop` and notifies nobody
             if self.stop.is_set() or self._next is None:
                 return None
             task, self._current, self._trained, self._next = self._next, self._next, self._next, None
@@ -136,10 +138,19 @@ class Desk:
         if isinstance(answer, Assignment):
             self._take(answer)
         elif isinstance(answer, Wait):
-            self.progress.waiting(answer.reason)
-            self.stop.wait(min(max(answer.seconds, TICK_SECONDS), 5.0))
+            self._pause(task, answer)
         elif isinstance(answer, Finished):
             self._finish(answer.reason)
+
+    def _pause(self, task: Task | None, answer: Wait) -> None:
+        """As long as asked, but no longer than until the block moves on, which is what is waited for."""
+        if task is None or task.step >= task.assignment.steps:
+            self.progress.waiting(answer.reason)
+        seconds = min(max(answer.seconds, TICK_SECONDS), LONGEST_PAUSE_SECONDS)
+        if task is None:
+            self.stop.wait(seconds)
+        else:
+            task.standing.wait_for_version(task.standing.base.version + 1, seconds)
 
     def _refused(self, refusal: Refusal, task: Task | None) -> None:
         if refusal.reason in JOIN_AGAIN_REASONS:

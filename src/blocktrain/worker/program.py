@@ -182,10 +182,10 @@ class Worker:
         moving = self.training.moving_seconds - moving
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - moving)
         self.traffic.add_seconds(Spent.WAITING, moving)
-        if loss is None:
-            self.desk.give_up(task)
-        else:
+        if loss is not None:
             self._finish(task, loss)
+        elif task.cancelled:
+            self.desk.give_up(task)
 
     def _change_block(self, task: Task) -> None:
         """Leave a block with everything it needs to be taken up again, and begin another."""
