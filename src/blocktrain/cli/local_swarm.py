@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.live import Live
 
@@ -41,7 +42,7 @@ class SwarmOptions:
     workers: int
     out: Path
     overrides: Sequence[str] = ()
-    device: str | None = None
+    device: str = "auto"
 
 
 @dataclass
@@ -73,9 +74,7 @@ class LocalSwarm:
     def _start_worker(self, index: int) -> Child:
         name = f"worker-{index}"
         verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
-        device = _device_of(self.options.device, index)
-        if device is not None:
-            verb += ["--device", device]
+        verb += ["--device", _device_of(self.options.device, index)]
         threads = max(1, (os.cpu_count() or 1) // self.options.workers)
         environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         return start_child(name, verb, self._log(name), environment)
@@ -188,11 +187,7 @@ class _shown:
             self.console.print(f"rounds={versions}/{status.rounds} workers={live}{score}", highlight=False)
 
 
-def _device_of(device: str | None, index: int) -> str | None:
+def _device_of(device: str, index: int) -> str:
     """Workers of one machine take its GPUs in turn, unless a device was named."""
-    if device is not None:
-        return device
-    import torch
-
-    count = torch.cuda.device_count()
-    return f"cuda:{index % count}" if count else None
+    count = torch.cuda.device_count() if device == "auto" else 0
+    return f"cuda:{index % count}" if count else device

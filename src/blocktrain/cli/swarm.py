@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
+
 DEFAULT_DATA_DIR = Path("~/.blocktrain/worker")
 
 
 def worker(
     coordinator: Annotated[str, typer.Option(help="Address of the run, http(s)://HOST[:PORT].")],
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: CUDA if there is one.")
-    ] = None,
+    device: DeviceOption = "auto",
     key: Annotated[
         Path | None, typer.Option(help="Key file that makes this machine the same worker again.")
     ] = None,
@@ -38,7 +38,7 @@ def worker(
         coordinator=coordinator,
         data_dir=data_dir.expanduser(),
         key=key,
-        device=device,
+        device=find_device(device),
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
     )
@@ -46,15 +46,13 @@ def worker(
 
 
 def swarm(
-    recipe: Annotated[Path, typer.Argument(help="Recipe of the run (TOML).")],
+    recipe: RecipeArgument,
     workers: Annotated[int, typer.Option(help="Worker processes to start.", min=1)] = 2,
     out: Annotated[Path, typer.Option(help="Folder for checkpoint, report, logs and state.")] = Path(
         "runs/swarm"
     ),
-    device: Annotated[str | None, typer.Option(help="Device of every worker; default: GPUs in turn.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a recipe key: section.key=value.")
-    ] = None,
+    device: DeviceOption = "auto",
+    overrides: SetOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
     """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
@@ -63,7 +61,7 @@ def swarm(
     from blocktrain.cli.assembly import save_final_checkpoint
     from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
 
-    options = SwarmOptions(recipe.absolute(), workers, out.absolute(), tuple(settings or ()), device)
+    options = SwarmOptions(find_recipe(recipe).absolute(), workers, out.absolute(), tuple(overrides), device)
     report = run_swarm(options, Console(stderr=True), stop_on_signals(), save_final_checkpoint)
     if as_json:
         typer.echo(json.dumps(report))

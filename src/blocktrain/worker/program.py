@@ -22,7 +22,7 @@ from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import BlocktrainError, DataError, DeviceError, RecipeError
+from blocktrain.errors import BlocktrainError, DataError, RecipeError
 from blocktrain.model.objective import Objective
 from blocktrain.training.inner import build_codebook
 from blocktrain.wire import messages
@@ -51,7 +51,7 @@ class WorkerOptions:
     coordinator: str
     data_dir: Path
     key: Path | None = None
-    device: str | None = None
+    device: torch.device = torch.device("cpu")
     cache_bytes: int = 4_000_000_000
     """Snapshots and payloads kept on disk."""
     corpus: str | None = None
@@ -82,7 +82,7 @@ class Worker:
     ) -> None:
         self.options, self.identity, self.traffic, self.progress = options, identity, traffic, progress
         self.stop = stop
-        self.device = pick_device(options.device)
+        self.device = options.device
         self.client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
         self.crew = Crew(stop)
         self._standings: dict[int, Standing] = {}
@@ -308,17 +308,6 @@ class Worker:
                 "verdicts": dict(self.progress.doing.verdicts),
             }
         )
-
-
-def pick_device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device {name!r} cannot be used here: {error}; leave --device out") from None
-    return device
 
 
 def swarm_recipe(run: RunAnswer) -> Recipe:
