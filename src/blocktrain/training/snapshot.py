@@ -67,7 +67,7 @@ def load_into(block: nn.Module, tensors: Tensors) -> None:
     if sorted(parameters) != sorted(tensors):
         raise SnapshotError(_difference(sorted(parameters), sorted(tensors)))
     for name, parameter in parameters.items():
-        parameter.copy_(torch.from_numpy(np.ascontiguousarray(tensors[name])))
+        parameter.copy_(torch.from_numpy(np.asarray(tensors[name], order="C")))
 
 
 def max_snapshot_bytes(schema: Schema) -> int:
@@ -76,7 +76,7 @@ def max_snapshot_bytes(schema: Schema) -> int:
 
 
 def to_safetensors(tensors: Tensors) -> bytes:
-    ordered = {name: np.ascontiguousarray(tensors[name], dtype="<f4") for name in sorted(tensors)}
+    ordered = {name: np.asarray(tensors[name], dtype="<f4", order="C") for name in sorted(tensors)}
     return safetensors.numpy.save(ordered)
 
 
