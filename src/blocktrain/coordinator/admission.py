@@ -38,6 +38,8 @@ class AssignmentView:
     """Exact length of every payload of this block."""
     base_version: int | None
     """Version of the commit's base hash in this block; None where it is no snapshot of it."""
+    base_used: bool
+    """Another assignment of this worker has an update on the same snapshot."""
     head_version: int
 
 
@@ -59,7 +61,11 @@ def commit_refusal(assignment: AssignmentView, commit: CommitRequest) -> Refusal
             f"base {commit.base_hash[:12]}… is no snapshot of block {assignment.block}",
             f"rebase on a snapshot from GET /v1/blocks/{assignment.block}",
         )
-    return _round_refusal(assignment) or length_refusal(assignment.payload_bytes, commit.payload_bytes)
+    return (
+        _round_refusal(assignment)
+        or _base_refusal(assignment)
+        or length_refusal(assignment.payload_bytes, commit.payload_bytes)
+    )
 
 
 def _round_refusal(assignment: AssignmentView) -> Refusal | None:
@@ -73,6 +79,18 @@ def _round_refusal(assignment: AssignmentView) -> Refusal | None:
         "rebase on that version and commit again"
         if assignment.head_version >= assignment.round
         else "wait until the round before it has closed, rebase, and commit again",
+    )
+
+
+def _base_refusal(assignment: AssignmentView) -> Refusal | None:
+    """Leases of several rounds must not add up to several votes in one merge."""
+    if not assignment.base_used:
+        return None
+    return Refusal(
+        ErrorReason.ALREADY_COMMITTED,
+        f"this worker has already committed an update on version {assignment.base_version} of block "
+        f"{assignment.block}",
+        "rebase on a newer version, or ask for another assignment",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence
 
@@ -222,7 +223,10 @@ class Assignments:
         return not others and not state.accepted and not state.late
 
     def _free_shard(self, session: Session, offer: Offer) -> int:
-        """The lowest number no live assignment of the round has: the first worker's is the local loop's."""
+        """block, block + B, block + 2B, …: the lowest that no live assignment of the round has.
+
+        No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
+        """
         taken = set(
             session.scalars(
                 select(AssignmentRow.shard).where(
@@ -232,7 +236,8 @@ class Assignments:
                 )
             )
         )
-        return next(shard for shard in range(len(taken) + 1) if shard not in taken)
+        shards = itertools.count(offer.block, len(self._context.run.layouts))
+        return next(shard for shard in shards if shard not in taken)
 
     def _message(self, session: Session, row: AssignmentRow, now: float) -> Assignment:
         swarm = self._context.run.swarm
@@ -303,7 +308,7 @@ class Assignments:
             if self._open(session, worker_id, None) is None:
                 worker.block = None
             self._record_return(session, row, now)
-        self._context.notify()
+        self._context.changes.notify()
         return ReturnAnswer(returned=True)
 
     def _record_return(self, session: Session, row: AssignmentRow, now: float) -> None:

@@ -53,7 +53,8 @@ class Blobs:
         """A folder, `file://FOLDER`, `s3://BUCKET/PREFIX` (with the usual AWS_* variables) or `memory://`."""
         scheme = urlsplit(url).scheme
         if scheme in ("s3", "s3a"):
-            options = {"timeout": REQUEST_TIMEOUT, "connect_timeout": "10s"}
+            plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+            options = {"timeout": REQUEST_TIMEOUT, "connect_timeout": "10s", "allow_http": plain}
             retries = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
             return cls(S3Store.from_url(url, client_options=options, retry_config=retries))  # type: ignore[arg-type]
         if scheme == "memory":

@@ -24,6 +24,28 @@ from blocktrain.coordinator.weights import WeightCache
 from blocktrain.wire.messages import ErrorReason, RoundState
 
 
+class Changes:
+    """Wakes threads that wait for something to be written; a change between two waits is not missed."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def notify(self) -> None:
+        with self._condition:
+            self._count += 1
+            self._condition.notify_all()
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Until there are more changes than were `seen`, or the time is over."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._count > seen, seconds)
+
+
 @dataclass(frozen=True)
 class Context:
     run: Run
@@ -32,12 +54,7 @@ class Context:
     ledger: Ledger
     weights: WeightCache
     clock: Callable[[], float]
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    """Notified when something was written that a waiting thread may care about."""
-
-    def notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
+    changes: Changes = field(default_factory=Changes)
 
     def lock_run(self, session: Session) -> None:
         """For a transaction that makes a row which two processes could make at once."""
@@ -109,8 +126,10 @@ class Context:
             )
             .group_by(UpdateRow.state)
         )
-        found: dict[str, int] = dict(counts.tuples().all())
-        return found.get("accepted", 0), found.get("late", 0)
+        found = {"accepted": 0, "late": 0}
+        for state, count in counts:
+            found[state] = count
+        return found["accepted"], found["late"]
 
     def _offsets(self, session: Session, row: BlockRow, *, earlier: bool) -> list[float]:
         of_round = UpdateRow.base_version < row.version if earlier else UpdateRow.base_version == row.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -28,14 +28,14 @@ KEEP_ALIVE_SECONDS = 75
 class Server(uvicorn.Server):
     """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._coordinator, self._url = coordinator, url
+        self._coordinator, self._ready = coordinator, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            print(f"coordinator ready url={self._url}", flush=True)
+            self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._coordinator.drain()
@@ -54,13 +54,15 @@ def run_coordinator(
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
     recipe = load_recipe(recipe_path, overrides)
-    listener = _bind(host, port)
+    listener = bind(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     with opened(recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url) as coordinator:
-        serve(coordinator, listener)
+        url = url_of(listener)
+        server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True))
+        server.run(sockets=[listener])
 
 
-def serve(coordinator: Coordinator, listener: socket.socket) -> None:
+def make_server(coordinator: Coordinator, ready: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         create_app(coordinator),
         http="h11",
@@ -73,10 +75,10 @@ def serve(coordinator: Coordinator, listener: socket.socket) -> None:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    Server(config, coordinator, _url(listener)).run(sockets=[listener])
+    return Server(config, coordinator, ready)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +89,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -73,18 +73,17 @@ class Rounds:
     def run(self, stop: threading.Event) -> None:
         """Close rounds until told to stop; an error is logged and tried again, never swallowed."""
         while not stop.is_set():
+            seen = self._context.changes.count
             try:
                 busy = self.close_due()
             except BlocktrainError as error:
                 log.error("cannot close a round: %s", error)
                 busy = False
-            if not busy and not stop.is_set():
-                with self._context.changed:
-                    self._context.changed.wait(POLL_SECONDS)
+            if not busy:
+                self._context.changes.wait(seen, POLL_SECONDS)
 
-    def stop(self) -> None:
-        self._context.notify()
-        self._threads.shutdown(wait=True)
+    def close(self) -> None:
+        self._threads.shutdown()
 
     def close_due(self) -> bool:
         """Close every round that is due; whether there was one."""
@@ -100,7 +99,7 @@ class Rounds:
         tensors = self._merge(claim)
         if self._publish(claim, tensors):
             self._published(claim.block, claim.version, time.perf_counter() - started)
-            self._context.notify()
+            self._context.changes.notify()
         return True
 
     # --- claim ---

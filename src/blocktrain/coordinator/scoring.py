@@ -78,7 +78,7 @@ class Scoring:
         """Score the heads, unless they are the initial weights or have been scored."""
         with self._context.store.read() as session:
             columns = select(BlockRow.version, BlockRow.head_hash).order_by(BlockRow.block)
-            heads = session.execute(columns).tuples().all()
+            heads = session.execute(columns).all()
             versions = canonical_json([version for version, _ in heads]).decode()
             known = session.get(EvaluationRow, versions) is not None
         if known or not any(version for version, _ in heads):
@@ -115,7 +115,7 @@ class Scoring:
         except IntegrityError:
             return  # another process scored the same heads
         log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)
-        self._context.notify()
+        self._context.changes.notify()
 
 
 def lower_priority() -> None:

@@ -62,7 +62,7 @@ class Coordinator:
         return self._stop.is_set()
 
     def drain(self) -> None:
-        """Finish what is under way and begin nothing new; called from a signal handler."""
+        """Finish what is under way and begin nothing new; a signal handler may call it."""
         self._stop.set()
 
     def start(self) -> None:
@@ -79,8 +79,10 @@ class Coordinator:
     def stop(self) -> None:
         """A merge under way is finished; an evaluation under way is left, it is repeated some day."""
         self._stop.set()
-        self.rounds.stop()
-        self._threads[0].join() if self._threads else None
+        self.context.changes.notify()
+        for thread in self._threads[:1]:
+            thread.join()
+        self.rounds.close()
         self.context.store.close()
 
     def remember(self, request: VerifiedRequest) -> None:

@@ -9,6 +9,7 @@ something. Knows nothing of what the rows mean to training.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -235,6 +236,7 @@ def upgrade(connection: Connection) -> None:
     from alembic import command
     from alembic.config import Config
 
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -124,25 +124,21 @@ class Updates:
         earlier: UpdateRow | None,
         base_version: int | None,
     ) -> AssignmentView:
-        if earlier is None:  # one update per worker on one snapshot, whatever rounds it was lent
-            earlier = session.scalars(
-                select(UpdateRow).where(
-                    UpdateRow.worker_id == assignment.worker_id,
-                    UpdateRow.block == assignment.block,
-                    UpdateRow.base_version == base_version,
-                    UpdateRow.state != "withheld",
-                )
-            ).first()
-            committed_hash = "another assignment" if earlier is not None else None
-        else:
-            committed_hash = earlier.payload_hash
+        same_base = select(UpdateRow.update_id).where(
+            UpdateRow.worker_id == assignment.worker_id,
+            UpdateRow.block == assignment.block,
+            UpdateRow.base_version == base_version,
+            UpdateRow.assignment_id != assignment.assignment_id,
+            UpdateRow.state != "withheld",
+        )
         return AssignmentView(
             block=assignment.block,
             round=assignment.round,
             returned=assignment.state not in ("leased", "committed"),
-            committed_hash=committed_hash,
+            committed_hash=None if earlier is None else earlier.payload_hash,
             payload_bytes=self._context.run.payload_bytes(assignment.block),
             base_version=base_version,
+            base_used=session.scalars(same_base.limit(1)).first() is not None,
             head_version=block.version,
         )
 
@@ -272,7 +268,7 @@ class Updates:
             raise Refusal(ErrorReason.NOT_COMMITTED, "the assignment was given up meanwhile")
         if verdict.outcome == Outcome.REFUSED:
             self._context.weights.forget(expected.block, expected.payload_hash)
-        self._context.notify()
+        self._context.changes.notify()
         return verdict
 
     def _decode(self, expected: Expected, payload: bytes) -> Decoded:
