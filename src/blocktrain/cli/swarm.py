@@ -52,7 +52,7 @@ def swarm(
         "runs/swarm"
     ),
     device: DeviceOption = "auto",
-    overrides: SetOption = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
     """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
@@ -61,7 +61,7 @@ def swarm(
     from blocktrain.cli.assembly import save_final_checkpoint
     from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
 
-    options = SwarmOptions(find_recipe(recipe).absolute(), workers, out.absolute(), tuple(overrides), device)
+    options = SwarmOptions(find_recipe(recipe).absolute(), workers, out.absolute(), tuple(set_), device)
     report = run_swarm(options, Console(stderr=True), stop_on_signals(), save_final_checkpoint)
     if as_json:
         typer.echo(json.dumps(report))
@@ -99,8 +99,3 @@ def stop_on_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return stop
-
-
-def register(app: typer.Typer) -> None:
-    for verb in (worker, swarm, status):
-        app.command()(verb)
