@@ -136,11 +136,11 @@ def _create(
 
 
 def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: str) -> None:
-    stored = json.loads(row.recipe)
-    if row.recipe != canonical_json(recipe.to_dict()).decode():
+    differences = _differences(json.loads(row.recipe), recipe.to_dict())
+    if differences:
         raise UserError(
-            f"this data directory holds run {row.run_id[:12]} of another recipe: "
-            f"{_differences(stored, recipe.to_dict())}; use that recipe, or a new --data-dir"
+            f"this data directory holds run {row.run_id[:12]} of another recipe: {differences}; use that "
+            "recipe, or a new --data-dir"
         )
     if row.corpus_sha256 != corpus:
         raise UserError(
@@ -155,8 +155,11 @@ def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: st
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any]) -> str:
+    """In words; where the text lies is each machine's own affair, its hash is compared instead."""
     old, new = _flat(stored), _flat(given)
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    keys = sorted(
+        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "data.corpus"
+    )
     shown = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:3])
     return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 

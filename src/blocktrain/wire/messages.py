@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic.config import JsonDict
 
 PROTOCOL_VERSION: Final = 1
 """Raised when an old peer would misunderstand a message; both sides refuse another number."""
@@ -37,6 +38,9 @@ Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._:()/@+-]{0,64}$
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 BlockIndex = Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
+BlockKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}$")]
+NO_OTHER_KEYS: Final[JsonDict] = {"additionalProperties": False}
+"""Pydantic refuses keys that break the pattern, and leaves that out of the schema."""
 Protocol = Literal[1]
 
 
@@ -161,7 +165,9 @@ class JoinRequest(Request):
     """POST /v1/join"""
 
     corpus_sha256: Hash
-    versions: Annotated[dict[Label, Label], Field(max_length=16)] = Field(default_factory=dict)
+    versions: Annotated[dict[Label, Label], Field(max_length=16, json_schema_extra=NO_OTHER_KEYS)] = Field(
+        default_factory=dict
+    )
     """Library versions, for the operator's eyes."""
     device: Label = "cpu"
     memory_bytes: Count | None = None
@@ -184,9 +190,9 @@ class AssignmentRequest(Request):
     delivered) the answer is the next one, so training goes on while the payload travels.
     """
 
-    holding: Annotated[
-        dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}$")], Count], Field(max_length=256)
-    ] = Field(default_factory=dict)
+    holding: Annotated[dict[BlockKey, Count], Field(max_length=256, json_schema_extra=NO_OTHER_KEYS)] = Field(
+        default_factory=dict
+    )
     """Block (as text, a JSON key) to the snapshot version in the worker's cache."""
     prefer_block: BlockIndex | None = None
     after: AssignmentIdText | None = None
