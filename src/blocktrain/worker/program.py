@@ -90,6 +90,7 @@ class Worker:
         self._accounted: dict[str, float] = {}
         self._saved_at: float | None = None
         self._saving_seconds = 0.0
+        self._before_first_step: dict[str, float] = {}
         self._folder_lock: int | None = None
 
     # --- joining
@@ -171,12 +172,19 @@ class Worker:
         with self.traffic.spending(Spent.WAITING):
             return self.desk.next()
 
+    def _since_first_step(self) -> dict[str, float]:
+        return {
+            spent: seconds - self._before_first_step.get(spent, seconds)
+            for spent, seconds in self.traffic.seconds().items()
+        }
+
     def _do(self, task: Task) -> None:
         assignment, standing = task.assignment, task.standing
         if self.training.standing is not standing:
             with self.traffic.spending(Spent.WAITING):
                 self._change_block(task)
         self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
+        self._before_first_step = self._before_first_step or self.traffic.seconds()
         started, moving = time.monotonic(), self.training.moving_seconds
         loss = self.training.run(assignment, lambda step, ce: self.desk.stepped(task, step, ce))
         moving = self.training.moving_seconds - moving
@@ -303,6 +311,7 @@ class Worker:
             {
                 "worker_id": self.identity.worker_id,
                 "seconds": self.traffic.seconds(),
+                "steady_seconds": self._since_first_step(),
                 "up": self.traffic.bytes_up(),
                 "down": self.traffic.bytes_down(),
                 "verdicts": dict(self.progress.doing.verdicts),
