@@ -12,6 +12,7 @@ from blocktrain.worker.decisions import (
     asks_for_next,
     backoff_seconds,
     cheapest_route,
+    may_step,
     saving_is_due,
     settle,
     share_to_return,
@@ -37,6 +38,14 @@ def test_the_next_assignment_is_asked_for_shortly_before_the_end() -> None:
     assert asks_for_next(steps_done=28, steps=30, elapsed_seconds=56.0)
     assert asks_for_next(steps_done=3, steps=30, elapsed_seconds=0.3)
     assert asks_for_next(steps_done=30, steps=30, elapsed_seconds=60.0)
+
+
+def test_a_worker_runs_ahead_of_its_block_only_so_far() -> None:
+    assert may_step(step=29, steps=30, version=4, round_=4, run_ahead=0.0)
+    assert not may_step(step=0, steps=30, version=3, round_=4, run_ahead=0.0)
+    assert may_step(step=7, steps=30, version=3, round_=4, run_ahead=0.25)
+    assert not may_step(step=8, steps=30, version=3, round_=4, run_ahead=0.25)
+    assert may_step(step=29, steps=30, version=3, round_=4, run_ahead=1.0)
 
 
 def test_saving_takes_a_small_share_of_the_time() -> None:

@@ -54,6 +54,11 @@ def asks_for_next(*, steps_done: int, steps: int, elapsed_seconds: float) -> boo
     return elapsed_seconds / steps_done * (steps - steps_done) <= PREFETCH_SECONDS
 
 
+def may_step(*, step: int, steps: int, version: int, round_: int, run_ahead: float) -> bool:
+    """Whether to train on, though the snapshot of version `round_` may still be missing."""
+    return version >= round_ or step < run_ahead * steps
+
+
 def saving_is_due(*, now: float, saved_at: float | None, cost_seconds: float) -> bool:
     """Whether to write training state again: always at first, then a small share of the time."""
     return saved_at is None or now - saved_at >= cost_seconds / SAVING_SHARE

@@ -72,10 +72,11 @@ class Desk:
             self._changed.notify_all()
             return task
 
-    def stepped(self, task: Task, step: int, loss: float | None) -> bool:
-        """Whether to go on."""
+    def stepped(self, task: Task, step: int, loss: float | None) -> None:
         task.step, task.loss = step, loss if loss is not None else task.loss
         self.progress.stepped(step, loss)
+
+    def going_on(self, task: Task) -> bool:
         return not (task.cancelled or self.stop.is_set())
 
     def give_up(self, task: Task) -> None:

@@ -185,11 +185,15 @@ class Worker:
                 self._change_block(task)
         self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
         self._before_first_step = self._before_first_step or self.traffic.seconds()
-        started, moving = time.monotonic(), self.training.moving_seconds
-        loss = self.training.run(assignment, lambda step, ce: self.desk.stepped(task, step, ce))
-        moving = self.training.moving_seconds - moving
-        self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - moving)
-        self.traffic.add_seconds(Spent.WAITING, moving)
+        started, waited = time.monotonic(), self.training.waiting_seconds
+        loss = self.training.run(
+            assignment,
+            lambda step, ce: self.desk.stepped(task, step, ce),
+            lambda: self.desk.going_on(task),
+        )
+        waited = self.training.waiting_seconds - waited
+        self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
+        self.traffic.add_seconds(Spent.WAITING, waited)
         if loss is not None:
             self._finish(task, loss)
         elif task.cancelled:
