@@ -1,4 +1,7 @@
-"""What the swarm benchmarks share: a recipe of a given block size, programs, and waiting for them."""
+"""What the swarm benchmarks share: a recipe of a given block size, programs, and waiting for them.
+
+AdamW, because Muon's matrix products take seconds per step on a CPU and these benchmarks are not about it.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ context = {context}
 corpus = "builtin"
 [training]
 batch = {batch}
+optimizer = "adamw"
 warmup_steps = 10
 reference = false
 [evaluation]
