@@ -1,4 +1,4 @@
-"""docs/protocol.md names every route, refusal, verdict, ledger kind and metric, and its examples are valid."""
+"""docs/protocol.md names every route, refusal, verdict, ledger kind and metric; its examples are valid."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -92,7 +91,7 @@ def test_sigterm_drains_and_exits(tmp_path: Path) -> None:
             for _ in lines:
                 pass
         coordinator.process.join(15)
-        assert coordinator.process.exitcode in (0, -signal.SIGTERM)
+        assert coordinator.process.exitcode == 0
         coordinator.start()
         assert check_ledger(peer) <= 1
 
