@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import TrainingConfig
+from blocktrain.training.muon import BatchedMuon
 
 ADAM_BETAS = (0.9, 0.98)
 
@@ -24,7 +25,8 @@ def learning_rate_factor(step: int, config: TrainingConfig) -> float:
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices of attention and feed-forward, and the rest."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         in_layer = ".attention." in name or ".feedforward." in name
         (matrices if in_layer and parameter.ndim == 2 else rest).append(parameter)
@@ -41,7 +43,7 @@ class Optimizer:
         self.parts: list[torch.optim.Optimizer] = []
         if matrices and config.optimizer == "muon":
             self.parts.append(
-                torch.optim.Muon(
+                BatchedMuon(
                     matrices,
                     lr=config.matrix_lr,
                     weight_decay=config.weight_decay,
