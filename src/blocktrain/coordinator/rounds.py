@@ -71,13 +71,16 @@ class Rounds:
                 row.claim_owner = row.claim_until = None
 
     def run(self, stop: threading.Event) -> None:
-        """Close rounds until told to stop; an error is logged and tried again, never swallowed."""
+        """Close rounds until told to stop; one error must not end the run: it is logged and tried again."""
         while not stop.is_set():
             seen = self._context.changes.count
             try:
                 busy = self.close_due()
             except BlocktrainError as error:
                 log.error("cannot close a round: %s", error)
+                busy = False
+            except Exception:
+                log.exception("failed to close a round")
                 busy = False
             if not busy:
                 self._context.changes.wait(seen, POLL_SECONDS)

@@ -129,7 +129,7 @@ class Updates:
             UpdateRow.block == assignment.block,
             UpdateRow.base_version == base_version,
             UpdateRow.assignment_id != assignment.assignment_id,
-            UpdateRow.state != "withheld",
+            UpdateRow.state.not_in(("withheld", "refused")),
         )
         return AssignmentView(
             block=assignment.block,
@@ -305,6 +305,10 @@ class Updates:
         row.state, row.weight = str(decision.outcome), decision.weight
         row.reason, row.sentence, row.norm = str(decision.reason), decision.sentence, decoded.norm
         row.revealed, row.offset = now, self._offset(session, block, row, now)
+        if decision.outcome == Outcome.REFUSED:
+            assignment = session.get(AssignmentRow, row.assignment_id)
+            assert assignment is not None
+            assignment.state = "refused"
         _count(worker, decision.outcome)
         self._record(session, row, decision, now)
 
