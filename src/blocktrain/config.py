@@ -224,8 +224,9 @@ def resolve_recipe(
         _assign(merged, dotted, text)
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        _require(bool(equals), f"--set {override!r}: expected section.key=value")
-        _assign(merged, dotted.strip(), text.strip())
+        dotted = dotted.strip()
+        _require(bool(equals and dotted), f"--set {override!r}: expected section.key=value")
+        _assign(merged, dotted, text.strip())
     recipe = _build(Recipe, merged, "")
     assert isinstance(recipe, Recipe)
     return recipe
@@ -250,20 +251,31 @@ def _assign(values: dict[str, Any], dotted: str, text: str) -> None:
         nested = target.setdefault(section, {})
         _require(isinstance(nested, dict), f"{dotted}: {section} is a value, not a section")
         target = nested
-    target[key] = _parse_value(text)
+    target[key] = _Text(text)
 
 
-def _parse_value(text: str) -> Any:
-    if text.lower() == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+@dataclass(frozen=True)
+class _Text:
+    """A value from the environment or a flag, whose type is known only where it lands."""
+
+    text: str
+
+    def parsed(self, hint: Any) -> Any:
+        """TOML where it is TOML; words need no quotes, and `none` is a word where words are expected."""
+        try:
+            value = tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = self.text
+        if hint is str or typing.get_origin(hint) is Literal:
+            return value if isinstance(value, str) else self.text
+        return None if self.text.lower() == "none" else value
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _build(kind: type[Any], values: Any, where: str) -> Any:
-    _require(isinstance(values, dict), f"{where or 'recipe'}: expected a table, found {values!r}")
+    _require(isinstance(values, dict), f"{where.rstrip('.') or 'recipe'}: expected a table, found {values!r}")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     _require(
@@ -277,6 +289,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return _build(hint, value, where + ".")
+    if isinstance(value, _Text):
+        value = value.parsed(hint)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         _require(value in choices, f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}")
