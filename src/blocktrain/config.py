@@ -196,6 +196,11 @@ class Recipe:
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
             'by side: set training.order = "turns", or objective.codebook = "fixed"',
         )
+        _require(
+            self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
+            f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
+            "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
