@@ -151,7 +151,8 @@ def test_an_upward_or_sideways_import_would_be_noticed(importer: str, imported: 
 
 
 def test_imports_are_seen_in_every_spelling() -> None:
-    source = "import a.b\nfrom blocktrain import cli\nfrom . import inner\ndef f():\n    from ..wire import codec\n"
+    source = "import a.b\nfrom blocktrain import cli\nfrom . import inner\n"
+    source += "def f():\n    from ..wire import codec\n"
     found = imported_names(source, "training.local", is_package=False)
     assert {
         "a.b",
