@@ -171,8 +171,9 @@ class EvaluationConfig:
     """Length of the text sample written with the report."""
 
     def __post_init__(self) -> None:
-        for key in ("noise_draws", "batch", "pooling_bytes"):
+        for key in ("noise_draws", "batch"):
             _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
+        _require(self.pooling_bytes >= 2, "evaluation.pooling_bytes must be at least 2")
         _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
         _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
 
