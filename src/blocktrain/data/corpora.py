@@ -41,7 +41,7 @@ def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
     if min(len(pool), len(valid)) < 2:
         raise DataError(
             f"the text of {config.corpus} is too short: {len(train)} bytes to train on, {len(pool)} to fit "
-            f"pooling weights on and {len(valid)} to score; the last two need at least 2 each, so use more text"
+            f"pooling weights on, {len(valid)} to score; the last two need at least 2 each; use more text"
         )
     digest = hashlib.sha256()
     for part in (train, pool, valid):
