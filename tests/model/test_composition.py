@@ -144,14 +144,20 @@ def test_fitted_weights_beat_equal_ones_on_the_text_they_were_fitted_on() -> Non
 def test_fitting_finds_the_weights_the_text_was_drawn_with() -> None:
     generator = torch.Generator().manual_seed(0)
     first, second = (F.log_softmax(some_noise(20_000, VOCABULARY, seed=i), dim=-1) for i in (1, 2))
-    truth = pool([first, second], [0.8, 0.5])
+    truth = pool([first, second], [0.7, 0.3])
     targets = torch.multinomial(truth.exp(), 1, generator=generator)[:, 0]
-    assert fit_pooling([first, second], targets) == pytest.approx([0.8, 0.5], abs=0.05)
+    assert fit_pooling([first, second], targets) == pytest.approx([0.7, 0.3], abs=0.05)
+
+
+def test_fitted_weights_are_shares_of_one() -> None:
+    log_probs = [F.log_softmax(some_noise(500, VOCABULARY, seed=i), dim=-1) for i in range(3)]
+    weights = fit_pooling(log_probs, some_tokens(1, 500)[0])
+    assert sum(weights) == pytest.approx(1.0)
+    assert min(weights) >= 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_fitting_on_next_to_no_text_gives_usable_weights(rows: int) -> None:
-    """A handful of tokens is predicted ever better by ever larger weights; they must stay finite."""
     log_probs = [F.log_softmax(some_noise(rows, VOCABULARY, seed=i), dim=-1) for i in range(3)]
     weights = fit_pooling(log_probs, torch.stack([part.argmax(dim=-1) for part in log_probs])[0])
     assert_normalised(pool(log_probs, weights))
