@@ -225,6 +225,7 @@ def load_recipe(
 def resolve_recipe(
     values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
+    _require(isinstance(values, dict), f"recipe: expected a table, found {values!r}")
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for dotted, text in _environment_overrides(environment or {}):
         _assign(merged, dotted, text)
