@@ -152,6 +152,10 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
+        _require(
+            self.reference_other_lr is None or self.reference_other_lr > 0,
+            f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
