@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -183,6 +184,71 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """How a run is spread over workers; used by `coordinator`, `worker`, `swarm` and `simulate` only."""
+
+    steps_per_round: int = 30
+    """Optimizer steps of one assignment (H)."""
+    rounds: int = 50
+    """Rounds of each block; the run ends when every block has had them."""
+    replicas: int = 2
+    """Workers wanted on each block; a round with fewer waits for its deadline."""
+    codec: str = "sparse:64"
+    """How updates travel: `sparse:K`, `sign` or `dense` (uncompressed)."""
+    error_feedback: float = 0.95
+    """Share of what compression left out that is added to the next update (beta)."""
+    outer_lr: float = 1.0
+    """Step size of the merge (alpha)."""
+    policy: Literal["carry", "drop"] = "carry"
+    """`carry`: computed deadlines, late updates count at a decayed weight; `drop`: the litepaper's rule."""
+    max_age: int = 3
+    """Rounds by which an update may be late under `carry`; an older one is refused."""
+    age_decay: float = 0.5
+    """Weight of an update for each round it is late."""
+    deadline_quantile: float = 0.85
+    """Share of arrivals that a computed deadline lets in."""
+    deadline_slack: float = 1.2
+    """Factor on that quantile, so that equal workers are not cut by their own jitter."""
+    min_deadline_seconds: float = 2.0
+    """No computed deadline is shorter."""
+    max_deadline_seconds: float = 600.0
+    """No computed deadline is longer; also the deadline before anything has arrived."""
+    drop_deadline_seconds: float = 60.0
+    """Fixed deadline (tau) of the policy `drop`."""
+    lease_seconds: float = 30.0
+    """A worker not heard of for this long is no longer waited for."""
+    max_lead: int = 4
+    """Rounds a worker may take its own block ahead of the stalest before it is moved there."""
+    evaluate_every_seconds: float = 30.0
+    """How often the assembled model is scored on held-out text."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
+            _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
+        _require(
+            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|dense", self.codec) is not None,
+            f"swarm.codec must be sparse:K, sign or dense; found {self.codec!r}",
+        )
+        _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
+        _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
+        _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")
+        _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
+        _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
+        _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
+        _require(
+            0 < self.min_deadline_seconds <= self.max_deadline_seconds,
+            "swarm.min_deadline_seconds must be above 0 and at most swarm.max_deadline_seconds",
+        )
+        for key in ("drop_deadline_seconds", "lease_seconds", "evaluate_every_seconds"):
+            _require(getattr(self, key) > 0, f"swarm.{key} must be above 0, found {getattr(self, key)}")
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule; takes the place of training.steps in a swarm."""
+        return self.rounds * self.steps_per_round
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     name: str = "run"
     """Shown in reports."""
@@ -193,6 +259,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
