@@ -219,6 +219,10 @@ class SwarmConfig:
     """A worker not heard of for this long is no longer waited for."""
     max_lead: int = 4
     """Rounds a worker may take its own block ahead of the stalest before it is moved there."""
+    run_ahead: float = 0.25
+    """Share of a round that a worker trains on from its own weights while the snapshot it should start from
+    is still being merged; then it waits. Hides transfers; further ahead, updates go stale and the loss is
+    worse (docs/experiments.md). 0 is lockstep, 1 never waits."""
     evaluate_every_seconds: float = 30.0
     """How often the assembled model is scored on held-out text."""
 
@@ -234,6 +238,7 @@ class SwarmConfig:
         _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")
         _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
         _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
+        _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
         _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
         _require(
             0 < self.min_deadline_seconds <= self.max_deadline_seconds,
