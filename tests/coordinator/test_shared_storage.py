@@ -12,7 +12,7 @@ from blocktrain.coordinator.blobs import Blobs, upload_key
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Outcome
 from tests.coordinator.conftest import Running, served, tiny_recipe
-from tests.coordinator.peer import Peer, Refused
+from tests.coordinator.peer import Peer
 
 
 @pytest.fixture
@@ -70,13 +70,3 @@ def test_objects_are_served_by_presigned_address(shared: Running) -> None:
     assert answer.status_code == 307
     assert "X-Amz-Signature" in answer.headers["location"]
     peer.snapshot(0, peer.run.blocks[0].initial_hash)
-
-
-def test_storage_that_does_not_answer_is_not_the_workers_fault(shared: Running) -> None:
-    peer = shared.peer()
-    payload = peer.payload(0)
-    committed = peer.commit(peer.lend(), payload)
-    shared.coordinator.context.blobs._store = Blobs.from_url("memory://")._store
-    with pytest.raises(Refused) as refused:
-        peer.reveal(committed, payload)
-    assert refused.value.reason == "not_uploaded"
