@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from blocktrain.config import SwarmConfig
@@ -272,7 +273,7 @@ class SimulatedCoordinator:
         state.merges.append(Merge(state.version, now, reason, merged))
         state.begun = now if state.shards[state.version] else None
         for watcher in self.watchers:
-            self.clock.at(now, lambda watcher=watcher: watcher(block))
+            self.clock.at(now, partial(watcher, block))
         self._await_deadline(block)
 
     def _merged(self, state: BlockState, inputs: Sequence[Accepted]) -> Weights:

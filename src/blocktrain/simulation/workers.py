@@ -352,9 +352,7 @@ class CarryWorker:
         block = standing.block
         self._fetching.discard(block)
         merges = self.site.coordinator.blocks[block].merges[standing.base.version : head.version]
-        mine = {
-            one.payload_hash for merge in merges for one in merge.inputs if one.worker == self.site.index
-        }
+        mine = {one.payload_hash for merge in merges for one in merge.inputs if one.worker == self.site.index}
         base = standing.base
         self._moving(standing, lambda: self._advance(standing, base, head, mine))
         for digest in mine:
