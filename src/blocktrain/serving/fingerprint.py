@@ -1,0 +1,68 @@
+"""What makes two copies of a checkpoint the same model: the hash that HELLO compares.
+
+It covers shapes, objective, tokenizer, pooling weights, the codebook and the hash of every block's file,
+so a gateway that holds block 0 alone and a stage that holds block 3 alone can still agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.errors import CheckpointError
+from blocktrain.training.checkpoint import Checkpoint, block_file, read_config
+from blocktrain.wire.hashing import canonical_json, content_hash, snapshot_hash
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A model's name for people and its hashes for machines."""
+
+    name: str
+    model_hash: str
+    codebook_hash: str
+    vocabulary: int
+    width: int
+    context: int
+    num_blocks: int
+
+
+def fingerprint(path: Path, checkpoint: Checkpoint, held: Sequence[int]) -> Fingerprint:
+    """The fingerprint of the checkpoint at `path`; files of held blocks are checked against their hashes."""
+    config = read_config(path)
+    try:
+        digests = [str(entry["sha256"]) for entry in config["blocks"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'config.json'} is damaged: no {error} of its blocks") from None
+    for index in held:
+        _check_file(path / block_file(index), digests[index])
+    codebook_hash = snapshot_hash({"table": checkpoint.codebook_VD.float().cpu().numpy()})
+    recipe = checkpoint.recipe.to_dict()
+    bound = {
+        "model": recipe["model"],
+        "objective": recipe["objective"],
+        "tokenizer": checkpoint.tokenizer.name,
+        "pooling": [float(weight).hex() for weight in checkpoint.pooling],
+        "codebook": codebook_hash,
+        "blocks": digests,
+    }
+    return Fingerprint(
+        name=checkpoint.recipe.name,
+        model_hash=content_hash(canonical_json(bound)),
+        codebook_hash=codebook_hash,
+        vocabulary=checkpoint.tokenizer.vocabulary,
+        width=checkpoint.recipe.model.width,
+        context=checkpoint.recipe.model.context,
+        num_blocks=checkpoint.recipe.model.blocks,
+    )
+
+
+def _check_file(path: Path, expected: str) -> None:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: expected sha256 {expected[:12]}… as in config.json, found {found[:12]}…; "
+            "the file is damaged or from another run, copy the checkpoint again"
+        )
