@@ -178,12 +178,14 @@ class Door:
         turn = (count, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         try:
-            await asyncio.wait_for(turn[1], self.limits.wait_seconds)
-        except BaseException as error:
+            # Not wait_for: before Python 3.12 it swallows a cancellation that meets a finished future.
+            async with asyncio.timeout(self.limits.wait_seconds):
+                await turn[1]
+        except TimeoutError:
             self._give_up(turn)
-            if isinstance(error, TimeoutError):
-                seconds = self.limits.wait_seconds
-                raise Refusal(f"no place became free within {seconds:g} s", 2) from None
+            raise Refusal(f"no place became free within {self.limits.wait_seconds:g} s", 2) from None
+        except asyncio.CancelledError:
+            self._give_up(turn)
             raise
 
     def _give_up(self, turn: tuple[int, asyncio.Future[None]]) -> None:
