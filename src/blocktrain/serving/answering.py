@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from blocktrain.serving.api_errors import as_api_error
 from blocktrain.serving.choices import Choice, Emit, Piece, Totals, joined, write_choices
-from blocktrain.serving.engine_api import Mode, TextEngine
+from blocktrain.serving.engine_api import DeadlineError, Mode, TextEngine
 from blocktrain.serving.formats import Format, usage_of
 from blocktrain.serving.gateway_metrics import GatewayMetrics
 from blocktrain.serving.limits import Door, Limits
@@ -85,6 +85,12 @@ class Answerer:
         try:
             async with self.door.places(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
                 await write_choices(self.engine, job.choices, timed, job.totals)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"
+            ) from None
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
         finally:
             self.metrics.count_usage(job.usage)
 

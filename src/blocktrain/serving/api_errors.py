@@ -85,23 +85,24 @@ def _service(error: BaseException) -> ApiError:
     return ApiError(500, "something broke here; it was logged", kind=SERVICE, code="internal_error")
 
 
-HTTP_WORDS = {
+HTTP_WORDS: dict[int, tuple[str | None, str]] = {
     400: ("the body could not be read as JSON in UTF-8", "invalid_json"),
     404: ("no such route; the routes are listed at /openapi.json", "unknown_url"),
     405: ("this route does not take that method", "method_not_allowed"),
+    413: (None, "request_too_large"),
 }
 
 
 def _http(error: HTTPException) -> ApiError:
-    message, code = HTTP_WORDS.get(error.status_code, (str(error.detail), None))
-    return ApiError(error.status_code, message, code=code, headers=error.headers)
+    message, code = HTTP_WORDS.get(error.status_code, (None, None))
+    return ApiError(error.status_code, message or str(error.detail), code=code, headers=error.headers)
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
     """The first problem, named by its field. Unions report one problem per arm; the field is the same."""
     first = errors[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, HTTP_WORDS[400][0], code=HTTP_WORDS[400][1])
+        return _http(HTTPException(400))
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query", "header")]
     field = where[0] if where else None
     if first["type"] == "extra_forbidden":

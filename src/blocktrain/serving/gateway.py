@@ -168,10 +168,7 @@ class Gateway:
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        try:
-            return [int(token) for token in self.engine.model.tokenizer.encode(prompt.encode())]
-        except UnicodeEncodeError:
-            raise ApiError(400, "the text holds half a surrogate pair, which is not Unicode") from None
+        return [int(token) for token in self.engine.model.tokenizer.encode(prompt.encode())]
 
     def _choices(
         self,

@@ -12,13 +12,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from blocktrain.serving.engine_api import MAX_DRAFT_TOKENS, Mode
 
 Overflow = Literal["refuse", "slide"]
+
+
+def _unicode(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text holds half a surrogate pair, which is not Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+StopText = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)] | None
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
@@ -97,9 +109,9 @@ class SamplingRequest(Request):
 
 class CompletionRequest(SamplingRequest):
     prompt: (
-        str
+        Text
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     """A text, a list of token ids (for a byte model: its bytes), or a list of either."""
@@ -133,12 +145,12 @@ class CompletionRequest(SamplingRequest):
 
 class TextPart(Request):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Request):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
     """Ignored."""
     refusal: None = None

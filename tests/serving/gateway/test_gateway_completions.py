@@ -51,7 +51,14 @@ def test_served_text_is_the_local_text(
 
 def test_usage_counts_tokens_traversals_and_bytes(served: Served) -> None:
     with served.http() as client:
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "seed": 7, "temperature": 0, "mode": "ar"}
+        body = {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": 32,
+            "seed": 7,
+            "temperature": 0,
+            "mode": "ar",
+        }
         answer = client.post("/v1/completions", json=body)
     usage = answer.json()["usage"]
     assert usage["prompt_tokens"] == len(PROMPT)
@@ -181,7 +188,9 @@ def test_logprobs_have_openai_shape(client: openai.OpenAI) -> None:
     answer = complete(client, max_tokens=12, logprobs=3, temperature=0)
     choice = answer.choices[0]
     rows = choice.logprobs
-    assert len(rows.tokens) == len(rows.token_logprobs) == len(rows.top_logprobs) == len(rows.text_offset) == 12
+    assert (
+        len(rows.tokens) == len(rows.token_logprobs) == len(rows.top_logprobs) == len(rows.text_offset) == 12
+    )
     assert "".join(rows.tokens) == choice.text
     for token, logprob, top in zip(rows.tokens, rows.token_logprobs, rows.top_logprobs, strict=True):
         assert len(top) == 3
