@@ -113,7 +113,8 @@ class AdaptiveNorm(nn.Module):
         dtype = x_BTD.dtype
         if torch.is_autocast_enabled(x_BTD.device.type):
             dtype = torch.get_autocast_dtype(x_BTD.device.type)
-        return (rms_norm(x_BTD) * (1 + gain) + shift).to(dtype)
+        y: Tensor = (rms_norm(x_BTD) * (1 + gain) + shift).to(dtype)
+        return y
 
 
 class CausalConvolution(nn.Module):

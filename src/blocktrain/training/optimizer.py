@@ -24,7 +24,8 @@ def learning_rate_factor(step: int, config: TrainingConfig) -> float:
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices of attention and feed-forward, and the rest."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         in_layer = ".attention." in name or ".feedforward." in name
         (matrices if in_layer and parameter.ndim == 2 else rest).append(parameter)

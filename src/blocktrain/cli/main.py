@@ -1,0 +1,45 @@
+"""Registers the verbs and turns expected errors into one sentence and an exit code.
+
+Machine-readable results go to stdout, progress and errors to stderr. Exit 2 means misuse (a bad recipe,
+path, flag or input), 1 a failure of something else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import blocktrain
+from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.train import demo, train
+from blocktrain.errors import BlocktrainError
+
+app = typer.Typer(
+    name="blocktrain",
+    help="Train and serve one model, block by block, on machines of different owners.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(train)
+app.command()(evaluate)
+app.command()(generate)
+app.command()(demo)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(blocktrain.__version__)
+
+
+def main() -> None:
+    try:
+        app()
+    except BlocktrainError as error:
+        print(f"blocktrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("blocktrain: interrupted", file=sys.stderr)
+        sys.exit(130)
