@@ -47,6 +47,23 @@ def fingerprint(path: Path, checkpoint: Checkpoint, held: Sequence[int]) -> Mode
     )
 
 
+def model_mismatch(*, expected: ModelShape, found: ModelShape) -> str | None:
+    """A sentence that names both models, or None when they are the same."""
+    if expected == found:
+        return None
+    names = ", ".join(
+        f"{field} {getattr(expected, field)} against {getattr(found, field)}"
+        for field in ("vocabulary", "width", "context", "num_blocks")
+        if getattr(expected, field) != getattr(found, field)
+    )
+    return (
+        f"this stage serves model {expected.name!r} ({expected.model_hash[:12]}), the other side asks for "
+        f"{found.name!r} ({found.model_hash[:12]})"
+        + (f": {names}" if names else "")
+        + "; give both the same checkpoint"
+    )
+
+
 def model_info(checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
     return ModelInfo(
         name=shape.name,

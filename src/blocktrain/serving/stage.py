@@ -22,6 +22,7 @@ import numpy as np
 
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.batching import Batcher, CacheGapError, LateError, Outcome, QueueFullError
+from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.held import HeldBlocks, Work
 from blocktrain.serving.metrics import StageMetrics
 from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
@@ -400,20 +401,3 @@ class Stage:
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(encode_frame(named, metadata, payload))
-
-
-def model_mismatch(*, expected: ModelShape, found: ModelShape) -> str | None:
-    """A sentence that names both models, or None when they are the same."""
-    if expected == found:
-        return None
-    names = ", ".join(
-        f"{field} {getattr(expected, field)} against {getattr(found, field)}"
-        for field in ("vocabulary", "width", "context", "num_blocks")
-        if getattr(expected, field) != getattr(found, field)
-    )
-    return (
-        f"this stage serves model {expected.name!r} ({expected.model_hash[:12]}), the other side asks for "
-        f"{found.name!r} ({found.model_hash[:12]})"
-        + (f": {names}" if names else "")
-        + "; give both the same checkpoint"
-    )

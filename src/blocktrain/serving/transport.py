@@ -93,6 +93,12 @@ class FrameStream:
             self.abort()
             raise ConnectionLostError(f"{self.peer}: {error or 'the peer does not read'}") from None
 
+    def post(self, raw: bytes) -> None:
+        """Send without waiting and without a promise that it arrives."""
+        if not self._writer.is_closing():
+            self._writer.write(raw)
+            self.bytes_sent += len(raw)
+
     def abort(self) -> None:
         """Close at once; what was not sent is dropped."""
         self._writer.transport.abort()
