@@ -28,10 +28,10 @@ from blocktrain.serving.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 
 @dataclass(frozen=True)
 class Rows:
-    """Normalised consensus log-probs [R, V] and how far each may be from its exact value."""
+    """Normalised consensus log-probs [R, V], and how far each may be from its exact value [R, V]."""
 
     log_probs: NDArray[np.float64]
-    tolerance: float
+    tolerance: NDArray[np.float64]
 
 
 class Scorer(Protocol):
@@ -56,7 +56,9 @@ class DraftLength(Protocol):
 
     def next(self) -> int: ...
 
-    def observe(self, drafted: int, accepted: int) -> None: ...
+    def observe(
+        self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float
+    ) -> None: ...
 
 
 class FixedLength:
@@ -66,7 +68,7 @@ class FixedLength:
     def next(self) -> int:
         return self.length
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
         pass
 
 
@@ -96,13 +98,17 @@ class Decoder:
             yield chunk
 
     async def _traverse(self, remaining: int) -> Chunk:
+        began = time.monotonic()
         draft = await self._draft(remaining - 1)
+        drafted = time.monotonic()
         rows = await self.scorer.rows(self.tokens + draft, len(draft) + 1)
+        scored = time.monotonic()
         self.stats.traversals += 1
         chunk = await self._accept(draft, rows)
+        accepted = len(chunk.tokens) - 1
         self.stats.drafted += len(draft)
-        self.stats.accepted += len(chunk.tokens) - 1
-        self.length.observe(len(draft), len(chunk.tokens) - 1)
+        self.stats.accepted += accepted
+        self.length.observe(len(draft), accepted, drafted - began, scored - drafted)
         return chunk
 
     async def _draft(self, most: int) -> list[int]:
@@ -118,7 +124,7 @@ class Decoder:
         accepted: list[int] = []
         logprobs: list[TokenLogprob] = []
         for i, row in enumerate(rows.log_probs):
-            token = await self._choose(row, rows.tolerance)
+            token = await self._choose(row, rows.tolerance[i])
             self.tokens.append(token)
             accepted.append(token)
             if self.request.logprobs is not None:
@@ -127,7 +133,7 @@ class Decoder:
                 break
         return Chunk(accepted, logprobs if self.request.logprobs is not None else None)
 
-    async def _choose(self, row: Row, tolerance: float) -> int:
+    async def _choose(self, row: Row, tolerance: Row) -> int:
         position = len(self.tokens)
         choice = choose(row, self.sampler, position, tolerance)
         if choice.settled:

@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.errors import CheckpointError
+from blocktrain.serving.engine_api import ModelInfo
 from blocktrain.training.checkpoint import Checkpoint, block_file, read_config
+from blocktrain.wire.frames import MAX_NAME, ModelShape
 from blocktrain.wire.hashing import canonical_json, content_hash, snapshot_hash
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """A model's name for people and its hashes for machines."""
-
-    name: str
-    model_hash: str
-    codebook_hash: str
-    vocabulary: int
-    width: int
-    context: int
-    num_blocks: int
-
-
-def fingerprint(path: Path, checkpoint: Checkpoint, held: Sequence[int]) -> Fingerprint:
+def fingerprint(path: Path, checkpoint: Checkpoint, held: Sequence[int]) -> ModelShape:
     """The fingerprint of the checkpoint at `path`; files of held blocks are checked against their hashes."""
     config = read_config(path)
     try:
@@ -48,14 +36,42 @@ def fingerprint(path: Path, checkpoint: Checkpoint, held: Sequence[int]) -> Fing
         "codebook": codebook_hash,
         "blocks": digests,
     }
-    return Fingerprint(
-        name=checkpoint.recipe.name,
+    return ModelShape(
+        name=checkpoint.recipe.name[:MAX_NAME],
         model_hash=content_hash(canonical_json(bound)),
         codebook_hash=codebook_hash,
         vocabulary=checkpoint.tokenizer.vocabulary,
         width=checkpoint.recipe.model.width,
         context=checkpoint.recipe.model.context,
         num_blocks=checkpoint.recipe.model.blocks,
+    )
+
+
+def model_mismatch(*, expected: ModelShape, found: ModelShape) -> str | None:
+    """A sentence that names both models, or None when they are the same."""
+    if expected == found:
+        return None
+    names = ", ".join(
+        f"{field} {getattr(expected, field)} against {getattr(found, field)}"
+        for field in ("vocabulary", "width", "context", "num_blocks")
+        if getattr(expected, field) != getattr(found, field)
+    )
+    return (
+        f"this stage serves model {expected.name!r} ({expected.model_hash[:12]}), the other side asks for "
+        f"{found.name!r} ({found.model_hash[:12]})"
+        + (f": {names}" if names else "")
+        + "; give both the same checkpoint"
+    )
+
+
+def model_info(checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
+    return ModelInfo(
+        name=shape.name,
+        model_hash=shape.model_hash,
+        vocabulary=shape.vocabulary,
+        context=shape.context,
+        num_blocks=shape.num_blocks,
+        tokenizer=checkpoint.tokenizer,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,8 +29,15 @@ class Work:
     num_rows: int
     """Rows asked for: those of the last `num_rows` ids."""
     blocks: tuple[int, ...]
-    caches: dict[int, Cache] = field(default_factory=dict)
+    caches: dict[int, Cache]
     """One per block that must run; see `HeldBlocks.new_caches`."""
+    base: int = 0
+    """Positions to keep in the caches; what they hold beyond is forgotten first."""
+
+    @property
+    def runnable(self) -> bool:
+        """Whether the caches hold what the ids continue."""
+        return all(cache.length >= self.base for cache in self.caches.values())
 
 
 class HeldBlocks:
@@ -54,6 +61,10 @@ class HeldBlocks:
     @torch.inference_mode()
     def rows(self, works: Sequence[Work]) -> list[NDArray[np.float32]]:
         """Weighted log-probs [num_rows, V] of each work; its caches then hold its ids too."""
+        for work in works:
+            assert work.runnable, "the caches lack positions before the new ids"
+            for cache in work.caches.values():
+                cache.truncate(work.base)
         sums = [torch.zeros(work.num_rows, self.vocabulary, device=self.codebook.device) for work in works]
         features: list[Tensor | None] = [None] * len(works)
         for index in sorted(self.blocks):

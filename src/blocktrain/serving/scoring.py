@@ -13,10 +13,17 @@ from blocktrain.serving.sampling import Row
 T = TypeVar("T")
 
 
-def windows(tokens: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Inputs and targets of non-overlapping windows; every token but the first is a target once."""
+def check_scorable(tokens: Sequence[int], vocabulary: int, top: int) -> None:
     if not tokens:
         raise RequestError("there is nothing to score; expected at least one token")
+    if not all(0 <= token < vocabulary for token in tokens):
+        raise RequestError(f"the text holds token ids outside 0..{vocabulary - 1}")
+    if not 0 <= top <= vocabulary:
+        raise RequestError(f"top log-probs must be between 0 and {vocabulary}, found {top}")
+
+
+def windows(tokens: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Inputs and targets of non-overlapping windows; every token but the first is a target once."""
     for start in range(0, len(tokens) - 1, context):
         end = min(start + context, len(tokens) - 1)
         yield tokens[start:end], tokens[start + 1 : end + 1]
