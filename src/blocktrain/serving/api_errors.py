@@ -112,7 +112,8 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "missing":
         message = f"you must provide {'.'.join(where) or 'a JSON object as the body'}"
         return ApiError(400, message, param=field, code="missing_required_parameter")
-    return ApiError(400, _problem(field, errors), param=field, code="invalid_value")
+    param = field or first.get("ctx", {}).get("param")
+    return ApiError(400, _problem(field, errors), param=param, code="invalid_value")
 
 
 FIELD_WORDS = {
@@ -122,7 +123,7 @@ FIELD_WORDS = {
 
 
 def _problem(field: str | None, errors: Sequence[Any]) -> str:
-    message = str(errors[0]["msg"]).removeprefix("Value error, ")
+    message = str(errors[0]["msg"])
     if field is None:
         return message
     if field in FIELD_WORDS and len(errors) > 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from blocktrain.serving.engine_api import MAX_DRAFT_TOKENS, Mode
 
@@ -34,6 +35,11 @@ StopText = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16)] | None
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
+
+
+def _wrong(field: str, problem: str) -> PydanticCustomError:
+    """A field that does not fit the others; `param` goes into the error object."""
+    return PydanticCustomError("wrong_field", "`{param}` {problem}", {"param": field, "problem": problem})
 
 
 class Request(BaseModel):
@@ -103,7 +109,7 @@ class SamplingRequest(Request):
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("`stream_options` is only allowed when `stream` is true")
+            raise _wrong("stream_options", "is only allowed when `stream` is true")
         return self
 
 
@@ -137,9 +143,9 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _offered_here(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("`suffix` is not offered: this model reads left to right and cannot fill in")
+            raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
         if self.best_of is not None and self.best_of != self.choices:
-            raise ValueError("`best_of` other than `n` is not offered; ask for `n` and choose yourself")
+            raise _wrong("best_of", "other than `n` is not offered; ask for `n` and choose yourself")
         return self
 
 
@@ -194,7 +200,7 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("`top_logprobs` is only allowed when `logprobs` is true")
+            raise _wrong("top_logprobs", "is only allowed when `logprobs` is true")
         return self
 
 
