@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import TrainingConfig
+from blocktrain.training.muon import BatchedMuon
 
 ADAM_BETAS = (0.9, 0.98)
 
@@ -42,7 +43,7 @@ class Optimizer:
         self.parts: list[torch.optim.Optimizer] = []
         if matrices and config.optimizer == "muon":
             self.parts.append(
-                torch.optim.Muon(
+                BatchedMuon(
                     matrices,
                     lr=config.matrix_lr,
                     weight_decay=config.weight_decay,
