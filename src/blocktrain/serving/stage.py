@@ -243,10 +243,8 @@ class Stage:
         elif frame.type in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT):
             await self._admit(connection, frame)
         else:
-            decode_metadata(frame, Ask)
-            await self._fail(
-                connection, frame, FailureCode.BAD_REQUEST, f"{frame.type.name} is not a request"
-            )
+            text = f"{frame.type.name} is not a request"
+            await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
 
     def _release(self, connection: _Connection, session: int) -> None:
         released = self.sessions.release((connection.client, session))

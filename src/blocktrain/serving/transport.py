@@ -79,7 +79,7 @@ class FrameStream:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._reader.readexactly(header.body_bytes)
         except (asyncio.IncompleteReadError, OSError, TimeoutError) as error:
-            raise ConnectionLostError(f"{self.peer}: {error or 'closed'}") from None
+            raise ConnectionLostError(f"{self.peer}: {_reason(error)}") from None
         self.bytes_received += HEADER_BYTES + len(body)
         return decode_body(header, body)
 
@@ -91,7 +91,7 @@ class FrameStream:
                 await self._writer.drain()
         except (OSError, TimeoutError, RuntimeError) as error:
             self.abort()
-            raise ConnectionLostError(f"{self.peer}: {error or 'the peer does not read'}") from None
+            raise ConnectionLostError(f"{self.peer}: {_reason(error)}") from None
 
     def post(self, raw: bytes) -> None:
         """Send without waiting and without a promise that it arrives."""
@@ -110,6 +110,14 @@ class FrameStream:
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
             self.abort()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "the connection was closed" + (" inside a frame" if error.partial else "")
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def tune(connection: socket.socket | None) -> None:
@@ -135,8 +143,7 @@ async def connect(address: Address, seconds: float) -> FrameStream:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
     except (OSError, TimeoutError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "no answer"
-        raise ConnectionLostError(f"cannot connect to {address}: {reason}") from None
+        raise ConnectionLostError(f"cannot connect to {address}: {_reason(error)}") from None
     stream = FrameStream(reader, writer)
     try:
         _check_pin(address, writer)
