@@ -12,6 +12,8 @@ import typer
 
 import blocktrain
 from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.gateway import chat, gateway, serve
+from blocktrain.cli.serving import stage
 from blocktrain.cli.train import demo, train
 from blocktrain.errors import BlocktrainError
 
@@ -26,6 +28,10 @@ app.command()(train)
 app.command()(evaluate)
 app.command()(generate)
 app.command()(demo)
+app.command()(serve)
+app.command()(chat)
+app.command()(stage)
+app.command()(gateway)
 
 
 @app.command()

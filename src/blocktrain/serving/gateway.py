@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,18 +265,11 @@ def _too_long(found: int, most: int, slides: bool) -> ApiError:
 
 
 def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastAPI:
+    """The application; whoever runs it starts and closes the engine (see `main_gateway`)."""
     config = config or GatewayConfig()
     gateway = Gateway(engine, config)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await engine.start()
-        try:
-            yield
-        finally:
-            await engine.close()
-
-    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, lifespan=lifespan)
+    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__)
     app.include_router(gateway.router())
     app.add_middleware(Doorkeeper, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
     for kind in (ApiError, Refusal, RequestValidationError, HTTPException, BlocktrainError, Exception):

@@ -7,6 +7,7 @@ the gateway turns a `Refusal` into an answer. Keys are compared as hashes, in co
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import hmac
 import math
@@ -48,8 +49,32 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and (value < 0 or (value == 0 and name != "max_waiting")):
-                raise UserError(f"limit {name} must be above 0, found {value}")
+            least = 0 if name == "max_waiting" else 1e-3
+            if value is not None and not least <= value < math.inf:
+                raise UserError(f"limit {name} must be above 0 and finite, found {value}")
+
+
+def parse_limits(changes: Iterable[str]) -> Limits:
+    """The limits with some changed, each written `name=value`; `none` lifts one that can be lifted."""
+    values: dict[str, float | None] = {}
+    known = {field.name: field for field in dataclasses.fields(Limits)}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name.strip() not in known:
+            raise UserError(f"unknown limit {name.strip()!r}; known: {', '.join(known)}")
+        values[name.strip()] = _limit(known[name.strip()], text.strip())
+    return dataclasses.replace(Limits(), **values)  # type: ignore[arg-type]
+
+
+def _limit(field: dataclasses.Field[object], text: str) -> float | None:
+    if text.lower() == "none" and field.default is None:
+        return None
+    whole = not isinstance(field.default, float)
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise UserError(f"limit {field.name} must be {kind}, found {text!r}") from None
 
 
 class Refusal(Exception):

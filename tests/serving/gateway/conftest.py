@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +13,17 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-import uvicorn
-from fastapi import FastAPI
 
+import blocktrain
 from blocktrain.serving.engine_api import TextEngine
-from blocktrain.serving.gateway import GatewayConfig, create_app
+from blocktrain.serving.gateway import GatewayConfig
 from blocktrain.serving.local_engine import LocalEngine
-
-START_SECONDS = 20.0
+from blocktrain.serving.main_gateway import background_gateway
 
 
 @dataclass(frozen=True)
 class Served:
     url: str
-    app: FastAPI
 
     def http(self, **options: object) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30.0, **options)
@@ -51,23 +49,19 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @contextmanager
-def serve(app: FastAPI) -> Iterator[Served]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started or not thread.is_alive(), START_SECONDS)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield Served(f"http://127.0.0.1:{port}", app)
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
-@contextmanager
 def serve_engine(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[Served]:
-    with serve(create_app(engine, config)) as served:
-        yield served
+    with background_gateway(engine, config) as url:
+        yield Served(url)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_source_in_children() -> Iterator[None]:
+    """Programs that tests start run the code under test, whatever is installed."""
+    source = str(Path(blocktrain.__file__).parents[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", source, prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session")
