@@ -36,6 +36,9 @@ LimitOption = Annotated[
 OverflowOption = Annotated[
     str, typer.Option("--overflow", help="Prompts longer than the context: refuse or slide.")
 ]
+OriginOption = Annotated[
+    list[str], typer.Option("--origin", help="A web page's origin that may call from a browser; repeatable.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option("--key", envvar="BLOCKTRAIN_API_KEY", help="Your key, where the gateway asks for one."),
@@ -52,6 +55,7 @@ def gateway(
     keys: KeysOption = None,
     limit: LimitOption = [],  # noqa: B006
     overflow: OverflowOption = "refuse",
+    origin: OriginOption = [],  # noqa: B006
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="A file with the secret that the stages ask for.")
     ] = None,
@@ -67,7 +71,7 @@ def gateway(
         host=host,
         port=port,
         token=read_token(token_file) or "",
-        config=gateway_config(keys, limit, overflow),
+        config=gateway_config(keys, limit, overflow, origin),
         announce=lambda line: print(line, flush=True),
     )
 
@@ -76,7 +80,9 @@ def configure_logs() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
 
 
-def gateway_config(keys: Path | None, limits: Iterable[str], overflow: str) -> GatewayConfig:
+def gateway_config(
+    keys: Path | None, limits: Iterable[str], overflow: str, origins: Iterable[str]
+) -> GatewayConfig:
     from blocktrain.serving.gateway import GatewayConfig
     from blocktrain.serving.limits import load_keys, parse_limits
 
@@ -86,6 +92,7 @@ def gateway_config(keys: Path | None, limits: Iterable[str], overflow: str) -> G
         limits=parse_limits(limits),
         keys=load_keys(keys) if keys is not None else None,
         overflow="slide" if overflow == "slide" else "refuse",
+        origins=tuple(origins),
     )
 
 
@@ -97,13 +104,15 @@ def serve(
     keys: KeysOption = None,
     limit: LimitOption = [],  # noqa: B006
     overflow: OverflowOption = "refuse",
+    origin: OriginOption = [],  # noqa: B006
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
     from blocktrain.serving.launcher import LaunchConfig, Launcher
 
     configure_logs()
-    gateway_config(keys, limit, overflow)  # a mistake is told here, not in a child's log
+    gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
+    options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
     launcher = Launcher(
         LaunchConfig(

@@ -142,17 +142,23 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
     """All choices at once. Every request is checked before the first piece of any."""
     generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
     totals.stats = [generation.stats for generation in generations if generation is not None]
+    scores = PromptScores(engine)
     async with asyncio.TaskGroup() as group:
         for choice, generation in zip(choices, generations, strict=True):
-            group.create_task(_write_choice(engine, choice, generation, emit, totals))
+            group.create_task(_write_choice(engine, choice, generation, scores, emit, totals))
 
 
 async def _write_choice(
-    engine: TextEngine, choice: Choice, generation: Generation | None, emit: Emit, totals: Totals
+    engine: TextEngine,
+    choice: Choice,
+    generation: Generation | None,
+    scores: PromptScores,
+    emit: Emit,
+    totals: Totals,
 ) -> None:
     writer = ChoiceWriter(choice, engine.model.tokenizer)
     if choice.echo:
-        await emit(writer.echo(await _prompt_scores(engine, choice.request)))
+        await emit(writer.echo(await scores.of(choice.request)))
     elif generation is None:
         await emit(writer.finish())
     if generation is not None:
@@ -161,12 +167,26 @@ async def _write_choice(
     totals.text_bytes += writer.text_bytes
 
 
-async def _prompt_scores(engine: TextEngine, request: GenerationRequest) -> list[TokenLogprob] | None:
-    if request.logprobs is None:
-        return None
-    if len(request.prompt) < 2:
-        return []
-    return await engine.score(request.prompt, top=request.logprobs, deadline_seconds=request.deadline_seconds)
+class PromptScores:
+    """The log-probs of prompts, computed once for the `n` choices that share one."""
+
+    def __init__(self, engine: TextEngine) -> None:
+        self.engine = engine
+        self._scores: dict[tuple[int, ...], list[TokenLogprob]] = {}
+        self._turn = asyncio.Lock()
+
+    async def of(self, request: GenerationRequest) -> list[TokenLogprob] | None:
+        if request.logprobs is None:
+            return None
+        if len(request.prompt) < 2:
+            return []
+        async with self._turn:
+            key = tuple(request.prompt)
+            if key not in self._scores:
+                self._scores[key] = await self.engine.score(
+                    request.prompt, top=request.logprobs, deadline_seconds=request.deadline_seconds
+                )
+            return self._scores[key]
 
 
 async def _write_generation(generation: Generation, writer: ChoiceWriter, emit: Emit) -> None:

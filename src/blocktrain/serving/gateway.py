@@ -4,7 +4,7 @@ Checks what depends on the model and on this server's limits, and wires the part
 know how text is produced (`engine_api`), written (`choices`), shaped (`formats`) or sent (`answering`).
 
 Covered: keys, rates, sizes and counts of what strangers send; every refusal has OpenAI's error shape.
-Not covered: TLS and addresses of clients behind a proxy; put a reverse proxy in front for both.
+Not covered: TLS; put a reverse proxy in front for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import blocktrain
@@ -46,6 +47,17 @@ from blocktrain.serving.openai_messages import (
 )
 
 DEFAULT_MODE: Mode = "verify"
+ANSWER_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    "x-blocktrain-bytes-per-traversal",
+    "x-blocktrain-degraded",
+    "x-blocktrain-mode",
+    "x-blocktrain-seed",
+    "x-blocktrain-traversals",
+    "x-blocktrain-wire-bytes-received",
+    "x-blocktrain-wire-bytes-sent",
+)
 Answers = dict[int | str, dict[str, Any]]
 REFUSED: Answers = {status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 429, 503, 504)}
 
@@ -68,6 +80,8 @@ class GatewayConfig:
     """What happens to prompts longer than the context where a request does not say."""
     modes: tuple[Mode, ...] = ("ar", "verify")
     """Modes the model was trained for."""
+    origins: tuple[str, ...] = ()
+    """Web pages that browsers may use this gateway from, such as a dashboard's `http://host:port`."""
 
 
 class Gateway:
@@ -219,8 +233,10 @@ class Gateway:
         if min(map(len, prompts)) == 0:
             raise _wrong("prompt", "the prompt is empty; this model has no start token, so give it one byte")
         slides = (body.overflow or self.config.overflow) == "slide" or max_tokens == 0
-        if longest > (limits.max_prompt_tokens if slides else context):
-            raise _too_long(longest, limits.max_prompt_tokens if slides else context, slides)
+        if longest > context and not slides:
+            raise _too_long(longest, context)
+        if sum(map(len, prompts)) > limits.max_prompt_tokens:
+            raise _wrong("prompt", f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
 
     def _job(
         self,
@@ -254,11 +270,11 @@ def _wrong(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _too_long(found: int, most: int, slides: bool) -> ApiError:
-    remedy = "shorten it" if slides else 'shorten it, or add "overflow": "slide" to use its last part'
+def _too_long(found: int, context: int) -> ApiError:
     return ApiError(
         400,
-        f"this model's maximum context length is {most} tokens, but the prompt has {found}; {remedy}",
+        f"this model's maximum context length is {context} tokens, but the prompt has {found}; shorten it, "
+        'or add "overflow": "slide" to use its last part',
         param="prompt",
         code="context_length_exceeded",
     )
@@ -272,6 +288,14 @@ def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastA
     app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__)
     app.include_router(gateway.router())
     app.add_middleware(Doorkeeper, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
+    if config.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=ANSWER_HEADERS,
+        )
     for kind in (ApiError, Refusal, RequestValidationError, HTTPException, BlocktrainError, Exception):
         app.add_exception_handler(kind, _error_answer)
     _describe_errors(app)

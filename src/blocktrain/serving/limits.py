@@ -40,8 +40,8 @@ class Limits:
     """Prompts times `n` in one request."""
     max_tokens: int = 16_384
     """Tokens one generation may ask for."""
-    max_prompt_tokens: int = 1_000_000
-    """Tokens of one prompt, even where long prompts may slide."""
+    max_prompt_tokens: int = 65_536
+    """Tokens of all prompts of one request, even where long prompts may slide."""
     max_logprobs: int = 20
     """Alternatives reported for each token."""
     request_seconds: float = 600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -13,12 +14,17 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+import torch
 
 import blocktrain
+from blocktrain.serving.engine import Engine, EngineConfig
 from blocktrain.serving.engine_api import TextEngine
 from blocktrain.serving.gateway import GatewayConfig
 from blocktrain.serving.local_engine import LocalEngine
 from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.main_stage import load_stage
+from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.transport import Address
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,41 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
 @contextmanager
 def serve_engine(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[Served]:
     with background_gateway(engine, config) as url:
+        yield Served(url)
+
+
+class StageThread:
+    """A stage with an event loop of its own; `kill` is as abrupt as a process that ends."""
+
+    def __init__(self, checkpoint: Path, blocks: list[int]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.stage: Stage = load_stage(checkpoint, blocks, torch.device("cpu"), StageConfig())
+        asyncio.run_coroutine_threadsafe(self.stage.start(), self.loop).result(20)
+        self.address = self.stage.address
+
+    def kill(self) -> None:
+        if self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(20)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(10)
+
+
+@contextmanager
+def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
+    running = [StageThread(checkpoint, blocks) for blocks in groups]
+    try:
+        yield running
+    finally:
+        for stage in running:
+            stage.kill()
+
+
+@contextmanager
+def served_by(checkpoint: Path, addresses: list[Address], seconds: float = 10.0) -> Iterator[Served]:
+    engine = Engine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
+    with background_gateway(engine) as url:
         yield Served(url)
 
 

@@ -43,6 +43,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"prompt": [2**70]}, None, None),
     ({"prompt": [True]}, "prompt", "invalid_value"),
     ({"prompt": "x" * 97}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x" * 65_537, "max_tokens": 0}, "prompt", "invalid_value"),
+    ({"prompt": "x" * 65_537, "overflow": "slide"}, "prompt", "invalid_value"),
     ({"prompt": "x" * 97, "overflow": "explode"}, "overflow", "invalid_value"),
     ({"prompt": "\ud800"}, "prompt", "invalid_value"),
     ({"seed": 2**63}, "seed", "invalid_value"),
@@ -224,3 +226,14 @@ def test_a_rate_beyond_the_limit_is_429_with_retry_after(engine_of: Any) -> None
         assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
         assert second.models.list().data
         assert served.metric("blocktrain_gateway_refusals_total") == 1
+
+
+def test_a_browser_may_call_from_a_named_page_only(engine_of: Any) -> None:
+    config = GatewayConfig(keys=Keys([("a", "sk-aaaaaaaa")]), origins=("http://dashboard:8080",))
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with serve_engine(engine_of(), config) as served, served.http() as client:
+        allowed = client.options("/v1/completions", headers={"origin": "http://dashboard:8080", **asked})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "http://dashboard:8080"
+        refused = client.options("/v1/completions", headers={"origin": "http://elsewhere", **asked})
+        assert "access-control-allow-origin" not in refused.headers

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +14,7 @@ from blocktrain.serving.gateway import GatewayConfig
 from blocktrain.serving.limits import Limits
 from blocktrain.serving.local_engine import LocalEngine
 
-from .conftest import Served, serve_engine, wait_until
+from .conftest import Served, serve_engine, served_by, stages, wait_until
 
 EngineOf = Callable[[], LocalEngine]
 
@@ -120,16 +121,33 @@ async def crowd(served: Served, size: int, max_tokens: int) -> list[Outcome]:
     return outcomes
 
 
+def check_fair(outcomes: list[Outcome], max_tokens: int) -> None:
+    """Everybody got everything, and nobody had nothing when another was complete."""
+    assert not any(outcome.refused for outcome in outcomes)
+    assert [outcome.tokens for outcome in outcomes] == [max_tokens] * len(outcomes)
+    first_end = min(outcome.times[-1] for outcome in outcomes)
+    idle = sum(outcome.times[0] >= first_end for outcome in outcomes)
+    assert idle <= len(outcomes) // 20, f"{idle} streams had nothing when another was complete"
+    starts, ends = (sorted(o.times[i] for o in outcomes) for i in (0, -1))
+    print(f"first pieces within {starts[-1] - starts[0]:.1f} s, ends within {ends[-1] - ends[0]:.1f} s")
+
+
 @pytest.mark.slow
 def test_two_hundred_streams_progress_side_by_side(engine_of: EngineOf) -> None:
     with serve_engine(engine_of()) as served:
-        outcomes = asyncio.run(crowd(served, 200, 32))
-        assert not any(outcome.refused for outcome in outcomes)
-        assert [outcome.tokens for outcome in outcomes] == [32] * 200
-        first_end = min(outcome.times[-1] for outcome in outcomes)
-        under_way = sum(outcome.times[0] < first_end for outcome in outcomes)
-        assert under_way >= 190, f"{200 - under_way} streams had nothing when another was complete"
+        check_fair(asyncio.run(crowd(served, 200, 32)), 32)
         assert active(served) == 0
+
+
+@pytest.mark.slow
+def test_two_hundred_streams_share_three_stages(checkpoint: Path) -> None:
+    with (
+        stages(checkpoint, [0], [1], [2]) as running,
+        served_by(checkpoint, [stage.address for stage in running]) as served,
+    ):
+        check_fair(asyncio.run(crowd(served, 200, 32)), 32)
+        assert active(served) == 0
+        assert served.metric("blocktrain_gateway_degraded_total") == 0
 
 
 @pytest.mark.slow

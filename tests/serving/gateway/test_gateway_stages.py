@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
-import torch
 
-from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
-from blocktrain.serving.main_gateway import background_gateway
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import Stage, StageConfig
-from blocktrain.serving.transport import Address
+from blocktrain.serving.engine import StageRefusedError
 
-from .conftest import Served, wait_until
-
-
-class StageThread:
-    """A stage with an event loop of its own; `kill` is as abrupt as a process that ends."""
-
-    def __init__(self, checkpoint: Path, blocks: list[int]) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.stage: Stage = load_stage(checkpoint, blocks, torch.device("cpu"), StageConfig())
-        asyncio.run_coroutine_threadsafe(self.stage.start(), self.loop).result(20)
-        self.address = self.stage.address
-
-    def kill(self) -> None:
-        if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(20)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(10)
-
-
-@contextmanager
-def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
-    running = [StageThread(checkpoint, blocks) for blocks in groups]
-    try:
-        yield running
-    finally:
-        for stage in running:
-            stage.kill()
-
-
-@contextmanager
-def served_by(checkpoint: Path, addresses: list[Address], seconds: float = 10.0) -> Iterator[Served]:
-    engine = Engine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
-    with background_gateway(engine) as url:
-        yield Served(url)
+from .conftest import Served, served_by, stages, wait_until
 
 
 def complete(served: Served, **fields: object) -> openai.types.Completion:
