@@ -11,9 +11,11 @@ import sys
 import typer
 
 import blocktrain
+from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.gateway import chat, gateway, serve
 from blocktrain.cli.serving import stage
+from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
 from blocktrain.errors import BlocktrainError
 
@@ -32,6 +34,10 @@ app.command()(serve)
 app.command()(chat)
 app.command()(stage)
 app.command()(gateway)
+app.command()(coordinator)
+app.command()(worker)
+app.command()(swarm)
+app.command()(status)
 
 
 @app.command()
