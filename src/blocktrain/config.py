@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -152,6 +153,10 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
+        _require(
+            self.reference_other_lr is None or self.reference_other_lr > 0,
+            f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -171,10 +176,81 @@ class EvaluationConfig:
     """Length of the text sample written with the report."""
 
     def __post_init__(self) -> None:
-        for key in ("noise_draws", "batch", "pooling_bytes"):
+        for key in ("noise_draws", "batch"):
             _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
+        _require(self.pooling_bytes >= 2, "evaluation.pooling_bytes must be at least 2")
         _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
         _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """How a run is spread over workers; used by `coordinator`, `worker`, `swarm` and `simulate` only."""
+
+    steps_per_round: int = 30
+    """Optimizer steps of one assignment (H)."""
+    rounds: int = 50
+    """Rounds of each block; the run ends when every block has had them."""
+    replicas: int = 2
+    """Workers wanted on each block; a round with fewer waits for its deadline."""
+    codec: str = "sparse:64"
+    """How updates travel: `sparse:K`, `sign` or `dense` (uncompressed)."""
+    error_feedback: float = 0.95
+    """Share of what compression left out that is added to the next update (beta)."""
+    outer_lr: float = 1.0
+    """Step size of the merge (alpha)."""
+    policy: Literal["carry", "drop"] = "carry"
+    """`carry`: computed deadlines, late updates count at a decayed weight; `drop`: the litepaper's rule."""
+    max_age: int = 3
+    """Rounds by which an update may be late under `carry`; an older one is refused."""
+    age_decay: float = 0.5
+    """Weight of an update for each round it is late."""
+    deadline_quantile: float = 0.85
+    """Share of arrivals that a computed deadline lets in."""
+    deadline_slack: float = 1.2
+    """Factor on that quantile, so that equal workers are not cut by their own jitter."""
+    min_deadline_seconds: float = 2.0
+    """No computed deadline is shorter."""
+    max_deadline_seconds: float = 600.0
+    """No computed deadline is longer; also the deadline before anything has arrived."""
+    drop_deadline_seconds: float = 60.0
+    """Fixed deadline (tau) of the policy `drop`."""
+    lease_seconds: float = 30.0
+    """A worker not heard of for this long is no longer waited for."""
+    max_lead: int = 4
+    """Rounds a worker may take its own block ahead of the stalest before it is moved there."""
+    run_ahead: float = 0.25
+    """Share of a round that a worker trains on from its own weights while the snapshot it should start from
+    is still being merged; then it waits. Hides transfers; further ahead, updates go stale and the loss is
+    worse (docs/experiments.md). 0 is lockstep, 1 never waits."""
+    evaluate_every_seconds: float = 30.0
+    """How often the assembled model is scored on held-out text."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
+            _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
+        _require(
+            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|dense", self.codec) is not None,
+            f"swarm.codec must be sparse:K, sign or dense; found {self.codec!r}",
+        )
+        _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
+        _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
+        _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")
+        _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
+        _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
+        _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
+        _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
+        _require(
+            0 < self.min_deadline_seconds <= self.max_deadline_seconds,
+            "swarm.min_deadline_seconds must be above 0 and at most swarm.max_deadline_seconds",
+        )
+        for key in ("drop_deadline_seconds", "lease_seconds", "evaluate_every_seconds"):
+            _require(getattr(self, key) > 0, f"swarm.{key} must be above 0, found {getattr(self, key)}")
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule; takes the place of training.steps in a swarm."""
+        return self.rounds * self.steps_per_round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +264,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
@@ -195,6 +272,11 @@ class Recipe:
             self.objective.codebook == "fixed" or self.training.order == "turns",
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
             'by side: set training.order = "turns", or objective.codebook = "fixed"',
+        )
+        _require(
+            self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
+            f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
+            "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,13 +301,15 @@ def load_recipe(
 def resolve_recipe(
     values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
+    _require(isinstance(values, dict), f"recipe: expected a table, found {values!r}")
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for dotted, text in _environment_overrides(environment or {}):
         _assign(merged, dotted, text)
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        _require(bool(equals), f"--set {override!r}: expected section.key=value")
-        _assign(merged, dotted.strip(), text.strip())
+        dotted = dotted.strip()
+        _require(bool(equals and dotted), f"--set {override!r}: expected section.key=value")
+        _assign(merged, dotted, text.strip())
     recipe = _build(Recipe, merged, "")
     assert isinstance(recipe, Recipe)
     return recipe
@@ -250,20 +334,31 @@ def _assign(values: dict[str, Any], dotted: str, text: str) -> None:
         nested = target.setdefault(section, {})
         _require(isinstance(nested, dict), f"{dotted}: {section} is a value, not a section")
         target = nested
-    target[key] = _parse_value(text)
+    target[key] = _Text(text)
 
 
-def _parse_value(text: str) -> Any:
-    if text.lower() == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+@dataclass(frozen=True)
+class _Text:
+    """A value from the environment or a flag, whose type is known only where it lands."""
+
+    text: str
+
+    def parsed(self, hint: Any) -> Any:
+        """TOML where it is TOML; words need no quotes, and `none` is a word where words are expected."""
+        try:
+            value = tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = self.text
+        if hint is str or typing.get_origin(hint) is Literal:
+            return value if isinstance(value, str) else self.text
+        return None if self.text.lower() == "none" else value
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _build(kind: type[Any], values: Any, where: str) -> Any:
-    _require(isinstance(values, dict), f"{where or 'recipe'}: expected a table, found {values!r}")
+    _require(isinstance(values, dict), f"{where.rstrip('.') or 'recipe'}: expected a table, found {values!r}")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     _require(
@@ -277,6 +372,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return _build(hint, value, where + ".")
+    if isinstance(value, _Text):
+        value = value.parsed(hint)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         _require(value in choices, f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,12 +89,17 @@ def generate(
         raise UserError("--prompt is empty; give at least one character")
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
-    tokens = loaded.tokenizer.encode(prompt.encode()).tolist()
-    sys.stdout.write(prompt)
-    sys.stdout.flush()
+    # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.
+    text = os.fsencode(prompt)
+    tokens = loaded.tokenizer.encode(text).tolist()
+    write_now(text)
     for token in generate_tokens(
         model, tokens, max_tokens=max_bytes, seed=seed, temperature=temperature, top_p=top_p
     ):
-        sys.stdout.buffer.write(loaded.tokenizer.decode([token]))
-        sys.stdout.buffer.flush()
-    sys.stdout.write("\n")
+        write_now(loaded.tokenizer.decode([token]))
+    write_now(b"\n")
+
+
+def write_now(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()

@@ -11,7 +11,9 @@ import sys
 import typer
 
 import blocktrain
+from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
 from blocktrain.errors import BlocktrainError
 
@@ -26,6 +28,10 @@ app.command()(train)
 app.command()(evaluate)
 app.command()(generate)
 app.command()(demo)
+app.command()(coordinator)
+app.command()(worker)
+app.command()(swarm)
+app.command()(status)
 
 
 @app.command()

@@ -1,0 +1,96 @@
+"""From `kill -9` of a worker to its next accepted update, for a block of 64 MB.
+
+The worker is killed in the middle of a round and started again at once; the clock runs from the start of
+the new process to the coordinator's verdict on an update that it computed, so it includes Python, torch,
+the text, the snapshot, the round's steps, compression and the upload.
+
+    python benchmarks/recovery.py [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from swarm_bench import Program, block_parameters, ending, recipe_text, start, until
+
+WIDTH, LAYERS, CONTEXT, BATCH = 512, 5, 64, 2
+STEPS_PER_ROUND = 4
+PASS_SECONDS = 12.0
+ACCEPTED = r"train block=0 (?:.*\n)+?.*outcome=accepted"
+
+
+def worker_of(url: str, folder: Path, number: int, threads: int) -> Program:
+    arguments = ["worker", "--coordinator", url, "--data-dir", str(folder / "worker"), "--device", "cpu"]
+    return start(arguments, folder / f"worker-{number}.log", threads=threads)
+
+
+def kill_mid_round(worker: Program) -> None:
+    """Wait for a few merged rounds, then for the next one to have begun."""
+    until(
+        "three rounds are merged",
+        lambda: len(re.findall("rebase block=0", worker.text())) >= 3,
+        180,
+        worker,
+    )
+    seen = len(re.findall("train block=0", worker.text()))
+    until(
+        "another round begins",
+        lambda: len(re.findall("train block=0", worker.text())) > seen,
+        60,
+        worker,
+    )
+    worker.kill()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[float]:
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        recipe_text(
+            width=WIDTH,
+            layers=LAYERS,
+            context=CONTEXT,
+            batch=BATCH,
+            codec=options.codec,
+            steps_per_round=STEPS_PER_ROUND,
+            rounds=100_000,
+        )
+    )
+    arguments = ["coordinator", str(recipe), "--data-dir", str(folder / "coordinator"), "--port", "0"]
+    coordinator = start(arguments, folder / "coordinator.log", threads=1)
+    found = []
+    with ending(coordinator):
+        url = coordinator.line(r"coordinator ready url=(\S+)", 120).group(1)
+        worker = worker_of(url, folder, 0, options.threads)
+        for number in range(1, 1 + options.repeats):
+            with ending(worker):
+                kill_mid_round(worker)
+            started = time.monotonic()
+            worker = worker_of(url, folder, number, options.threads)
+            with ending(*([] if number < options.repeats else [worker])):
+                worker.line(ACCEPTED, 120)
+                found.append(time.monotonic() - started)
+            print(f"restart {number}: accepted after {found[-1]:.1f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--codec", default="sparse:64")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    size = 4 * block_parameters(WIDTH, LAYERS, CONTEXT) / 1e6
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options, Path(folder))
+    passed = max(found) <= PASS_SECONDS
+    print(f"block of {size:.0f} MB, codec {options.codec}, {STEPS_PER_ROUND} steps per round")
+    print(f"slowest restart {max(found):.1f} s ({'pass' if passed else 'FAIL'}: at most {PASS_SECONDS:g} s)")
+    raise SystemExit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The verb `coordinator`: serves one run until it is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
+
+
+def coordinator(
+    recipe: RecipeArgument,
+    data_dir: Annotated[Path, typer.Option(help="State, blobs and key of the run; made on first use.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for everybody.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8420,
+    database: Annotated[
+        str | None, typer.Option(help="PostgreSQL by URL; default: SQLite in the data folder.")
+    ] = None,
+    blobs: Annotated[
+        str | None, typer.Option(help="Object storage by URL (s3://…); default: a folder.")
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+) -> None:
+    """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
+    from blocktrain.coordinator.main import run_coordinator
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    run_coordinator(
+        find_recipe(recipe),
+        set_,
+        data_dir=data_dir.expanduser(),
+        host=host,
+        port=port,
+        database_url=database,
+        blobs_url=blobs,
+    )

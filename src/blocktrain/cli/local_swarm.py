@@ -1,0 +1,193 @@
+"""`blocktrain swarm`: the coordinator and worker programs as processes of one machine.
+
+Nothing here trains, merges or knows the protocol beyond its public reads: it starts the same programs
+that strangers run, watches `/v1/status`, and writes the checkpoint and the report at the end. Starting
+it again on the same folder goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+
+from blocktrain.cli.processes import Child, await_line, end_children, start_child
+from blocktrain.cli.status_view import report_table, status_tables, swarm_report
+from blocktrain.training.storage import write_json
+from blocktrain.wire.identity import Identity
+from blocktrain.wire.messages import StatusAnswer
+from blocktrain.worker.client import CoordinatorClient, Stopped
+from blocktrain.worker.traffic import Traffic
+
+READY_LINE = r"coordinator ready url=(\S+)"
+READY_SECONDS = 120.0
+ENDING_SECONDS = 60.0
+STATUS_SECONDS = 0.5
+LINE_SECONDS = 5.0
+STATUS_ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class SwarmOptions:
+    recipe: Path
+    workers: int
+    out: Path
+    overrides: Sequence[str] = ()
+    device: str = "auto"
+
+
+@dataclass
+class LocalSwarm:
+    options: SwarmOptions
+    console: Console
+    stop: threading.Event
+    coordinator: Child | None = None
+    workers: list[Child] = field(default_factory=list)
+    url: str = ""
+
+    def start(self) -> None:
+        data_dir = self.options.out / "coordinator"
+        settings = [flag for one in self.options.overrides for flag in ("--set", one)]
+        verb = [
+            "coordinator",
+            str(self.options.recipe),
+            "--data-dir",
+            str(data_dir),
+            "--port",
+            "0",
+            *settings,
+        ]
+        self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
+        self.url = await_line(self.coordinator, READY_LINE, READY_SECONDS, self.stop)
+        for index in range(self.options.workers):
+            self.workers.append(self._start_worker(index))
+
+    def _start_worker(self, index: int) -> Child:
+        name = f"worker-{index}"
+        verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
+        verb += ["--device", _device_of(self.options.device, index)]
+        threads = max(1, (os.cpu_count() or 1) // self.options.workers)
+        environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+        return start_child(name, verb, self._log(name), environment)
+
+    def _log(self, name: str) -> Path:
+        return self.options.out / "logs" / f"{name}.log"
+
+    def client(self) -> CoordinatorClient:
+        return CoordinatorClient(
+            self.url,
+            Identity.generate(),
+            Traffic(),
+            self.stop,
+            lambda line: self.console.print(line, style="dim"),
+            attempts=STATUS_ATTEMPTS,
+        )
+
+    def watch(self, client: CoordinatorClient, show: Callable[[StatusAnswer], None]) -> StatusAnswer:
+        """Until the run is finished; a worker that dies is reported, and the run goes on without it."""
+        while not self.stop.is_set():
+            status = client.status()
+            show(status)
+            if status.finished:
+                return status
+            self._check_children()
+            self.stop.wait(STATUS_SECONDS)
+        raise Stopped("stopped before the run was finished; the same command goes on from here")
+
+    def _check_children(self) -> None:
+        assert self.coordinator is not None
+        if not self.coordinator.running:
+            raise self.coordinator.failure()
+        for child in [child for child in self.workers if not child.running]:
+            self.workers.remove(child)
+            self.console.print(str(child.failure()), style="red", markup=False)
+            if not self.workers:
+                raise child.failure()
+
+    def end_workers(self) -> None:
+        """After the run: every worker is told so and ends by itself."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        for child in self.workers:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        end_children(self.workers, ENDING_SECONDS)
+
+    def worker_reports(self) -> list[dict[str, Any]]:
+        paths = sorted(self.options.out.glob("worker-*/*/report.json"))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def close(self) -> None:
+        end_children(self.workers, ENDING_SECONDS / 4)
+        if self.coordinator is not None:
+            end_children([self.coordinator], ENDING_SECONDS / 4)
+
+
+def run_swarm(
+    options: SwarmOptions,
+    console: Console,
+    stop: threading.Event,
+    finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
+) -> dict[str, Any]:
+    """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    swarm = LocalSwarm(options, console, stop)
+    started = time.monotonic()
+    try:
+        swarm.start()
+        console.print(
+            f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
+        )
+        client = swarm.client()
+        with _shown(console) as show:
+            status = swarm.watch(client, show)
+        seconds = time.monotonic() - started
+        swarm.end_workers()
+        final = finish(client, status, options.out / "checkpoint")
+        report = swarm_report(client.status(), swarm.worker_reports(), seconds, final)
+    finally:
+        swarm.close()
+    write_json(options.out / "report.json", report)
+    console.print(report_table(report))
+    return report
+
+
+class _shown:
+    """Shows each status: redrawn on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
+        self.shown_at = 0.0
+
+    def __enter__(self) -> Callable[[StatusAnswer], None]:
+        if self.live is not None:
+            self.live.start()
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def show(self, status: StatusAnswer) -> None:
+        if self.live is not None:
+            self.live.update(status_tables(status))
+        elif time.monotonic() - self.shown_at >= LINE_SECONDS:
+            self.shown_at = time.monotonic()
+            versions = ",".join(str(block.head_version) for block in status.blocks)
+            score = f" ce={status.evaluations[-1].consensus_ce:.4f}" if status.evaluations else ""
+            live = sum(worker.live for worker in status.workers)
+            self.console.print(f"rounds={versions}/{status.rounds} workers={live}{score}", highlight=False)
+
+
+def _device_of(device: str, index: int) -> str:
+    """Workers of one machine take its GPUs in turn, unless a device was named."""
+    count = torch.cuda.device_count() if device == "auto" else 0
+    return f"cuda:{index % count}" if count else device

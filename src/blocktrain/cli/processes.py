@@ -1,0 +1,111 @@
+"""Child processes of `blocktrain swarm`: started, watched, and ended by their own pid.
+
+Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent
+alone and the children can be ended in order: workers first, which hand their leases back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.errors import BlocktrainError
+
+POLL_SECONDS = 0.05
+LOG_TAIL_BYTES = 2000
+
+
+class ChildError(BlocktrainError):
+    """A program of the swarm ended when it should not have."""
+
+
+@dataclass
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    """Length of the log before this process, when it goes on with an older one."""
+
+    def output(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> None:
+        if self.running:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.running:
+            self.process.kill()
+        self.process.wait()
+
+    def failure(self) -> ChildError:
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+            tail = file.read().decode(errors="replace").strip()
+        return ChildError(
+            f"{self.name} ended with exit code {self.process.returncode}; the end of {self.log}:\n{tail}"
+        )
+
+
+def start_child(
+    name: str, verb: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Child:
+    """`blocktrain VERB…` as a process of its own."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        start = file.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "blocktrain", *verb],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    return Child(name, process, log, start)
+
+
+def await_line(child: Child, pattern: str, seconds: float, stop: threading.Event) -> str:
+    """The first group of the line that `child` writes when it is ready."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not stop.is_set():
+        if not child.running:
+            raise child.failure()
+        found = re.search(pattern, child.output())
+        if found is not None:
+            return found.group(1)
+        stop.wait(POLL_SECONDS)
+    raise ChildError(f"{child.name} was not ready after {seconds:.0f} s; see {child.log}")
+
+
+def end_children(children: Sequence[Child], seconds: float) -> None:
+    """Ask every child to end, then make it."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.kill()

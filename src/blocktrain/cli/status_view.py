@@ -1,0 +1,115 @@
+"""A run's status as tables for a terminal, and as the numbers of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from blocktrain.wire.messages import StatusAnswer
+
+SHORT_ID = 8
+
+
+def status_tables(status: StatusAnswer) -> Group:
+    return Group(_heading(status), _blocks(status), _workers(status))
+
+
+def _heading(status: StatusAnswer) -> str:
+    state = "finished" if status.finished else "running"
+    newest = status.evaluations[-1] if status.evaluations else None
+    score = f", CE {newest.consensus_ce:.4f}" if newest is not None else ""
+    share = f", participation {status.participation:.0%}" if status.participation is not None else ""
+    return f"{status.name}: {state}{score}{share}"
+
+
+def _blocks(status: StatusAnswer) -> Table:
+    table = Table("block", "round", "arrived", "workers", "deadline", "CE", box=None, pad_edge=False)
+    newest = status.evaluations[-1].block_ce if status.evaluations else ()
+    for block in status.blocks:
+        state = block.round
+        left = "-" if state.deadline is None else f"{max(0.0, state.deadline - status.server_time):.0f} s"
+        table.add_row(
+            str(block.block),
+            f"{block.head_version}/{status.rounds}",
+            f"{state.accepted + state.late}/{state.wanted}",
+            str(state.workers),
+            f"{left} ({state.deadline_reason})" if state.deadline_reason else left,
+            f"{newest[block.block]:.4f}" if block.block < len(newest) else "-",
+        )
+    return table
+
+
+def _workers(status: StatusAnswer) -> Table:
+    table = Table("worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False)
+    for worker in status.workers:
+        table.add_row(
+            worker.worker_id[:SHORT_ID],
+            worker.device if worker.live else f"{worker.device}, gone",
+            "-" if worker.block is None else str(worker.block),
+            "-" if worker.step is None else str(worker.step),
+            "-" if worker.loss is None else f"{worker.loss:.4f}",
+            f"{worker.accepted} on time, {worker.late} late, {worker.refused} refused",
+            megabytes(sum(worker.up.model_dump().values())),
+            megabytes(sum(worker.down.model_dump().values())),
+        )
+    return table
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+def swarm_report(
+    status: StatusAnswer, workers: Sequence[dict[str, Any]], seconds: float, final: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a run cost and gave. Bytes and seconds of `workers` are counted on their own sockets."""
+    return {
+        "name": status.name,
+        "run_id": status.run_id,
+        "finished": status.finished,
+        "wall_seconds": seconds,
+        "final": final,
+        "ce": [evaluation.model_dump(mode="json") for evaluation in status.evaluations],
+        "rounds": [report.model_dump(mode="json") for report in status.reports],
+        "participation": status.participation,
+        "ages": status.ages,
+        "bytes_up": _sum(workers, "up"),
+        "bytes_down": _sum(workers, "down"),
+        "bytes_total": sum(_sum(workers, "up").values()) + sum(_sum(workers, "down").values()),
+        "seconds": _sum(workers, "seconds"),
+        "workers": list(workers),
+        "coordinator": {
+            "received": status.up.model_dump(),
+            "sent": status.down.model_dump(),
+            "ledger_length": status.ledger_length,
+        },
+    }
+
+
+def _sum(workers: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for worker in workers:
+        for kind, amount in worker[key].items():
+            totals[kind] = totals.get(kind, 0) + amount
+    return totals
+
+
+def report_table(report: dict[str, Any]) -> Table:
+    table = Table("", "", show_header=False, box=None, pad_edge=False)
+    for score in report["ce"]:
+        versions = ", ".join(map(str, score["versions"]))
+        table.add_row(f"CE at versions {versions}", f"{score['consensus_ce']:.4f}")
+    if report["final"] is not None:
+        table.add_row("final CE (consensus)", f"{report['final']['consensus_ce']:.4f}")
+    if report["participation"] is not None:
+        table.add_row("participation", f"{report['participation']:.1%}")
+    table.add_row("merged updates by age", ", ".join(f"{age}: {n}" for age, n in report["ages"].items()))
+    for direction in ("up", "down"):
+        kinds = ", ".join(f"{megabytes(n)} {kind}" for kind, n in report[f"bytes_{direction}"].items())
+        table.add_row(f"workers' bytes {direction}", kinds)
+    table.add_row("seconds", ", ".join(f"{n:.1f} {what}" for what, n in report["seconds"].items()))
+    table.add_row("wall time", f"{report['wall_seconds']:.1f} s")
+    return table

@@ -1,0 +1,101 @@
+"""The verbs of a swarm: `worker`, `swarm` and `status`. Each reads its options, wires objects, runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
+
+DEFAULT_DATA_DIR = Path("~/.blocktrain/worker")
+
+
+def worker(
+    coordinator: Annotated[str, typer.Option(help="Address of the run, http(s)://HOST[:PORT].")],
+    device: DeviceOption = "auto",
+    key: Annotated[
+        Path | None, typer.Option(help="Key file that makes this machine the same worker again.")
+    ] = None,
+    data_dir: Annotated[
+        Path, typer.Option(help="Key, cache and training state; one folder for each worker.")
+    ] = DEFAULT_DATA_DIR,
+    corpus: Annotated[
+        str | None, typer.Option(help="Where the run's text lies on this machine, if elsewhere.")
+    ] = None,
+    cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
+) -> None:
+    """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
+    from blocktrain.worker.program import WorkerOptions, run_worker
+
+    options = WorkerOptions(
+        coordinator=coordinator,
+        data_dir=data_dir.expanduser(),
+        key=key,
+        device=find_device(device),
+        cache_bytes=round(cache_gb * 1e9),
+        corpus=corpus,
+    )
+    run_worker(options, stop_on_signals())
+
+
+def swarm(
+    recipe: RecipeArgument,
+    workers: Annotated[int, typer.Option(help="Worker processes to start.", min=1)] = 2,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint, report, logs and state.")] = Path(
+        "runs/swarm"
+    ),
+    device: DeviceOption = "auto",
+    set_: SetOption = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
+) -> None:
+    """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
+    import json
+
+    from blocktrain.cli.assembly import save_final_checkpoint
+    from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
+
+    options = SwarmOptions(find_recipe(recipe).absolute(), workers, out.absolute(), tuple(set_), device)
+    report = run_swarm(options, Console(stderr=True), stop_on_signals(), save_final_checkpoint)
+    if as_json:
+        typer.echo(json.dumps(report))
+
+
+def status(
+    url: Annotated[str, typer.Argument(help="Address of the coordinator.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
+) -> None:
+    """Show how a run is doing."""
+    from blocktrain.cli.status_view import status_tables
+    from blocktrain.wire.identity import Identity
+    from blocktrain.worker.client import CoordinatorClient
+    from blocktrain.worker.traffic import Traffic
+
+    client = CoordinatorClient(
+        url, Identity.generate(), Traffic(), threading.Event(), lambda line: typer.echo(line, err=True), 2
+    )
+    answer = client.status()
+    if as_json:
+        typer.echo(answer.model_dump_json())
+    else:
+        Console().print(status_tables(answer))
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGINT and SIGTERM set; the second signal ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stop

@@ -1,0 +1,326 @@
+"""Joining, asking, heartbeats and handing back: one transaction each around `next_assignment`."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.deadlines import lateness
+from blocktrain.coordinator.ledger import receipt_of
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
+from blocktrain.coordinator.store import LIVE_STATES, AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.wire.hashing import canonical_json
+from blocktrain.wire.identity import WorkerId
+from blocktrain.wire.messages import (
+    Account,
+    Assignment,
+    AssignmentRequest,
+    ErrorReason,
+    Finished,
+    HeartbeatAnswer,
+    HeartbeatRequest,
+    JoinAnswer,
+    JoinRequest,
+    Outcome,
+    ReturnAnswer,
+    Wait,
+)
+
+HEARTBEATS_PER_LEASE = 3
+
+
+class Assignments:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    # --- joining ---
+
+    def join(self, worker_id: WorkerId, public_key: bytes, request: JoinRequest) -> JoinAnswer:
+        """Joining again is safe: it updates what the operator sees and returns the first receipt."""
+        self._refuse_other_text(request)
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            self._context.lock_run(session)
+            row = session.get(WorkerRow, worker_id)
+            if row is None:
+                row = self._new_worker(session, worker_id, public_key, request, now)
+            row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
+            row.versions = canonical_json(request.versions).decode()
+            return JoinAnswer(worker_id=worker_id, receipt=receipt_of(session, row.join_sequence))
+
+    def _refuse_other_text(self, request: JoinRequest) -> None:
+        expected = self._context.run.corpus_sha256
+        if request.corpus_sha256 != expected:
+            raise Refusal(
+                ErrorReason.CORPUS_MISMATCH,
+                f"expected text with sha256 {expected}, found {request.corpus_sha256}",
+                "load the recipe's corpus in the same version (data.corpus, data.max_bytes)",
+            )
+
+    def _new_worker(
+        self, session: Session, worker_id: WorkerId, public_key: bytes, request: JoinRequest, now: float
+    ) -> WorkerRow:
+        body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
+        receipt = self._context.ledger.append(session, now, "join", body)
+        row = WorkerRow(
+            worker_id=worker_id,
+            public_key=public_key.hex(),
+            joined=now,
+            join_sequence=receipt.sequence,
+            account=Account().model_dump_json(),
+            accepted=0,
+            late=0,
+            refused=0,
+        )
+        session.add(row)
+        return row
+
+    # --- asking ---
+
+    def ask(self, worker_id: WorkerId, request: AssignmentRequest) -> Assignment | Wait | Finished:
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            worker = self._context.worker(session, worker_id, now)
+            after = self._after(session, worker_id, request)
+            if after is None:
+                self._release_withheld(session, worker_id, now)
+            open_ = self._open(session, worker_id, after)
+            if open_ is not None:
+                worker.block = open_.block
+                return self._message(session, open_, now)
+            return self._decide(session, worker, request, now)
+
+    def _after(
+        self, session: Session, worker_id: WorkerId, request: AssignmentRequest
+    ) -> AssignmentRow | None:
+        return None if request.after is None else self.own(session, worker_id, request.after)
+
+    def _open(
+        self, session: Session, worker_id: WorkerId, after: AssignmentRow | None
+    ) -> AssignmentRow | None:
+        """A lease the worker already has, made after the one in hand, whose round has not passed."""
+        rows = session.execute(
+            select(AssignmentRow, BlockRow.version)
+            .join(BlockRow, BlockRow.block == AssignmentRow.block)
+            .where(AssignmentRow.worker_id == worker_id, AssignmentRow.state == "leased")
+            .order_by(AssignmentRow.made, AssignmentRow.round)
+        )
+        for row, version in rows:
+            later = after is None or (row.made, row.round) > (after.made, after.round)
+            if later and row.round >= version:
+                return row
+        return None
+
+    def _release_withheld(self, session: Session, worker_id: WorkerId, now: float) -> None:
+        """A worker that asks with nothing in hand has lost what it committed: its round is free again."""
+        rows = session.scalars(
+            select(UpdateRow).where(UpdateRow.worker_id == worker_id, UpdateRow.state == "committed")
+        )
+        for update in rows.all():
+            update.state = "withheld"
+            assignment = session.get(AssignmentRow, update.assignment_id)
+            assert assignment is not None
+            assignment.state = "withheld"
+            self._record_return(session, assignment, now)
+
+    def _decide(
+        self, session: Session, worker: WorkerRow, request: AssignmentRequest, now: float
+    ) -> Assignment | Wait | Finished:
+        """Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile."""
+        swarm = self._context.run.swarm
+        while True:
+            blocks = session.scalars(
+                select(BlockRow).order_by(BlockRow.block).execution_options(populate_existing=True)
+            ).all()
+            decision = next_assignment(
+                self._worker_view(worker, request, now),
+                self._block_views(session, worker, blocks, now),
+                swarm,
+            )
+            if isinstance(decision, Done):
+                return Finished(reason=decision.reason)
+            if isinstance(decision, Pause):
+                return Wait(seconds=decision.seconds, reason=decision.reason)
+            version = blocks[decision.block].version
+            block = self._context.block(session, decision.block, lock=True)
+            if block.version == version:
+                return self._lend(session, worker, block, decision, now)
+
+    def _worker_view(self, worker: WorkerRow, request: AssignmentRequest, now: float) -> WorkerView:
+        return WorkerView(
+            current_block=worker.block,
+            holding={int(block): version for block, version in request.holding.items()},
+            prefer_block=request.prefer_block,
+            memory_bytes=worker.memory_bytes,
+        )
+
+    def _block_views(
+        self, session: Session, worker: WorkerRow, blocks: Sequence[BlockRow], now: float
+    ) -> list[BlockView]:
+        seats = self._context.seats(session, now, without=worker.worker_id)
+        used = self._used_rounds(session, worker.worker_id)
+        return [
+            BlockView(
+                block=row.block,
+                version=row.version,
+                seats=seats.get(row.block, 0),
+                used_rounds=frozenset(used.get(row.block, ())),
+                num_parameters=self._context.run.schemas[row.block].num_values,
+            )
+            for row in blocks
+        ]
+
+    def _used_rounds(self, session: Session, worker_id: str) -> dict[int, set[int]]:
+        rows = session.execute(
+            select(AssignmentRow.block, AssignmentRow.round)
+            .join(BlockRow, BlockRow.block == AssignmentRow.block)
+            .where(
+                AssignmentRow.worker_id == worker_id,
+                AssignmentRow.state.in_(LIVE_STATES),
+                AssignmentRow.round >= BlockRow.version,
+            )
+        )
+        used: dict[int, set[int]] = {}
+        for block, round_ in rows:
+            used.setdefault(block, set()).add(round_)
+        return used
+
+    def _lend(
+        self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
+    ) -> Assignment:
+        if offer.round == block.version and self._nobody_at_work(session, worker, block, now):
+            block.begun = now
+        row = AssignmentRow(
+            assignment_id=secrets.token_hex(16),
+            worker_id=worker.worker_id,
+            block=offer.block,
+            round=offer.round,
+            shard=self._free_shard(session, offer),
+            base_version=block.version,
+            base_hash=block.head_hash,
+            made=now,
+            reason=offer.reason,
+            state="leased",
+        )
+        session.add(row)
+        worker.block, worker.step = offer.block, 0
+        keys = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
+        self._context.ledger.append(session, now, "assign", {key: getattr(row, key) for key in keys})
+        return self._message(session, row, now)
+
+    def _nobody_at_work(self, session: Session, worker: WorkerRow, block: BlockRow, now: float) -> bool:
+        """The clock of a round starts with its first worker, and again where all others have gone."""
+        if block.begun is None:
+            return True
+        others = self._context.seats(session, now, without=worker.worker_id).get(block.block, 0)
+        state, _ = self._context.round(session, block, others, now)
+        return not others and not state.accepted and not state.late
+
+    def _free_shard(self, session: Session, offer: Offer) -> int:
+        """block, block + B, block + 2B, …: the lowest that no live assignment of the round has.
+
+        No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
+        """
+        taken = set(
+            session.scalars(
+                select(AssignmentRow.shard).where(
+                    AssignmentRow.block == offer.block,
+                    AssignmentRow.round == offer.round,
+                    AssignmentRow.state.in_(LIVE_STATES),
+                )
+            )
+        )
+        shards = itertools.count(offer.block, len(self._context.run.layouts))
+        return next(shard for shard in shards if shard not in taken)
+
+    def _message(self, session: Session, row: AssignmentRow, now: float) -> Assignment:
+        swarm = self._context.run.swarm
+        block = self._context.block(session, row.block)
+        seats = self._context.seats(session, now).get(row.block, 0)
+        state, _ = self._context.round(session, block, seats, now)
+        return Assignment(
+            assignment_id=row.assignment_id,
+            block=row.block,
+            round=row.round,
+            base_version=block.version,
+            base_hash=block.head_hash,
+            shard=row.shard,
+            first_step=row.round * swarm.steps_per_round,
+            steps=swarm.steps_per_round,
+            total_steps=swarm.total_steps,
+            deadline=state.deadline if row.round == block.version else None,
+            deadline_reason=state.deadline_reason,
+            lease_seconds=swarm.lease_seconds,
+            heartbeat_seconds=swarm.lease_seconds / HEARTBEATS_PER_LEASE,
+            server_time=now,
+            reason=row.reason,
+        )
+
+    # --- while it trains ---
+
+    def heartbeat(
+        self, worker_id: WorkerId, assignment_id: str, request: HeartbeatRequest
+    ) -> HeartbeatAnswer:
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            worker = self._context.worker(session, worker_id, now)
+            row = self.own(session, worker_id, assignment_id)
+            block = self._context.block(session, row.block)
+            if row.state in LIVE_STATES:
+                worker.block, worker.step, worker.loss = row.block, request.step, request.loss
+            seats = self._context.seats(session, now).get(row.block, 0)
+            state, _ = self._context.round(session, block, seats, now)
+            cancel, reason = self._cancelled(row, block)
+            return HeartbeatAnswer(
+                cancel=cancel,
+                reason=reason,
+                head_version=block.version,
+                head_hash=block.head_hash,
+                deadline=state.deadline,
+                deadline_reason=state.deadline_reason,
+                server_time=now,
+            )
+
+    def _cancelled(self, row: AssignmentRow, block: BlockRow) -> tuple[bool, str]:
+        swarm = self._context.run.swarm
+        if row.state not in LIVE_STATES:
+            return True, f"the assignment was {row.state}"
+        if block.version >= swarm.rounds:
+            return True, "the block has had all its rounds"
+        late = lateness(block.version - row.round, swarm)
+        return late.outcome == Outcome.REFUSED, late.sentence
+
+    def hand_back(self, worker_id: WorkerId, assignment_id: str) -> ReturnAnswer:
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            worker = self._context.worker(session, worker_id, now)
+            row = self.own(session, worker_id, assignment_id)
+            if row.state != "leased":
+                return ReturnAnswer(returned=False)
+            row.state = "returned"
+            session.flush()
+            if self._open(session, worker_id, None) is None:
+                worker.block = None
+            self._record_return(session, row, now)
+        self._context.changes.notify()
+        return ReturnAnswer(returned=True)
+
+    def _record_return(self, session: Session, row: AssignmentRow, now: float) -> None:
+        body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": row.state}
+        self._context.ledger.append(session, now, "return", body)
+
+    def own(self, session: Session, worker_id: WorkerId, assignment_id: str) -> AssignmentRow:
+        row = session.get(AssignmentRow, assignment_id, with_for_update=True, populate_existing=True)
+        if row is None:
+            raise Refusal(
+                ErrorReason.NOT_FOUND, f"no assignment {assignment_id}", "ask for one: POST /v1/assignments"
+            )
+        if row.worker_id != worker_id:
+            raise Refusal(ErrorReason.NOT_YOURS, f"assignment {assignment_id} is another worker's")
+        return row

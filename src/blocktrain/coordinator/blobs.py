@@ -1,0 +1,145 @@
+"""Snapshots and payloads as objects named by their hash: in a folder, in S3, or in memory.
+
+A key is made from hex only, so no peer can choose a path. An object is written whole before any row
+points to it, and never changed afterwards. On S3 a worker uploads to `uploads/` by presigned URL; the
+object gets its lasting name only after the coordinator has read it and its hash was right.
+
+Covered: partial writes, missing objects, storage that does not answer. Not covered: an operator who edits
+the folder or bucket by hand (`blocktrain ledger verify` finds that).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
+
+from blocktrain.errors import StorageError, UserError
+
+CHUNK_BYTES = 1 << 20
+PRESIGNED_SECONDS = 900
+REQUEST_TIMEOUT = "60s"
+
+
+def snapshot_key(snapshot_hash: str) -> str:
+    return f"snapshots/{snapshot_hash}.safetensors"
+
+
+def payload_key(payload_hash: str) -> str:
+    return f"payloads/{payload_hash}"
+
+
+def upload_key(update_id: str) -> str:
+    return f"uploads/{update_id}"
+
+
+class BlobMissing(StorageError):
+    """An object that a row names is not there."""
+
+
+class Blobs:
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    @classmethod
+    def from_url(cls, url: str) -> Blobs:
+        """A folder, `file://FOLDER`, `s3://BUCKET/PREFIX` (with the usual AWS_* variables) or `memory://`."""
+        scheme = urlsplit(url).scheme
+        if scheme in ("s3", "s3a"):
+            plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+            options = {"timeout": REQUEST_TIMEOUT, "connect_timeout": "10s", "allow_http": plain}
+            retries = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
+            return cls(S3Store.from_url(url, client_options=options, retry_config=retries))  # type: ignore[arg-type]
+        if scheme == "memory":
+            return cls(MemoryStore())
+        if scheme not in ("", "file"):
+            raise UserError(f"blobs {url!r}: expected a folder, s3://BUCKET/PREFIX or memory://")
+        folder = Path(urlsplit(url).path if scheme == "file" else url).absolute()
+        with _translated(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(LocalStore(folder))
+
+    @property
+    def shared(self) -> bool:
+        """Whether workers can reach the objects by presigned URL."""
+        return isinstance(self._store, S3Store)
+
+    def put(self, key: str, content: bytes | Path) -> None:
+        with _translated(key):
+            obstore.put(
+                self._store, key, content, use_multipart=False if isinstance(content, bytes) else None
+            )
+            if isinstance(self._store, LocalStore):
+                self._flush(key)
+
+    def get(self, key: str) -> bytes:
+        with _translated(key):
+            return bytes(obstore.get(self._store, key).bytes())
+
+    def size(self, key: str) -> int | None:
+        """Bytes of the object, or None where there is none."""
+        try:
+            with _translated(key):
+                return obstore.head(self._store, key)["size"]
+        except BlobMissing:
+            return None
+
+    async def stream(self, key: str, start: int, end: int) -> AsyncIterator[bytes]:
+        """Bytes start..end (end not included) in pieces."""
+        with _translated(key):
+            found = await obstore.get_async(self._store, key, options={"range": (start, end)})
+            async for piece in found.stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(piece)
+
+    def pieces(self, key: str) -> Iterator[bytes]:
+        with _translated(key):
+            for piece in obstore.get(self._store, key).stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(piece)
+
+    def copy(self, source: str, target: str) -> None:
+        with _translated(source):
+            obstore.copy(self._store, source, target)
+
+    def delete(self, key: str) -> None:
+        with _translated(key):
+            obstore.delete(self._store, key)
+
+    def presigned_put(self, key: str) -> str:
+        return self._sign("PUT", key)
+
+    def presigned_get(self, key: str) -> str:
+        return self._sign("GET", key)
+
+    def _sign(self, method: str, key: str) -> str:
+        assert isinstance(self._store, S3Store), "only shared stores presign"
+        with _translated(key):
+            lifetime = timedelta(seconds=PRESIGNED_SECONDS)
+            return obstore.sign(self._store, method, key, expires_in=lifetime)  # type: ignore[call-overload,no-any-return]
+
+    def _flush(self, key: str) -> None:
+        """To the disk, not just to the kernel: the row that will name it is flushed too."""
+        assert isinstance(self._store, LocalStore)
+        assert self._store.prefix is not None
+        descriptor = os.open(self._store.prefix / key, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise BlobMissing(f"{what} is not in the blob store; was the folder or bucket changed?") from None
+    except (OSError, BaseError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise StorageError(f"the blob store does not answer for {what}: {first_line}") from error

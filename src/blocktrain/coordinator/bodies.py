@@ -1,0 +1,166 @@
+"""Request bodies and signatures, checked before and while a byte is read.
+
+The order is that of protocol.md: length declared, length allowed, signature, replay, then the body piece by
+piece against the signed length and digest, within a time that follows from the minimum transfer rate.
+
+Covered: unsigned, wrongly signed, replayed, expired and skewed requests; endless, oversized, short, slow
+and damaged bodies; a client that goes away. Not covered: slow or endless headers (uvicorn bounds their
+size, not their time), caps per address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import IO, Any, Generic, TypeVar
+
+from blake3 import blake3
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.service import Coordinator
+from blocktrain.wire.identity import WorkerId
+from blocktrain.wire.messages import MAX_BODY_BYTES, ErrorReason
+from blocktrain.wire.signing import SignatureError, VerifiedRequest, verify_request
+
+MIN_BYTES_PER_SECOND = 16 * 1024
+GRACE_SECONDS = 30.0
+"""A body may take this long, plus its length at the minimum rate."""
+
+Message = TypeVar("Message", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Signed(Generic[Message]):
+    worker_id: WorkerId
+    public_key: bytes
+    message: Message
+
+
+def coordinator_of(request: Request) -> Coordinator:
+    coordinator = request.app.state.coordinator
+    assert isinstance(coordinator, Coordinator)
+    return coordinator
+
+
+async def verified(request: Request) -> VerifiedRequest:
+    """Who signed this request, before its body is read; refuses it where nobody did, or did so before."""
+    coordinator = coordinator_of(request)
+    now = coordinator.context.clock()
+    try:
+        signature = verify_request(
+            request.method,
+            _target(request),
+            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw],
+            now=now,
+            audience=coordinator.context.run.run_id,
+        )
+    except SignatureError as error:
+        raise Refusal.of_signature(error, now) from None
+    await run_in_threadpool(coordinator.remember, signature)
+    return signature
+
+
+def _target(request: Request) -> str:
+    """Path and query as they came, still encoded."""
+    query = request.scope["query_string"].decode("latin-1")
+    path: str = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
+class SignedBody(Generic[Message]):
+    """A dependency: the signed JSON message of a request."""
+
+    def __init__(self, model: type[Message]) -> None:
+        self._model = model
+
+    async def __call__(self, request: Request) -> Signed[Message]:
+        declared_length(request, MAX_BODY_BYTES)
+        signature = await verified(request)
+        body = b"".join([piece async for piece in checked_body(request, signature)])
+        try:
+            message = self._model.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            raise invalid_message(error.errors(include_url=False, include_input=False)) from None
+        return Signed(signature.worker_id, signature.public_key, message)
+
+
+async def signed_empty(request: Request) -> VerifiedRequest:
+    """A dependency: a signed request that has no body."""
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        raise Refusal(ErrorReason.TOO_LARGE, "this route takes no body", "send the request without one")
+    return await verified(request)
+
+
+def declared_length(request: Request, limit: int) -> int:
+    """Content-Length, which every body must declare, refused above the limit before a byte is read."""
+    text = request.headers.get("content-length", "")
+    if "transfer-encoding" in request.headers or not text.isascii() or not text.isdigit():
+        raise Refusal(
+            ErrorReason.LENGTH_REQUIRED,
+            "expected a Content-Length",
+            "send the body in one piece, not chunked",
+        )
+    length = int(text[:20])
+    if length > limit:
+        raise Refusal(ErrorReason.TOO_LARGE, f"expected at most {limit} bytes, found {length}")
+    return length
+
+
+async def checked_body(request: Request, signature: VerifiedRequest) -> AsyncIterator[bytes]:
+    """The body in pieces; ends in a refusal where it is slow, cut, longer than signed or damaged."""
+    check = signature.digest_check()
+    seconds = GRACE_SECONDS + signature.content_length / MIN_BYTES_PER_SECOND
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                check.update(piece)
+                yield piece
+        check.finish()
+    except SignatureError as error:
+        raise Refusal.of_signature(error, 0.0) from None
+    except TimeoutError:
+        raise Refusal(
+            ErrorReason.TOO_SLOW,
+            f"expected {signature.content_length} bytes within {seconds:.0f} s",
+            f"the link must carry {MIN_BYTES_PER_SECOND} bytes a second; a smaller codec needs less",
+        ) from None
+    except ClientDisconnect:
+        raise Refusal(ErrorReason.WRONG_LENGTH, "the connection was closed inside the body") from None
+
+
+@dataclass(frozen=True)
+class ReceivedFile:
+    file: IO[bytes]
+    content_hash: str
+
+
+@asynccontextmanager
+async def received_file(request: Request, signature: VerifiedRequest) -> AsyncIterator[ReceivedFile]:
+    """The body on disk with its blake3, computed as it came; gone afterwards, whatever happens."""
+    with tempfile.TemporaryFile() as file:
+        hasher = blake3()
+        async for piece in checked_body(request, signature):
+            hasher.update(piece)
+            file.write(piece)
+        yield ReceivedFile(file, hasher.hexdigest())
+
+
+def invalid_message(errors: Sequence[Any]) -> Refusal:
+    """Pydantic's findings in one sentence, without repeating what the peer wrote."""
+    shown = "; ".join(f"{'.'.join(map(str, _place(error)))}: {error.get('msg')}" for error in errors[:3])
+    more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
+    return Refusal(ErrorReason.INVALID_MESSAGE, f"{shown}{more}"[:500], "see /openapi.json")
+
+
+def _place(error: Mapping[str, Any]) -> tuple[object, ...]:
+    """Where the fault is; a key the peer made up is not repeated."""
+    place = error.get("loc")
+    parts = place if isinstance(place, tuple) else ()
+    return (*parts[:-1], "unknown key") if error.get("type") == "extra_forbidden" else parts

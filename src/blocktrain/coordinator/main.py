@@ -1,0 +1,116 @@
+"""The program behind `blocktrain coordinator`: opens the run, serves it, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from blocktrain.config import load_recipe
+from blocktrain.coordinator.app import create_app
+from blocktrain.coordinator.service import Coordinator, opened
+from blocktrain.data.corpora import load_corpus
+from blocktrain.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16 * 1024
+MAX_CONNECTIONS = 2000
+DRAIN_SECONDS = 20
+KEEP_ALIVE_SECONDS = 75
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._coordinator, self._ready = coordinator, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not the inherited one, which raises the signal again before a merge under way is finished."""
+        self._coordinator.drain()
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+def run_coordinator(
+    recipe_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    data_dir: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    database_url: str | None = None,
+    blobs_url: str | None = None,
+) -> None:
+    """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
+    recipe = load_recipe(recipe_path, overrides)
+    listener = bind(host, port)
+    corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
+    with opened(recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url) as coordinator:
+        url = url_of(listener)
+        server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True))
+        server.run(sockets=[listener])
+
+
+def make_server(coordinator: Coordinator, ready: Callable[[], None]) -> Server:
+    config = uvicorn.Config(
+        create_app(coordinator),
+        http="h11",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    return Server(config, coordinator, ready)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """For tests and benchmarks, which start this program without the command line's extras."""
+    recipe, data_dir, port, database, blobs, *overrides = arguments
+    run_coordinator(
+        Path(recipe),
+        overrides,
+        data_dir=Path(data_dir),
+        port=int(port),
+        database_url=database or None,
+        blobs_url=blobs or None,
+    )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""What anybody may read: the run, blocks, merges, the ledger and the state of the whole swarm."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.ledger import read_entries
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.store import (
+    BlockRow,
+    EvaluationRow,
+    MergeRow,
+    RunRow,
+    SnapshotRow,
+    UpdateRow,
+    WorkerRow,
+)
+from blocktrain.wire.messages import (
+    MAX_LEDGER_PAGE,
+    MAX_MERGE_PAGE,
+    Account,
+    BlockAnswer,
+    ErrorReason,
+    EvaluationState,
+    LedgerAnswer,
+    MergeRecord,
+    MergesAnswer,
+    RoundReport,
+    RunAnswer,
+    StatusAnswer,
+    Traffic,
+    WorkerState,
+)
+
+SHOWN_WORKERS = 500
+SHOWN_EVALUATIONS = 200
+SHOWN_ROUNDS = 500
+
+
+class Reports:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def run(self) -> RunAnswer:
+        run = self._context.run
+        return RunAnswer(
+            run_id=run.run_id,
+            recipe=run.recipe.to_dict(),
+            corpus_sha256=run.corpus_sha256,
+            coordinator_key=run.coordinator_key,
+            server_time=self._context.clock(),
+            blocks=run.layouts,
+        )
+
+    def block(self, block: int) -> BlockAnswer:
+        now = self._context.clock()
+        with self._context.store.read() as session:
+            row = self._context.block(session, block)
+            return self._block(session, row, self._context.seats(session, now), now)
+
+    def _block(self, session: Session, row: BlockRow, seats: dict[int, int], now: float) -> BlockAnswer:
+        state, _ = self._context.round(session, row, seats.get(row.block, 0), now)
+        return BlockAnswer(
+            block=row.block,
+            head_version=row.version,
+            head_hash=row.head_hash,
+            finished=row.version >= self._context.run.swarm.rounds,
+            round=state,
+            server_time=now,
+        )
+
+    def merges(self, block: int, since: int) -> MergesAnswer:
+        with self._context.store.read() as session:
+            row = self._context.block(session, block)
+            records = session.scalars(
+                select(MergeRow.record)
+                .where(MergeRow.block == block, MergeRow.version > since)
+                .order_by(MergeRow.version)
+                .limit(MAX_MERGE_PAGE)
+            )
+            return MergesAnswer(
+                block=block,
+                head_version=row.version,
+                head_hash=row.head_hash,
+                merges=tuple(map(MergeRecord.model_validate_json, records)),
+            )
+
+    def ledger(self, since: int) -> LedgerAnswer:
+        with self._context.store.read() as session:
+            entries = read_entries(session, since, MAX_LEDGER_PAGE)
+            return LedgerAnswer(length=self._ledger_length(session), entries=tuple(entries))
+
+    def ledger_length(self) -> int:
+        with self._context.store.read() as session:
+            return self._ledger_length(session)
+
+    def _ledger_length(self, session: Session) -> int:
+        run = session.get(RunRow, 1)
+        assert run is not None
+        return run.ledger_length
+
+    def find_snapshot(self, snapshot_hash: str) -> None:
+        """Refuses a hash that no published snapshot has."""
+        with self._context.store.read() as session:
+            found = session.scalars(
+                select(SnapshotRow.hash).where(SnapshotRow.hash == snapshot_hash).limit(1)
+            )
+            if found.first() is None:
+                raise Refusal(ErrorReason.NOT_FOUND, f"no snapshot {snapshot_hash}")
+
+    def find_merged_payload(self, payload_hash: str) -> None:
+        """Payloads are public once merged: before, they would help whoever copies them."""
+        with self._context.store.read() as session:
+            found = session.scalars(
+                select(UpdateRow.update_id)
+                .where(UpdateRow.payload_hash == payload_hash, UpdateRow.state == "merged")
+                .limit(1)
+            )
+            if found.first() is None:
+                raise Refusal(ErrorReason.NOT_FOUND, f"no merged update with payload {payload_hash}")
+
+    def status(self, up: Traffic, down: Traffic) -> StatusAnswer:
+        now = self._context.clock()
+        with self._context.store.read() as session:
+            seats = self._context.seats(session, now)
+            rows = session.scalars(select(BlockRow).order_by(BlockRow.block))
+            blocks = tuple(self._block(session, row, seats, now) for row in rows)
+            reports = self._round_reports(session)
+            return StatusAnswer(
+                run_id=self._context.run.run_id,
+                name=self._context.run.recipe.name,
+                server_time=now,
+                finished=all(block.finished for block in blocks),
+                rounds=self._context.run.swarm.rounds,
+                blocks=blocks,
+                workers=self._workers(session, now),
+                participation=_participation(reports),
+                ages=self._ages(session),
+                up=up,
+                down=down,
+                evaluations=self._evaluations(session),
+                reports=reports[-SHOWN_ROUNDS:],
+                ledger_length=self._ledger_length(session),
+            )
+
+    def _workers(self, session: Session, now: float) -> tuple[WorkerState, ...]:
+        rows = session.scalars(select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS))
+        lease = self._context.run.swarm.lease_seconds
+        return tuple(_worker_state(row, live=row.last_seen > now - lease) for row in rows)
+
+    def _evaluations(self, session: Session) -> tuple[EvaluationState, ...]:
+        rows = session.scalars(
+            select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(SHOWN_EVALUATIONS)
+        )
+        return tuple(map(EvaluationState.model_validate_json, reversed(rows.all())))
+
+    def _round_reports(self, session: Session) -> tuple[RoundReport, ...]:
+        rows = session.scalars(select(MergeRow.report).order_by(MergeRow.closed))
+        return tuple(map(RoundReport.model_validate_json, rows))
+
+    def _ages(self, session: Session) -> dict[str, int]:
+        rows = session.execute(
+            select(UpdateRow.merge_version, UpdateRow.base_version).where(UpdateRow.state == "merged")
+        )
+        ages = Counter(merged - 1 - base for merged, base in rows if merged is not None)
+        return {str(age): count for age, count in sorted(ages.items())}
+
+
+def _participation(reports: tuple[RoundReport, ...]) -> float | None:
+    assigned = sum(report.assigned for report in reports)
+    return sum(report.on_time for report in reports) / assigned if assigned else None
+
+
+def _worker_state(row: WorkerRow, *, live: bool) -> WorkerState:
+    account = Account.model_validate_json(row.account)
+    return WorkerState(
+        worker_id=row.worker_id,
+        device=row.device,
+        block=row.block,
+        live=live,
+        last_seen=row.last_seen,
+        step=row.step,
+        loss=row.loss,
+        accepted=row.accepted,
+        late=row.late,
+        refused=row.refused,
+        seconds_computing=account.seconds_computing,
+        seconds_transferring=account.seconds_transferring,
+        seconds_waiting=account.seconds_waiting,
+        up=account.up,
+        down=account.down,
+    )

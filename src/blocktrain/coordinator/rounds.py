@@ -1,0 +1,296 @@
+"""Closing rounds: claim, merge, publish; correct when several processes, or a crash, do it twice.
+
+1. claim    one transaction fixes which updates belong to the merge and marks the block as closing
+2. merge    pure arithmetic on those updates; any process gets the same bytes
+3. publish  the snapshot is written to the blobs, then one transaction moves the head, if nobody else has
+
+A process that dies after the claim leaves a fixed set behind; whoever claims next repeats step 2 with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.blobs import snapshot_key
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.deadlines import should_close
+from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
+from blocktrain.coordinator.updates import running_median
+from blocktrain.coordinator.weights import Weights
+from blocktrain.errors import BlocktrainError
+from blocktrain.training.merge import clip_scales, replay_merge
+from blocktrain.training.snapshot import snapshot_hash, to_safetensors
+from blocktrain.wire.messages import MergeInputRecord, MergeRecord, RoundReport
+
+log = logging.getLogger(__name__)
+
+CLAIM_SECONDS = 15.0
+"""After this a claim is taken to be a dead process's; too early only costs a second, equal merge."""
+POLL_SECONDS = 0.5
+"""How soon a deadline, or what another process wrote, is noticed; arrivals here wake the thread at once."""
+MERGE_THREADS = 2
+
+Published = Callable[[int, int, float], None]
+"""Told of a new head: block, version, seconds from the claim."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A merge to do: its inputs are fixed in the database."""
+
+    block: int
+    version: int
+    base_hash: str
+    record: MergeRecord
+    """With an empty result hash, until it is known."""
+    reason: str
+
+
+UNKNOWN_HASH = "0" * 64
+
+
+class Rounds:
+    def __init__(self, context: Context, published: Published = lambda block, version, seconds: None) -> None:
+        self._context, self._published = context, published
+        self._owner = secrets.token_hex(16)
+        self._threads = ThreadPoolExecutor(MERGE_THREADS, thread_name_prefix="merge")
+
+    def forget_claims(self) -> None:
+        """On start, where this process is the only one: claims that are left are a dead predecessor's."""
+        with self._context.store.write() as session:
+            for row in session.scalars(select(BlockRow)):
+                row.claim_owner = row.claim_until = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Close rounds until told to stop; one error must not end the run: it is logged and tried again."""
+        while not stop.is_set():
+            seen = self._context.changes.count
+            try:
+                busy = self.close_due()
+            except BlocktrainError as error:
+                log.error("cannot close a round: %s", error)
+                busy = False
+            except Exception:
+                log.exception("failed to close a round")
+                busy = False
+            if not busy:
+                self._context.changes.wait(seen, POLL_SECONDS)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def close_due(self) -> bool:
+        """Close every round that is due; whether there was one."""
+        blocks = range(len(self._context.run.layouts))
+        closed = [self._close(block) for block in blocks if self._is_due(block)]
+        return any(closed)
+
+    def _close(self, block: int) -> bool:
+        started = time.perf_counter()
+        claim = self._claim(block)
+        if claim is None:
+            return False
+        tensors = self._merge(claim)
+        if self._publish(claim, tensors):
+            self._published(claim.block, claim.version, time.perf_counter() - started)
+            self._context.changes.notify()
+        return True
+
+    # --- claim ---
+
+    def _is_due(self, block: int) -> bool:
+        """A cheap look without a lock; the claim looks again."""
+        now = self._context.clock()
+        with self._context.store.read() as session:
+            return self._closing_reason(session, self._context.block(session, block), now) is not None
+
+    def _closing_reason(self, session: Session, row: BlockRow, now: float) -> str | None:
+        if row.version >= self._context.run.swarm.rounds:
+            return None
+        if row.closing_version is not None:
+            abandoned = row.claim_until is None or row.claim_until < now
+            return "continues a merge that was begun" if abandoned else None
+        seats = self._context.seats(session, now).get(row.block, 0)
+        state, deadline = self._context.round(session, row, seats, now)
+        closing = should_close(now, state.accepted, state.late, state.wanted, deadline)
+        return closing.reason if closing.close else None
+
+    def _claim(self, block: int) -> Claim | None:
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = self._context.block(session, block, lock=True)
+            reason = self._closing_reason(session, row, now)
+            if reason is None:
+                return None
+            if row.closing_version is None:
+                row.closing_version = row.version + 1
+                self._fix_inputs(session, row)
+            row.claim_owner, row.claim_until = self._owner, now + CLAIM_SECONDS
+            return Claim(block, row.closing_version, row.head_hash, self._record(session, row), reason)
+
+    def _fix_inputs(self, session: Session, row: BlockRow) -> None:
+        updates = session.scalars(
+            select(UpdateRow)
+            .where(
+                UpdateRow.block == row.block,
+                UpdateRow.state.in_(("accepted", "late")),
+                UpdateRow.merge_version.is_(None),
+            )
+            .order_by(UpdateRow.update_id)
+        ).all()
+        norms = [update.norm or 0.0 for update in updates]
+        scales = clip_scales(self._context.run.codec, norms, running_median(session, row.block))
+        for update, scale in zip(updates, scales, strict=True):
+            update.merge_version, update.scale = row.closing_version, scale
+        session.flush()
+
+    def _record(self, session: Session, row: BlockRow) -> MergeRecord:
+        assert row.closing_version is not None
+        updates = _inputs(session, row.block, row.closing_version)
+        return MergeRecord(
+            block=row.block,
+            version=row.closing_version,
+            base_hash=row.head_hash,
+            result_hash=UNKNOWN_HASH,
+            codec=str(self._context.run.codec),
+            alpha=self._context.run.swarm.outer_lr,
+            inputs=tuple(_input_record(update) for update in updates),
+        )
+
+    # --- merge ---
+
+    def _merge(self, claim: Claim) -> Weights:
+        weights = self._context.weights
+        decoded = {
+            one.payload_hash: weights.update(claim.block, one.payload_hash) for one in claim.record.inputs
+        }
+        bases = {}
+        if self._context.run.codec.kind == "dense":
+            late = {one.base_hash for one in claim.record.inputs} - {claim.base_hash}
+            bases = {wanted: weights.snapshot(claim.block, wanted) for wanted in late}
+        base = weights.snapshot(claim.block, claim.base_hash)
+        return replay_merge(claim.record, base, decoded, bases, self._threads)
+
+    # --- publish ---
+
+    def _publish(self, claim: Claim, tensors: Weights) -> bool:
+        """Write the snapshot, then move the head; False where another process was first."""
+        content = self._threads.submit(to_safetensors, tensors)
+        digest = snapshot_hash(tensors)
+        self._context.blobs.put(snapshot_key(digest), content.result())
+        record = claim.record.model_copy(update={"result_hash": digest})
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = self._context.block(session, claim.block, lock=True)
+            if row.closing_version != claim.version:
+                return False
+            self._move_head(session, row, record, len(content.result()), now)
+        self._remember(claim, digest, tensors)
+        log.info(
+            "merged block=%d version=%d updates=%d hash=%s why=%r",
+            claim.block, claim.version, len(record.inputs), digest[:12], claim.reason,
+        )  # fmt: skip
+        return True
+
+    def _move_head(
+        self, session: Session, row: BlockRow, record: MergeRecord, num_bytes: int, now: float
+    ) -> None:
+        updates = _inputs(session, row.block, record.version)
+        report = self._report(session, row, record.version, updates, now)
+        session.add(
+            MergeRow(
+                block=row.block,
+                version=record.version,
+                record=record.model_dump_json(),
+                report=report.model_dump_json(),
+                begun=row.begun,
+                closed=now,
+            )
+        )
+        session.add(
+            SnapshotRow(
+                block=row.block,
+                version=record.version,
+                hash=record.result_hash,
+                num_bytes=num_bytes,
+                made=now,
+            )
+        )
+        for update in updates:
+            update.state = "merged"
+        row.version, row.head_hash, row.closing_version = record.version, record.result_hash, None
+        row.claim_owner = row.claim_until = None
+        row.begun = now if self._assigned(session, row.block, row.version) else None
+        self._context.ledger.append(session, now, "merge", record.model_dump(mode="json"))
+        snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
+        self._context.ledger.append(session, now, "snapshot", snapshot)
+
+    def _report(
+        self, session: Session, row: BlockRow, version: int, updates: list[UpdateRow], now: float
+    ) -> RoundReport:
+        refused = session.scalar(
+            select(func.count()).where(
+                UpdateRow.block == row.block,
+                UpdateRow.round == row.version,
+                UpdateRow.state == "refused",
+            )
+        )
+        losses = [update.loss for update in updates if update.loss is not None]
+        return RoundReport(
+            block=row.block,
+            version=version,
+            seconds=0.0 if row.begun is None else max(0.0, now - row.begun),
+            on_time=sum(update.weight == 1.0 for update in updates),
+            late=sum(update.weight != 1.0 for update in updates),
+            refused=refused or 0,
+            assigned=self._assigned(session, row.block, row.version),
+            mean_loss=sum(losses) / len(losses) if losses else None,
+        )
+
+    def _assigned(self, session: Session, block: int, round_: int) -> int:
+        count = session.scalar(
+            select(func.count()).where(
+                AssignmentRow.block == block,
+                AssignmentRow.round == round_,
+                AssignmentRow.state.in_(("leased", "committed")),
+            )
+        )
+        return count or 0
+
+    def _remember(self, claim: Claim, digest: str, tensors: Weights) -> None:
+        weights = self._context.weights
+        weights.keep(claim.block, digest, tensors)
+        for one in claim.record.inputs:
+            weights.forget(claim.block, one.payload_hash)
+
+
+def _inputs(session: Session, block: int, version: int) -> list[UpdateRow]:
+    return list(
+        session.scalars(
+            select(UpdateRow)
+            .where(UpdateRow.block == block, UpdateRow.merge_version == version)
+            .order_by(UpdateRow.update_id)
+        )
+    )
+
+
+def _input_record(update: UpdateRow) -> MergeInputRecord:
+    assert update.scale is not None
+    return MergeInputRecord(
+        update_id=update.update_id,
+        payload_hash=update.payload_hash,
+        worker_id=update.worker_id,
+        base_version=update.base_version,
+        base_hash=update.base_hash,
+        weight=update.weight,
+        scale=update.scale,
+    )

@@ -1,0 +1,187 @@
+"""The run a coordinator serves: recipe, text, schemas, initial snapshots; made once, then only reopened.
+
+What every worker must agree on is fixed here and written to the ledger's first entry. A data directory or
+database that holds another run is refused in words.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from blocktrain.config import Recipe, SwarmConfig
+from blocktrain.coordinator.blobs import Blobs, snapshot_key
+from blocktrain.coordinator.ledger import Ledger
+from blocktrain.coordinator.store import BlockRow, RunRow, SnapshotRow, Store
+from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.errors import RecipeError, UserError
+from blocktrain.ids import CorpusHash, derive_seed
+from blocktrain.model.objective import Objective
+from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
+from blocktrain.wire.codec import CodecSpec, Schema, frame_length
+from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, content_hash
+from blocktrain.wire.identity import Identity
+from blocktrain.wire.messages import BlockLayout, TensorShape
+
+
+@dataclass(frozen=True)
+class Run:
+    run_id: str
+    recipe: Recipe
+    corpus_sha256: CorpusHash
+    coordinator_key: str
+    codec: CodecSpec
+    schemas: tuple[Schema, ...]
+    layouts: tuple[BlockLayout, ...]
+
+    @property
+    def swarm(self) -> SwarmConfig:
+        return self.recipe.swarm
+
+    def payload_bytes(self, block: int) -> int:
+        return self.layouts[block].payload_bytes
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return max(layout.payload_bytes for layout in self.layouts)
+
+
+def check_swarm_recipe(recipe: Recipe) -> None:
+    if recipe.objective.codebook != "fixed":
+        raise RecipeError(
+            'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
+            "different machines"
+        )
+
+
+def build_objective(recipe: Recipe) -> Objective:
+    vocabulary = load_tokenizer(recipe.data.tokenizer).vocabulary
+    return Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
+
+
+def open_run(
+    store: Store, blobs: Blobs, identity: Identity, recipe: Recipe, corpus_sha256: CorpusHash, now: float
+) -> Run:
+    """The run in this database, which is made if there is none; another recipe, text or key is refused."""
+    check_swarm_recipe(recipe)
+    layouts = tuple(_layout(recipe, blobs, block) for block in range(recipe.model.blocks))
+    key = identity.public_key.hex()
+    try:
+        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
+    except IntegrityError:  # another process made the run between our look and our write
+        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
+    schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
+    return Run(run_id, recipe, corpus_sha256, key, CodecSpec.parse(recipe.swarm.codec), schemas, layouts)
+
+
+def _open_row(
+    store: Store,
+    identity: Identity,
+    recipe: Recipe,
+    corpus: CorpusHash,
+    layouts: tuple[BlockLayout, ...],
+    now: float,
+) -> str:
+    key = identity.public_key.hex()
+    with store.write() as session:
+        row = session.get(RunRow, 1, with_for_update=True)
+        if row is None:
+            row = _create(session, Ledger(identity), recipe, corpus, key, layouts, now)
+        else:
+            _refuse_another_run(row, recipe, corpus, key)
+        return row.run_id
+
+
+def _layout(recipe: Recipe, blobs: Blobs, block: int) -> BlockLayout:
+    """Also writes version 0 where it is not stored yet: blobs come before rows."""
+    module = build_objective(recipe).build(block, derive_seed("init", recipe.seed, block))
+    schema, tensors, codec = schema_of(module), tensors_of(module), CodecSpec.parse(recipe.swarm.codec)
+    digest = snapshot_hash(tensors)
+    if blobs.size(snapshot_key(digest)) is None:
+        blobs.put(snapshot_key(digest), to_safetensors(tensors))
+    return BlockLayout(
+        block=block,
+        tensors=tuple(TensorShape(name=name, shape=shape) for name, shape in schema.tensors),
+        schema_hash=schema.schema_hash(),
+        codec=str(codec),
+        payload_bytes=frame_length(codec, schema),
+        initial_hash=digest,
+    )
+
+
+def _create(
+    session: Session,
+    ledger: Ledger,
+    recipe: Recipe,
+    corpus: CorpusHash,
+    key: str,
+    layouts: tuple[BlockLayout, ...],
+    now: float,
+) -> RunRow:
+    description: dict[str, Any] = {
+        "recipe": recipe.to_dict(),
+        "corpus_sha256": corpus,
+        "coordinator_key": key,
+        "created": now,
+        "blocks": [layout.model_dump(mode="json") for layout in layouts],
+    }
+    run_id = content_hash(canonical_json(description))
+    row = RunRow(
+        id=1,
+        run_id=run_id,
+        recipe=canonical_json(recipe.to_dict()).decode(),
+        corpus_sha256=corpus,
+        coordinator_key=key,
+        created=now,
+        ledger_length=0,
+        ledger_hash=GENESIS_HASH,
+    )
+    session.add(row)
+    session.flush()
+    ledger.append(session, now, "run", {"run_id": run_id, **description})
+    for layout in layouts:
+        session.add(BlockRow(block=layout.block, version=0, head_hash=layout.initial_hash))
+        session.add(
+            SnapshotRow(block=layout.block, version=0, hash=layout.initial_hash, num_bytes=0, made=now)
+        )
+    return row
+
+
+def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: str) -> None:
+    differences = _differences(json.loads(row.recipe), recipe.to_dict())
+    if differences:
+        raise UserError(
+            f"this data directory holds run {row.run_id[:12]} of another recipe: {differences}; use that "
+            "recipe, or a new --data-dir"
+        )
+    if row.corpus_sha256 != corpus:
+        raise UserError(
+            f"this data directory holds run {row.run_id[:12]} on text {row.corpus_sha256[:12]}…, the "
+            f"recipe's text is now {corpus[:12]}…; bring the text back, or use a new --data-dir"
+        )
+    if row.coordinator_key != key:
+        raise UserError(
+            f"run {row.run_id[:12]} in this database belongs to coordinator key {row.coordinator_key[:12]}…, "
+            f"this one has {key[:12]}…; copy coordinator.key from the first coordinator's --data-dir"
+        )
+
+
+def _differences(stored: dict[str, Any], given: dict[str, Any]) -> str:
+    """In words; where the text lies is each machine's own affair, its hash is compared instead."""
+    old, new = _flat(stored), _flat(given)
+    keys = sorted(
+        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "data.corpus"
+    )
+    shown = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:3])
+    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

@@ -1,0 +1,173 @@
+"""The coordinator as one object: its parts, its threads, its opening and its end.
+
+Opening reads and writes; constructing does not. Everything that must survive is in the store and the
+blobs, so a coordinator may be killed at any moment and opened again on the same data directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from sqlalchemy import delete
+from sqlalchemy.exc import IntegrityError
+
+from blocktrain.config import Recipe
+from blocktrain.coordinator.assignments import Assignments
+from blocktrain.coordinator.blobs import Blobs
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.ledger import Ledger
+from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.reports import Reports
+from blocktrain.coordinator.rounds import Rounds
+from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.scoring import Scoring
+from blocktrain.coordinator.store import NonceRow, Store
+from blocktrain.coordinator.updates import Updates
+from blocktrain.coordinator.weights import WeightCache
+from blocktrain.data.corpora import Corpus
+from blocktrain.errors import StorageError, UserError
+from blocktrain.wire.identity import load_or_create
+from blocktrain.wire.messages import StatusAnswer
+from blocktrain.wire.signing import Reason, VerifiedRequest
+
+log = logging.getLogger(__name__)
+
+KEY_FILE = "coordinator.key"
+DATABASE_FILE = "coordinator.sqlite"
+LOCK_FILE = "coordinator.lock"
+SWEEP_SECONDS = 60.0
+PATIENCE_SECONDS = 5.0
+
+
+class Coordinator:
+    def __init__(self, context: Context, scoring: Scoring | None) -> None:
+        self.context = context
+        self.metrics = Metrics()
+        self.assignments = Assignments(context)
+        self.updates = Updates(context, self.assignments)
+        self.reports = Reports(context)
+        self.rounds = Rounds(context, self.metrics.merged)
+        self._scoring = scoring
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def draining(self) -> bool:
+        return self._stop.is_set()
+
+    def drain(self) -> None:
+        """Finish what is under way and begin nothing new; a signal handler may call it."""
+        self._stop.set()
+
+    def start(self) -> None:
+        if self.context.store.is_sqlite:
+            self.rounds.forget_claims()
+        loops: list[Callable[[threading.Event], None]] = [self.rounds.run, self._sweep]
+        if self._scoring is not None:
+            loops.append(self._scoring.run)
+        for loop in loops:
+            thread = threading.Thread(target=loop, args=(self._stop,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """A merge under way is finished; an evaluation that takes long is left, it is repeated some day."""
+        self._stop.set()
+        self.context.changes.notify()
+        rounds, *others = self._threads
+        rounds.join()
+        for thread in others:
+            thread.join(PATIENCE_SECONDS)
+        self.rounds.close()
+        self.context.store.close()
+
+    def remember(self, request: VerifiedRequest) -> None:
+        """Refuse a nonce that any process has seen before."""
+        try:
+            with self.context.store.write() as session:
+                session.add(NonceRow(replay_key=request.replay_key, forget_after=request.forget_after))
+        except IntegrityError:
+            raise Refusal(
+                Reason.REPLAYED,
+                f"the request was already received: its nonce {request.nonce} is used",
+                "sign every attempt anew, with a fresh nonce",
+            ) from None
+
+    def status(self) -> StatusAnswer:
+        return self.reports.status(self.metrics.traffic("up"), self.metrics.traffic("down"))
+
+    def _sweep(self, stop: threading.Event) -> None:
+        """Forget nonces whose requests are too old to be replayed."""
+        while not stop.wait(SWEEP_SECONDS):
+            try:
+                with self.context.store.write() as session:
+                    session.execute(delete(NonceRow).where(NonceRow.forget_after < self.context.clock()))
+            except StorageError as error:
+                log.error("cannot forget old nonces: %s", error)
+
+
+@contextmanager
+def opened(
+    recipe: Recipe,
+    corpus: Corpus,
+    data_dir: Path,
+    *,
+    database_url: str | None = None,
+    blobs_url: str | None = None,
+    clock: Callable[[], float] = time.time,
+    scoring: bool = True,
+) -> Iterator[Coordinator]:
+    """A coordinator on this data directory, its threads running; stopped at the end."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}") from None
+    with _locked(data_dir / LOCK_FILE) if database_url is None else _unlocked():
+        store = Store(database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}")
+        store.migrate()
+        blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
+        identity = load_or_create(data_dir / KEY_FILE)
+        run = open_run(store, blobs, identity, recipe, corpus.sha256, clock())
+        context = Context(run, store, blobs, Ledger(identity), WeightCache(run, blobs), clock)
+        coordinator = Coordinator(context, Scoring(context, corpus) if scoring else None)
+        coordinator.start()
+        try:
+            yield coordinator
+        finally:
+            coordinator.stop()
+
+
+@contextmanager
+def _unlocked() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process per data directory with SQLite; the lock ends with the process, however it ends."""
+    with path.open("wb") as file:
+        if not _try_lock(file):
+            raise UserError(
+                f"another coordinator is using {path.parent}; stop it, choose another --data-dir, or share a "
+                "run between processes with --database postgresql://…"
+            )
+        yield
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows: SQLite's own locks keep the data safe, two merges would only be wasteful
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,288 @@
+"""What the coordinator remembers: tables, transactions and migrations, on SQLite or PostgreSQL.
+
+SQLite (WAL) takes one writer at a time and one process, so a write transaction begins with the lock.
+On PostgreSQL several coordinator processes share the tables: rows that two of them could change are read
+`FOR UPDATE`, always in the order worker, block, run, so that no two wait for each other. The run row
+carries the head of the ledger and is therefore locked last and by every transaction that acknowledges
+something. Knows nothing of what the rows mean to training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import BigInteger, Connection, Engine, Index, String, Text, create_engine, event, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from blocktrain.errors import StorageError, UserError
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+MIGRATION_LOCK = 0x626C6F636B
+"""PostgreSQL advisory lock: two coordinators that start at once migrate one after the other."""
+BUSY_SECONDS = 30
+POOL_SIZE = 16
+
+
+class Table(DeclarativeBase):
+    type_annotation_map = {int: BigInteger, str: Text}
+
+
+Hex64 = String(64)
+Hex32 = String(32)
+
+
+class RunRow(Table):
+    """One row: the run, and the head of its ledger."""
+
+    __tablename__ = "run"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    run_id: Mapped[str] = mapped_column(Hex64)
+    recipe: Mapped[str]
+    corpus_sha256: Mapped[str] = mapped_column(Hex64)
+    coordinator_key: Mapped[str] = mapped_column(Hex64)
+    created: Mapped[float]
+    ledger_length: Mapped[int]
+    ledger_hash: Mapped[str] = mapped_column(Hex64)
+
+
+class BlockRow(Table):
+    """The head of a block and the state of its open round."""
+
+    __tablename__ = "blocks"
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    version: Mapped[int]
+    head_hash: Mapped[str] = mapped_column(Hex64)
+    begun: Mapped[float | None]
+    closing_version: Mapped[int | None]
+    """Version that is being merged: its updates are fixed, later ones go to the next round."""
+    claim_owner: Mapped[str | None] = mapped_column(Hex32)
+    claim_until: Mapped[float | None]
+
+
+class SnapshotRow(Table):
+    __tablename__ = "snapshots"
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    hash: Mapped[str] = mapped_column(Hex64, index=True)
+    num_bytes: Mapped[int]
+    made: Mapped[float]
+
+
+class WorkerRow(Table):
+    __tablename__ = "workers"
+    worker_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
+    public_key: Mapped[str] = mapped_column(Hex64)
+    device: Mapped[str] = mapped_column(String(64))
+    memory_bytes: Mapped[int | None]
+    versions: Mapped[str]
+    joined: Mapped[float]
+    join_sequence: Mapped[int]
+    last_seen: Mapped[float] = mapped_column(index=True)
+    block: Mapped[int | None] = mapped_column(index=True)
+    """The block it sits at; None after it handed its lease back."""
+    step: Mapped[int | None]
+    loss: Mapped[float | None]
+    accepted: Mapped[int] = mapped_column(default=0)
+    late: Mapped[int] = mapped_column(default=0)
+    refused: Mapped[int] = mapped_column(default=0)
+    account: Mapped[str] = mapped_column(default="{}")
+    """Sums of what its commits reported, as JSON of messages.Account."""
+
+
+LIVE_STATES = ("leased", "committed")
+
+
+class AssignmentRow(Table):
+    """`state`: leased, then committed; or returned by the worker, withheld (committed, never revealed),
+    refused (revealed, and no good): these three leave the round open to the worker."""
+
+    __tablename__ = "assignments"
+    assignment_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
+    worker_id: Mapped[str] = mapped_column(Hex32, index=True)
+    block: Mapped[int]
+    round: Mapped[int]
+    shard: Mapped[int]
+    base_version: Mapped[int]
+    base_hash: Mapped[str] = mapped_column(Hex64)
+    made: Mapped[float]
+    reason: Mapped[str]
+    state: Mapped[str] = mapped_column(String(16))
+    __table_args__ = (
+        Index("assignments_of_round", "block", "round"),
+        Index(
+            "one_per_worker_block_round",
+            "worker_id",
+            "block",
+            "round",
+            unique=True,
+            sqlite_where=text("state IN ('leased', 'committed')"),
+            postgresql_where=text("state IN ('leased', 'committed')"),
+        ),
+    )
+
+
+PENDING_STATES = ("accepted", "late")
+
+
+class UpdateRow(Table):
+    """`state`: committed, then accepted, late or refused, then merged; or withheld."""
+
+    __tablename__ = "updates"
+    update_id: Mapped[str] = mapped_column(Hex64, primary_key=True)
+    assignment_id: Mapped[str] = mapped_column(Hex32, unique=True)
+    worker_id: Mapped[str] = mapped_column(Hex32)
+    block: Mapped[int]
+    round: Mapped[int]
+    base_version: Mapped[int]
+    base_hash: Mapped[str] = mapped_column(Hex64)
+    payload_hash: Mapped[str] = mapped_column(Hex64, index=True)
+    payload_bytes: Mapped[int]
+    loss: Mapped[float | None]
+    committed: Mapped[float]
+    commit_sequence: Mapped[int]
+    state: Mapped[str] = mapped_column(String(16))
+    weight: Mapped[float] = mapped_column(default=0.0)
+    reason: Mapped[str | None] = mapped_column(String(32))
+    sentence: Mapped[str | None]
+    norm: Mapped[float | None]
+    revealed: Mapped[float | None]
+    offset: Mapped[float | None]
+    """Seconds from the beginning of its round to its arrival."""
+    verdict_sequence: Mapped[int | None]
+    merge_version: Mapped[int | None]
+    """Version whose merge it belongs to, from the moment that merge is claimed."""
+    scale: Mapped[float | None]
+    __table_args__ = (
+        Index("updates_of_block", "block", "state"),
+        Index("updates_of_merge", "block", "merge_version"),
+        Index("updates_of_worker", "worker_id", "payload_hash"),
+    )
+
+
+class MergeRow(Table):
+    __tablename__ = "merges"
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    record: Mapped[str]
+    """JSON of messages.MergeRecord."""
+    report: Mapped[str]
+    """JSON of messages.RoundReport."""
+    begun: Mapped[float | None]
+    closed: Mapped[float]
+
+
+class LedgerRow(Table):
+    __tablename__ = "ledger"
+    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    time: Mapped[float]
+    kind: Mapped[str] = mapped_column(String(16))
+    body: Mapped[str]
+    entry_hash: Mapped[str] = mapped_column(Hex64)
+    signature: Mapped[str] = mapped_column(String(128))
+
+
+class NonceRow(Table):
+    __tablename__ = "nonces"
+    replay_key: Mapped[str] = mapped_column(String(160), primary_key=True)
+    forget_after: Mapped[float] = mapped_column(index=True)
+
+
+class EvaluationRow(Table):
+    __tablename__ = "evaluations"
+    versions: Mapped[str] = mapped_column(primary_key=True)
+    """JSON list of the blocks' versions: two processes that score the same model write one row."""
+    time: Mapped[float] = mapped_column(index=True)
+    record: Mapped[str]
+    """JSON of messages.EvaluationState."""
+
+
+class Store:
+    """Transactions on one database."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = _engine(url)
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._sessions = sessionmaker(self.engine, expire_on_commit=False)
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with _translated(), self._sessions() as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """One transaction: committed at the end, rolled back on any exception."""
+        with _translated(), self._sessions() as session, session.begin():
+            session.connection(execution_options={"sqlite_begin": "IMMEDIATE"})
+            yield session
+
+    def migrate(self) -> None:
+        """Bring the tables to this version; safe to call from several processes at once."""
+        with _translated(), self.engine.begin() as connection:
+            if not self.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
+            upgrade(connection)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def upgrade(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _engine(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise UserError(f"not a database URL: {url!r}; expected sqlite:///FILE or postgresql://…") from None
+    if parsed.drivername in ("postgres", "postgresql"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise UserError(
+            f"database {parsed.drivername!r} is not supported; use sqlite:///FILE or postgresql://…"
+        )
+    if parsed.get_backend_name() == "sqlite":
+        engine = create_engine(
+            parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, pool_size=POOL_SIZE
+        )
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    return create_engine(
+        parsed, pool_size=POOL_SIZE, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}
+    )
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver must not begin transactions; `_begin_sqlite` does
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """A database that is full, locked or gone is the operator's; other errors are ours and pass."""
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+        cause = getattr(error, "orig", None) or error
+        raise StorageError(f"the database does not answer: {cause}; check disk space and URL") from error

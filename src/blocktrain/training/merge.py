@@ -1,0 +1,179 @@
+"""The merge: one snapshot and some updates give the next snapshot, the same bytes on every CPU.
+
+    sparse, sign   new = base - alpha * mean_i(weight_i * scale_i * update_i)     fp32
+    dense          the same with update_i = base_i - local_i                      fp64, rounded once
+
+The mean is 1/R over R updates, whatever their weights, added in the order given (sorted update ids).
+Only element-wise additions and multiplications are used: their result does not depend on the machine,
+the number of threads or how the work is cut. Knows nothing of rounds, workers, files or the clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktrain.training.snapshot import Tensors
+from blocktrain.wire.codec import CodecSpec
+
+if TYPE_CHECKING:
+    from blocktrain.wire.messages import MergeRecord
+
+RUNNING_MEDIAN_FACTOR = 3.0
+"""An update is clipped to at most this many running medians."""
+CHUNK_VALUES = 1 << 17
+"""Values merged at a time; four inputs of this size stay in a core's cache."""
+NORM_LANES = 1 << 16
+"""Partial sums of squares that are kept side by side, and added up by halving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeInput:
+    """One decoded update. For `dense` the tensors are the worker's weights."""
+
+    update_id: str
+    weight: float
+    """Age weight; 1 for an update on the merge's own base."""
+    scale: float
+    """Factor that clips its norm, from `clip_scales`."""
+    tensors: Tensors
+    base: Tensors | None = None
+    """Snapshot a late `dense` update was made from; None where it is the merge's own base."""
+
+
+def clip_scales(codec: CodecSpec, norms: Sequence[float], running_median: float | None) -> list[float]:
+    """Factors that clip each norm to min(median of these, 3 x running median)."""
+    if codec.kind == "dense" and len(norms) == 1:
+        return [1.0]
+    limit = statistics.median(norms)
+    if running_median is not None:
+        limit = min(limit, RUNNING_MEDIAN_FACTOR * running_median)
+    return [1.0 if norm <= limit else limit / norm for norm in norms]
+
+
+def merge_updates(
+    codec: CodecSpec,
+    base: Tensors,
+    inputs: Sequence[MergeInput],
+    alpha: float,
+    executor: Executor | None = None,
+) -> dict[str, NDArray[np.float32]]:
+    """The next snapshot; `inputs` must be sorted by update id and not empty."""
+    assert inputs, "a merge needs an update"
+    assert [one.update_id for one in inputs] == sorted(one.update_id for one in inputs)
+    result = {name: np.empty(tensor.shape, np.float32) for name, tensor in sorted(base.items())}
+    merge_chunk = _merge_dense if codec.kind == "dense" else _merge_coded
+    coefficients = [one.weight * one.scale / len(inputs) for one in inputs]
+
+    def work(piece: tuple[str, slice]) -> None:
+        name, span = piece
+        merge_chunk(_Chunk.cut(name, span, base, inputs, result), coefficients, alpha)
+
+    for _ in (map if executor is None else executor.map)(work, _pieces(base)):
+        pass
+    return result
+
+
+def replay_merge(
+    record: MergeRecord,
+    base: Tensors,
+    decoded: Mapping[str, Tensors],
+    bases: Mapping[str, Tensors] | None = None,
+    executor: Executor | None = None,
+) -> dict[str, NDArray[np.float32]]:
+    """The result of a merge that was recorded; the caller compares its hash with `record.result_hash`.
+
+    `decoded` maps payload hash to decoded update. `bases` maps snapshot hash to snapshot, and is needed
+    only for late `dense` updates: a KeyError says which snapshot is missing.
+    """
+    codec = CodecSpec.parse(record.codec)
+    inputs = []
+    for one in record.inputs:
+        late = codec.kind == "dense" and one.base_hash != record.base_hash
+        inputs.append(
+            MergeInput(
+                update_id=one.update_id,
+                weight=one.weight,
+                scale=one.scale,
+                tensors=decoded[one.payload_hash],
+                base=(bases or {})[one.base_hash] if late else None,
+            )
+        )
+    return merge_updates(codec, base, inputs, record.alpha, executor)
+
+
+def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:
+    """L2 norm of a decoded update, equal on every machine; `base` is what a `dense` one is measured from."""
+    lanes = np.zeros(NORM_LANES, np.float64)
+    for name in sorted(tensors):
+        flat = tensors[name].reshape(-1)
+        reference = base[name].reshape(-1) if codec.kind == "dense" else None
+        for start in range(0, flat.size, NORM_LANES):
+            part = flat[start : start + NORM_LANES].astype(np.float64)
+            if reference is not None:
+                part -= reference[start : start + NORM_LANES]
+            lanes[: part.size] += part * part
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    return float(np.sqrt(lanes[0]))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The same span of one tensor in the base, in every input, and in the result to be written."""
+
+    base: NDArray[np.float32]
+    inputs: list[NDArray[np.float32]]
+    input_bases: list[NDArray[np.float32] | None]
+    out: NDArray[np.float32]
+
+    @classmethod
+    def cut(
+        cls, name: str, span: slice, base: Tensors, inputs: Sequence[MergeInput], result: Tensors
+    ) -> _Chunk:
+        return cls(
+            base[name].reshape(-1)[span],
+            [one.tensors[name].reshape(-1)[span] for one in inputs],
+            [None if one.base is None else one.base[name].reshape(-1)[span] for one in inputs],
+            result[name].reshape(-1)[span],
+        )
+
+
+def _merge_coded(chunk: _Chunk, coefficients: Sequence[float], alpha: float) -> None:
+    mean = np.float32(coefficients[0]) * chunk.inputs[0]
+    for coefficient, part in zip(coefficients[1:], chunk.inputs[1:], strict=True):
+        mean += np.float32(coefficient) * part
+    np.subtract(chunk.base, np.float32(alpha) * mean, out=chunk.out)
+
+
+def _merge_dense(chunk: _Chunk, coefficients: Sequence[float], alpha: float) -> None:
+    """base - alpha * sum c (base - local), written as (1 - alpha sum c) base + alpha sum c local.
+
+    Written so, one worker at alpha 1 gives back its weights bit for bit: base - (base - local) would not,
+    where local is 2^29 times smaller than base.
+    """
+    total: NDArray[np.float64] | None = None
+    share = 0.0
+    for coefficient, local, own_base in zip(coefficients, chunk.inputs, chunk.input_bases, strict=True):
+        step = alpha * coefficient * local.astype(np.float64)
+        if own_base is None:
+            share += alpha * coefficient
+        else:
+            step -= alpha * coefficient * own_base.astype(np.float64)
+        total = step if total is None else total + step
+    assert total is not None
+    if share != 1.0:
+        total = (1.0 - share) * chunk.base.astype(np.float64) + total
+    chunk.out[...] = total
+
+
+def _pieces(base: Tensors) -> Iterable[tuple[str, slice]]:
+    for name in sorted(base):
+        for start in range(0, max(1, base[name].size), CHUNK_VALUES):
+            yield name, slice(start, start + CHUNK_VALUES)

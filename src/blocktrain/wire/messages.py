@@ -1,0 +1,520 @@
+"""The JSON messages between workers and the coordinator: every field typed, every size bounded.
+
+A request with an unknown key, a wrong type or an oversized value is refused before anything looks at it;
+an answer may gain keys without breaking a client of the same protocol version. Knows nothing of HTTP
+(docs/protocol.md lists the routes), signatures or what a coordinator decides.
+
+Covered: lengths, ranges, finite numbers, printable ASCII in every string a peer chooses, so that none can
+inject a path, a log line or HTML. Not covered: whether a claim is true (a loss, a device, free memory).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic.config import JsonDict
+
+PROTOCOL_VERSION: Final = 1
+"""Raised when an old peer would misunderstand a message; both sides refuse another number."""
+
+MAX_BODY_BYTES = 64 * 1024
+"""Largest JSON request; payloads have their own exact length."""
+MAX_BLOCKS = 4096
+MAX_COUNT = 2**53 - 1
+"""Largest integer that every JSON reader keeps exact."""
+MAX_SECONDS = 1e10
+MAX_LEDGER_PAGE = 500
+MAX_MERGE_PAGE = 100
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""Hex of 32 bytes: a blake3 of a payload or snapshot, or the sha-256 of a corpus."""
+WorkerIdText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+AssignmentIdText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+SignatureText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._:()/@+-]{0,64}$")]
+"""A short name a peer chooses: device, version of a library."""
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+BlockIndex = Annotated[int, Field(ge=0, lt=MAX_BLOCKS)]
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
+BlockKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}$")]
+NO_OTHER_KEYS: Final[JsonDict] = {"additionalProperties": False}
+"""Pydantic refuses keys that break the pattern, and leaves that out of the schema."""
+Protocol = Literal[1]
+
+
+class Request(BaseModel):
+    """What a worker sends; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    protocol: Protocol = PROTOCOL_VERSION
+
+
+class Answer(BaseModel):
+    """What the coordinator answers; a client skips keys it does not know."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    protocol: Protocol = PROTOCOL_VERSION
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+class ErrorReason(StrEnum):
+    """Why a request was not carried out. Signature refusals use `signing.Reason` in the same field."""
+
+    NOT_FOUND = "not_found"
+    """No such route, block, snapshot, update or assignment."""
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    INVALID_MESSAGE = "invalid_message"
+    """The body or a parameter does not fit its schema."""
+    TOO_LARGE = "too_large"
+    """More bytes than this route takes."""
+    LENGTH_REQUIRED = "length_required"
+    WRONG_LENGTH = "wrong_length"
+    """A payload whose length is not the one the block's schema demands."""
+    HASH_MISMATCH = "hash_mismatch"
+    """The bytes are not those that were committed."""
+    TOO_SLOW = "too_slow"
+    """The body came slower than the minimum transfer rate."""
+    NOT_JOINED = "not_joined"
+    """This key has not joined the run: POST /v1/join first."""
+    CORPUS_MISMATCH = "corpus_mismatch"
+    """The worker's text is not the run's text."""
+    NOT_YOURS = "not_yours"
+    """The assignment or update belongs to another worker."""
+    ALREADY_COMMITTED = "already_committed"
+    """(worker, block, round) has a commit with another payload."""
+    LEASE_RETURNED = "lease_returned"
+    """The assignment was handed back."""
+    UNKNOWN_BASE = "unknown_base"
+    """The base hash is no snapshot of this block."""
+    ROUND_NOT_OPEN = "round_not_open"
+    """The base is older than the assignment's round: rebase on the snapshot that opens it, then commit."""
+    NOT_COMMITTED = "not_committed"
+    """A payload without a commit before it."""
+    NOT_UPLOADED = "not_uploaded"
+    """`uploaded` was called before the object was there."""
+    RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
+    UNAVAILABLE = "unavailable"
+    """The coordinator is draining or its storage does not answer: try again."""
+
+
+class ErrorBody(BaseModel):
+    reason: str
+    """A member of ErrorReason or of signing.Reason; for programs."""
+    message: str
+    """Expected, found; for people."""
+    remedy: str | None = None
+    """What to do about it."""
+    server_time: float | None = None
+    """Seconds since the epoch, where the reason is about a clock."""
+
+
+class ErrorAnswer(BaseModel):
+    """The one shape of every answer with a status of 400 or more."""
+
+    error: ErrorBody
+
+
+# --- the run -----------------------------------------------------------------------------------------
+
+
+class TensorShape(BaseModel):
+    name: Annotated[str, StringConstraints(max_length=256)]
+    shape: tuple[Count, ...]
+
+
+class BlockLayout(BaseModel):
+    """How a block's payloads and snapshots are laid out; `tensors` in the order a frame holds them."""
+
+    block: BlockIndex
+    tensors: tuple[TensorShape, ...]
+    schema_hash: Hash
+    codec: str
+    payload_bytes: Count
+    initial_hash: Hash
+    """Hash of version 0, which every worker can regenerate from the recipe's seed."""
+
+
+class RunAnswer(Answer):
+    """GET /v1/run"""
+
+    run_id: Hash
+    """Goes into every signature as its audience, so that no request can be replayed to another run."""
+    recipe: dict[str, Any]
+    corpus_sha256: Hash
+    coordinator_key: Hash
+    """Ed25519 public key that signs receipts and the ledger, hex."""
+    server_time: float
+    blocks: tuple[BlockLayout, ...]
+
+
+class Receipt(BaseModel):
+    """A ledger entry the coordinator signed: proof of what it acknowledged."""
+
+    sequence: Count
+    entry_hash: Hash
+    signature: SignatureText
+
+
+class JoinRequest(Request):
+    """POST /v1/join"""
+
+    corpus_sha256: Hash
+    versions: Annotated[dict[Label, Label], Field(max_length=16, json_schema_extra=NO_OTHER_KEYS)] = Field(
+        default_factory=dict
+    )
+    """Library versions, for the operator's eyes."""
+    device: Label = "cpu"
+    memory_bytes: Count | None = None
+    """Memory of the training device; None when unknown, then any block fits."""
+
+
+class JoinAnswer(Answer):
+    worker_id: WorkerIdText
+    receipt: Receipt
+
+
+# --- assignments -------------------------------------------------------------------------------------
+
+
+class AssignmentRequest(Request):
+    """POST /v1/assignments
+
+    Without `after` the answer is the worker's open assignment again, if it has one: asking twice after a
+    lost answer, or after a restart, is safe. With `after` (an assignment in hand that will still be
+    delivered) the answer is the next one, so training goes on while the payload travels.
+    """
+
+    holding: Annotated[dict[BlockKey, Count], Field(max_length=256, json_schema_extra=NO_OTHER_KEYS)] = Field(
+        default_factory=dict
+    )
+    """Block (as text, a JSON key) to the snapshot version in the worker's cache."""
+    prefer_block: BlockIndex | None = None
+    after: AssignmentIdText | None = None
+
+
+class Assignment(Answer):
+    """A block, a data shard and a span of steps, lent to a worker."""
+
+    kind: Literal["assignment"] = "assignment"
+    assignment_id: AssignmentIdText
+    block: BlockIndex
+    round: Count
+    """The snapshot version the update must be based on. One above `base_version` where the worker runs
+    ahead: it trains on from its own weights and rebases when version `round` appears, before it commits."""
+    base_version: Count
+    """The block's head when the assignment was made."""
+    base_hash: Hash
+    shard: Count
+    first_step: Count
+    """Position of the first batch and of the learning-rate schedule: round * steps."""
+    steps: Count
+    total_steps: Count
+    """End of the learning-rate schedule; takes the place of training.steps."""
+    deadline: float | None
+    """Server time at which the round may close without this update; None before the round has begun."""
+    deadline_reason: str
+    lease_seconds: Seconds
+    """The lease ends this long after the last heartbeat; the work is then no longer waited for."""
+    heartbeat_seconds: Seconds
+    server_time: float
+    reason: str
+    """Why this block."""
+
+
+class Wait(Answer):
+    kind: Literal["wait"] = "wait"
+    seconds: Seconds
+    reason: str
+
+
+class Finished(Answer):
+    kind: Literal["finished"] = "finished"
+    reason: str
+
+
+AssignmentAnswer = Annotated[Assignment | Wait | Finished, Field(discriminator="kind")]
+
+
+class HeartbeatRequest(Request):
+    """POST /v1/assignments/{id}/heartbeat"""
+
+    step: Count
+    """Steps of this assignment done so far."""
+    loss: FiniteFloat | None = None
+    steps_per_second: Seconds | None = None
+    bytes_per_second: Seconds | None = None
+
+
+class HeartbeatAnswer(Answer):
+    cancel: bool
+    """The update can no longer count: ask for another assignment (the delta goes to error feedback)."""
+    reason: str
+    head_version: Count
+    head_hash: Hash
+    deadline: float | None
+    deadline_reason: str
+    server_time: float
+
+
+class ReturnAnswer(Answer):
+    """DELETE /v1/assignments/{id}: the lease is back; doing it twice is fine."""
+
+    returned: bool
+
+
+# --- commit and reveal -------------------------------------------------------------------------------
+
+
+class Traffic(BaseModel):
+    """Bytes on the worker's sockets by kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    payload: Count = 0
+    snapshot: Count = 0
+    control: Count = 0
+
+
+class Account(BaseModel):
+    """What one assignment cost the worker; for reports only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seconds_computing: Seconds = 0.0
+    seconds_transferring: Seconds = 0.0
+    seconds_waiting: Seconds = 0.0
+    up: Traffic = Traffic()
+    down: Traffic = Traffic()
+
+
+class CommitRequest(Request):
+    """POST /v1/assignments/{id}/commit: the promise of a payload, before anybody has seen it."""
+
+    payload_hash: Hash
+    payload_bytes: Count
+    base_hash: Hash
+    """Snapshot the delta is measured from: the assignment's, or a newer one the worker has rebased to."""
+    loss: FiniteFloat | None = None
+    """Mean training loss of the assignment."""
+    account: Account | None = None
+
+
+class Upload(BaseModel):
+    """Where the payload goes. `presigned`: a plain PUT without signature headers, then POST `uploaded`."""
+
+    url: Annotated[str, StringConstraints(max_length=4096)]
+    """Absolute, or a path on the coordinator."""
+    presigned: bool
+    expires_seconds: Seconds
+
+
+class Outcome(StrEnum):
+    ACCEPTED = "accepted"
+    """Counts fully in the next merge."""
+    LATE = "late"
+    """Counts in the next merge at `weight` below 1."""
+    REFUSED = "refused"
+    """Does not count: the worker puts the whole delta back into its error feedback."""
+
+
+class VerdictReason(StrEnum):
+    """Why an update counts or does not; each comes with a sentence."""
+
+    ON_TIME = "on_time"
+    CARRIED = "carried"
+    """Late, within max_age rounds: merged at a decayed weight."""
+    DROPPED = "dropped"
+    """Late under the policy `drop`."""
+    TOO_OLD = "too_old"
+    """Late by more than max_age rounds."""
+    RUN_FINISHED = "run_finished"
+    """The block has all its rounds."""
+    MALFORMED = "malformed"
+    """The frame breaks the codec's layout."""
+    NOT_FINITE = "not_finite"
+    """NaN or infinity, or a norm that is."""
+
+
+class Verdict(Answer):
+    """Answer to a payload: PUT /v1/updates/{payload_hash}, or POST …/uploaded."""
+
+    update_id: Hash
+    outcome: Outcome
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    reason: VerdictReason
+    sentence: str
+    norm: FiniteFloat | None
+    """L2 norm of the decoded update; None where it was not decoded."""
+    head_version: Count
+    head_hash: Hash
+    receipt: Receipt
+
+
+class CommitAnswer(Answer):
+    """Committing the same payload again is safe, and tells what became of it."""
+
+    update_id: Hash
+    receipt: Receipt
+    upload: Upload
+    deadline: float | None
+    verdict: Verdict | None = None
+    """Set where the payload has already arrived: a retry need not send it again."""
+
+
+# --- what anybody may read ---------------------------------------------------------------------------
+
+
+class RoundState(BaseModel):
+    round: Count
+    begun: float | None
+    """Server time of the first assignment on this snapshot."""
+    deadline: float | None
+    deadline_reason: str
+    accepted: Count
+    late: Count
+    wanted: Count
+    """Updates that close the round before its deadline."""
+    workers: Count
+    """Live workers on this block."""
+
+
+class BlockAnswer(Answer):
+    """GET /v1/blocks/{b}"""
+
+    block: BlockIndex
+    head_version: Count
+    head_hash: Hash
+    finished: bool
+    round: RoundState
+    server_time: float
+
+
+class MergeInputRecord(BaseModel):
+    """One update in a merge; `order` is the position in which it was added."""
+
+    update_id: Hash
+    payload_hash: Hash
+    worker_id: WorkerIdText
+    base_version: Count
+    base_hash: Hash
+    weight: FiniteFloat
+    """Age weight: 1 for an update on the merge's own base."""
+    scale: FiniteFloat
+    """Factor at most 1 that clips its norm."""
+
+
+class MergeRecord(BaseModel):
+    """Everything that turns snapshot version-1 into snapshot `version`; inputs in the order they add up."""
+
+    block: BlockIndex
+    version: Count
+    base_hash: Hash
+    result_hash: Hash
+    codec: str
+    alpha: FiniteFloat
+    inputs: tuple[MergeInputRecord, ...]
+
+
+class MergesAnswer(Answer):
+    """GET /v1/blocks/{b}/merges?since=v: merges v+1 and on, at most MAX_MERGE_PAGE of them."""
+
+    block: BlockIndex
+    head_version: Count
+    head_hash: Hash
+    merges: tuple[MergeRecord, ...]
+
+
+class LedgerEntry(BaseModel):
+    """`entry_hash` = blake3(previous_hash || canonical JSON of {sequence, time, kind, body})."""
+
+    sequence: Count
+    time: float
+    kind: Literal["run", "join", "assign", "return", "commit", "reveal", "verdict", "merge", "snapshot"]
+    body: dict[str, Any]
+    entry_hash: Hash
+    signature: SignatureText
+
+
+class LedgerAnswer(Answer):
+    """GET /v1/ledger?since=n: entries n and on, at most MAX_LEDGER_PAGE of them."""
+
+    length: Count
+    entries: tuple[LedgerEntry, ...]
+
+
+class WorkerState(BaseModel):
+    worker_id: WorkerIdText
+    device: str
+    block: BlockIndex | None
+    live: bool
+    last_seen: float
+    step: Count | None
+    loss: float | None
+    accepted: Count
+    late: Count
+    refused: Count
+    seconds_computing: float
+    seconds_transferring: float
+    seconds_waiting: float
+    up: Traffic
+    down: Traffic
+
+
+class EvaluationState(BaseModel):
+    """Held-out cross entropy of the assembled model, in nats per token."""
+
+    time: float
+    versions: tuple[Count, ...]
+    scored_bytes: Count
+    consensus_ce: float
+    euler_ce: float | None
+    block_ce: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+class RoundReport(BaseModel):
+    """One closed round, for reports."""
+
+    block: BlockIndex
+    version: Count
+    seconds: float
+    on_time: Count
+    late: Count
+    refused: Count
+    assigned: Count
+    mean_loss: float | None
+
+
+class StatusAnswer(Answer):
+    """GET /v1/status"""
+
+    run_id: Hash
+    name: str
+    server_time: float
+    finished: bool
+    rounds: Count
+    blocks: tuple[BlockAnswer, ...]
+    workers: tuple[WorkerState, ...]
+    participation: float | None
+    """Share of assigned work of closed rounds that arrived on time."""
+    ages: dict[str, Count]
+    """Merged updates by age in rounds."""
+    up: Traffic
+    """Bytes of bodies received by this coordinator process."""
+    down: Traffic
+    """Bytes of bodies sent by this coordinator process."""
+    evaluations: tuple[EvaluationState, ...]
+    reports: tuple[RoundReport, ...]
+    ledger_length: Count
+
+
+class HealthAnswer(Answer):
+    """GET /healthz"""
+
+    status: Literal["ok", "draining"]

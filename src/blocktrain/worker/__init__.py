@@ -1,0 +1,1 @@
+"""The worker: borrows assignments, trains, sends updates. Outbound connections only."""

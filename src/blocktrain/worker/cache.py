@@ -1,0 +1,78 @@
+"""Blobs on the worker's disk by name, bounded in size: snapshots, payloads, unfinished downloads.
+
+A name is a hash, so a blob never changes. What is damaged is found by whoever reads it (it checks the
+hash) and removed; the oldest used go first when the bound is reached. Files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from blocktrain.errors import StorageError
+
+PARTIAL_SUFFIX = ".partial"
+
+
+class BlobCache:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def path(self, name: str) -> Path | None:
+        """The blob's file, marked as used; None if it is not here."""
+        path = self.folder / name
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        return path
+
+    def read(self, name: str) -> bytes | None:
+        path = self.path(name)
+        return path.read_bytes() if path is not None else None
+
+    def put(self, name: str, content: bytes) -> Path:
+        partial = self.partial(name)
+        write_whole(partial, content)
+        return self.complete(name)
+
+    def partial(self, name: str) -> Path:
+        """Where an unfinished download of `name` lies, from whatever byte it has reached."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / (name + PARTIAL_SUFFIX)
+
+    def complete(self, name: str) -> Path:
+        path = self.folder / name
+        os.replace(self.folder / (name + PARTIAL_SUFFIX), path)
+        self.trim(keep=path)
+        return path
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+        (self.folder / (name + PARTIAL_SUFFIX)).unlink(missing_ok=True)
+
+    def trim(self, keep: Path) -> None:
+        """Remove the least recently used until the bound holds; `keep` stays whatever its size."""
+        entries = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self.max_bytes:
+                break
+            if path != keep:
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free some space or name another --data-dir"
+        ) from None

@@ -1,0 +1,137 @@
+"""What a worker does next, as pure functions of what it knows; time and chance are arguments.
+
+Knows no sockets, files, tensors or clocks. Each function answers one question the running worker asks,
+so that a test (or the simulation) can put any situation to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from blocktrain.wire.messages import Outcome
+
+FIRST_BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 15.0
+PREFETCH_SECONDS = 5.0
+PREFETCH_SHARE = 0.8
+ASLEEP_SECONDS = 20.0
+SAVING_SHARE = 0.02
+MERGES_PER_DOWNLOAD = 16
+FIRST_WATCH_SECONDS = 0.05
+IDLE_WATCH_SECONDS = 2.0
+MAX_UNSENT = 1
+"""Finished rounds that may wait behind the one being sent; each costs a copy of the weights."""
+
+
+def backoff_seconds(attempt: int, chance: float) -> float:
+    """Doubling from the first retry, jittered to between half and all of it; `chance` is in [0, 1)."""
+    longest: float = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 16))
+    return longest * (0.5 + 0.5 * chance)
+
+
+def slept_seconds(*, wall: float, monotonic: float) -> float | None:
+    """How long this machine was suspended, from what both clocks say has passed; None if it was not.
+
+    The monotonic clock stands still in suspension on Linux and macOS; the wall clock does not. A wall
+    clock set back is no sleep.
+    """
+    gap = wall - monotonic
+    return gap if gap > ASLEEP_SECONDS else None
+
+
+def asks_for_next(*, steps_done: int, steps: int, elapsed_seconds: float) -> bool:
+    """Whether to ask for the next assignment now, so that it is there when this one ends.
+
+    Late enough that the answer is fresh, early enough for a slow network: when a fifth of the round,
+    or a few seconds, are left.
+    """
+    if steps_done >= steps or steps_done >= PREFETCH_SHARE * steps:
+        return True
+    if not steps_done:
+        return False
+    return elapsed_seconds / steps_done * (steps - steps_done) <= PREFETCH_SECONDS
+
+
+def may_step(*, step: int, steps: int, version: int, round_: int, run_ahead: float) -> bool:
+    """Whether to train on, though the snapshot of version `round_` may still be missing."""
+    return version >= round_ or step < run_ahead * steps
+
+
+def saving_is_due(*, now: float, saved_at: float | None, cost_seconds: float) -> bool:
+    """Whether to write training state again: always at first, then a small share of the time."""
+    return saved_at is None or now - saved_at >= cost_seconds / SAVING_SHARE
+
+
+def share_to_return(outcome: Outcome, weight: float) -> float:
+    """Which share of an update goes back to error feedback: what will not be in the snapshot."""
+    if outcome is Outcome.ACCEPTED:
+        return 0.0
+    if outcome is Outcome.LATE:
+        return 1.0 - min(1.0, max(0.0, weight))
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An update on its way: what it was formed against, and what is known of it."""
+
+    payload_hash: str
+    base_version: int
+    judged: bool = False
+    gone: bool = False
+    """It will not be merged: refused, or never taken. Its progress is in error feedback."""
+
+
+@dataclass(frozen=True)
+class Settlement:
+    settled: int
+    """How many updates, oldest first, are no longer on their way."""
+    given_up: tuple[int, ...]
+    """Those of them that were to be merged and never were; their progress must go to error feedback."""
+
+
+def settle(sent: Sequence[Sent], merged: Iterable[str], version: int, max_age: int) -> Settlement:
+    """Which updates are done with, now that the snapshot is `version` and holds the payloads `merged`.
+
+    Stops at the first that may still be merged, because the local weights hold its progress on top of
+    the snapshot. An update counts in the next merge after its verdict, so one that is not in any merge
+    up to max_age rounds later was taken out by the coordinator.
+    """
+    merged = set(merged)
+    given_up: list[int] = []
+    for index, update in enumerate(sent):
+        if update.gone or update.payload_hash in merged:
+            continue
+        if not (update.judged and version > update.base_version + max_age + 1):
+            return Settlement(index, tuple(given_up))
+        given_up.append(index)
+    return Settlement(len(sent), tuple(given_up))
+
+
+class Route(StrEnum):
+    HAVE = "have"
+    CHAIN = "chain"
+    DOWNLOAD = "download"
+
+
+def cheapest_route(*, wanted: int, held: int, chain_bytes: int, snapshot_bytes: int) -> tuple[Route, str]:
+    """How to get snapshot `wanted` when `held` is at hand; `chain_bytes` are the payloads still to fetch.
+
+    A merge also costs time to redo,
+    about as much as fetching a sixteenth of the snapshot at 100 Mbit/s.
+    """
+    if held == wanted:
+        return Route.HAVE, f"version {wanted} is here"
+    cost = chain_bytes + (wanted - held) * snapshot_bytes // MERGES_PER_DOWNLOAD
+    if cost > snapshot_bytes:
+        return Route.DOWNLOAD, f"{wanted - held} merges cost more than a snapshot of {snapshot_bytes} B"
+    return Route.CHAIN, f"{chain_bytes} B of payloads instead of {snapshot_bytes} B"
+
+
+def watch_seconds(*, waiting: bool, quiet_seconds: float) -> float:
+    """How long until the head is looked at again: often while an own update is about to be merged."""
+    if not waiting:
+        return IDLE_WATCH_SECONDS
+    return min(IDLE_WATCH_SECONDS, max(FIRST_WATCH_SECONDS, quiet_seconds / 4))

@@ -1,0 +1,364 @@
+"""The worker program: joins a run, wires trainer, desk, sender and watchers, and ends cleanly.
+
+Threads meet only in `Standing` and `Desk`. The main thread trains; a stop request reaches it between two
+steps, and what it had done since its last update is kept as error feedback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.errors import BlocktrainError, DataError, RecipeError
+from blocktrain.model.objective import Objective
+from blocktrain.training.inner import build_codebook
+from blocktrain.wire import messages
+from blocktrain.wire.identity import Identity, load_or_create
+from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
+from blocktrain.worker.cache import BlobCache
+from blocktrain.worker.client import CoordinatorClient
+from blocktrain.worker.decisions import saving_is_due
+from blocktrain.worker.desk import Desk, Task
+from blocktrain.worker.progress import Progress, make_progress
+from blocktrain.worker.sender import Sender
+from blocktrain.worker.snapshots import Layout, Snapshots
+from blocktrain.worker.standing import Standing
+from blocktrain.worker.state import StateFolder
+from blocktrain.worker.threads import Crew
+from blocktrain.worker.traffic import Spent, Traffic
+from blocktrain.worker.training import LocalTraining
+from blocktrain.worker.watcher import Watcher
+
+GOODBYE_SECONDS = 5.0
+"""How long a stopping worker lets a running transfer finish."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    coordinator: str
+    data_dir: Path
+    key: Path | None = None
+    device: torch.device = torch.device("cpu")
+    cache_bytes: int = 4_000_000_000
+    """Snapshots and payloads kept on disk."""
+    corpus: str | None = None
+    """Where the run's text lies on this machine, if not where the recipe says."""
+
+
+def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
+    """Train until the run is finished or `stop` is set."""
+    identity = load_or_create(options.key or options.data_dir / "key.pem")
+    traffic = Traffic()
+    with make_progress(identity.worker_id, traffic) as progress:
+        worker = Worker(options, identity, traffic, progress, stop)
+        try:
+            worker.prepare()
+            worker.train()
+        finally:
+            worker.close()
+
+
+class Worker:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        identity: Identity,
+        traffic: Traffic,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self.options, self.identity, self.traffic, self.progress = options, identity, traffic, progress
+        self.stop = stop
+        self.device = options.device
+        self.client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
+        self.crew = Crew(stop)
+        self._standings: dict[int, Standing] = {}
+        self._lock = threading.Lock()
+        self._accounted: dict[str, float] = {}
+        self._saved_at: float | None = None
+        self._saving_seconds = 0.0
+        self._before_first_step: dict[str, float] = {}
+        self._folder_lock: int | None = None
+
+    # --- joining
+
+    def prepare(self) -> None:
+        run = self.client.run()
+        self.client.audience = run.run_id
+        self.recipe = swarm_recipe(run)
+        self.corpus = load_run_corpus(self.recipe, run, self.options.corpus)
+        self.state = StateFolder(self.options.data_dir / run.run_id[:16], self.progress.line)
+        self._folder_lock = self.state.lock()
+        self._build_training()
+        self._build_services(run)
+        self.join()
+        for layout in self.snapshots.layouts:
+            self.sender.deliver_leftovers(layout.block)
+
+    def _build_training(self) -> None:
+        tokenizer = ByteTokenizer()
+        recipe = self.recipe
+        self.objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
+        shards = Shards(
+            tokenizer.encode(self.corpus.train),
+            self.corpus.sha256,
+            seed=recipe.seed,
+            batch=recipe.training.batch,
+            context=recipe.model.context,
+            device=self.device,
+        )
+        codebook = build_codebook(recipe, tokenizer.vocabulary).to(self.device)
+        self.training = LocalTraining(recipe, self.objective, shards, codebook, self.device)
+
+    def _build_services(self, run: RunAnswer) -> None:
+        cache = BlobCache(self.state.folder / "cache", self.options.cache_bytes)
+        layouts = [Layout.of(layout) for layout in run.blocks]
+        self.snapshots = Snapshots(
+            self.client, cache, self.recipe, self.objective, layouts, self.progress.line
+        )
+        self.sender = Sender(
+            self.client,
+            self.snapshots,
+            self.state,
+            self.progress,
+            self.stop,
+            self.recipe.swarm.error_feedback,
+            self.account,
+            self.join,
+        )
+        self.desk = Desk(
+            self.client,
+            self.progress,
+            self.stop,
+            self.standing_in,
+            self.join,
+            self.state.load_last_block(),
+        )
+
+    def join(self) -> None:
+        request = JoinRequest(
+            corpus_sha256=self.corpus.sha256,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            device=self.device.type,
+            memory_bytes=_device_memory(self.device),
+        )
+        answer = self.client.join(request)
+        self.progress.line(f"joined {self.client.url} worker={answer.worker_id} device={self.device}")
+
+    # --- training
+
+    def train(self) -> None:
+        self.crew.start("asking", self.desk.run_asking)
+        self.crew.start("heartbeats", self.desk.run_heartbeats)
+        self.crew.start("sending", self.sender.run)
+        while (task := self._next_task()) is not None:
+            self._do(task)
+        self.crew.check()
+
+    def _next_task(self) -> Task | None:
+        with self.traffic.spending(Spent.WAITING):
+            return self.desk.next()
+
+    def _since_first_step(self) -> dict[str, float]:
+        return {
+            spent: seconds - self._before_first_step.get(spent, seconds)
+            for spent, seconds in self.traffic.seconds().items()
+        }
+
+    def _do(self, task: Task) -> None:
+        assignment, standing = task.assignment, task.standing
+        if self.training.standing is not standing:
+            with self.traffic.spending(Spent.WAITING):
+                self._change_block(task)
+        self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
+        self._before_first_step = self._before_first_step or self.traffic.seconds()
+        started, waited = time.monotonic(), self.training.waiting_seconds
+        loss = self.training.run(
+            assignment,
+            lambda step, ce: self.desk.stepped(task, step, ce),
+            lambda: self.desk.going_on(task),
+        )
+        waited = self.training.waiting_seconds - waited
+        self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
+        self.traffic.add_seconds(Spent.WAITING, waited)
+        if loss is not None:
+            self._finish(task, loss)
+        elif task.cancelled:
+            self.desk.give_up(task)
+
+    def _change_block(self, task: Task) -> None:
+        """Leave a block with everything it needs to be taken up again, and begin another."""
+        self._leave_block()
+        block = task.assignment.block
+        self.state.save_last_block(block)
+        self.training.begin(task.standing, task.assignment.total_steps, self.state.load_optimizer(block))
+
+    def _leave_block(self) -> None:
+        standing = self.training.standing
+        if standing is not None:
+            standing.abandon(self.training.weights())
+            self.sender.keep_feedback(standing)
+            self.state.save_optimizer(standing.block, self.training.optimizer_state())
+
+    def _finish(self, task: Task, loss: float) -> None:
+        with self.traffic.spending(Spent.WAITING):
+            flight = task.standing.finish(task.assignment, self.training.weights(), loss)
+            self.sender.send(task.standing, flight)
+            now = time.monotonic()
+            if saving_is_due(now=now, saved_at=self._saved_at, cost_seconds=self._saving_seconds):
+                self._saved_at = now
+                state = self.training.optimizer_state()
+                self.crew.start("saving", lambda: self._save_optimizer(task.standing.block, state))
+
+    def _save_optimizer(self, block: int, state: dict[str, Tensor]) -> None:
+        start = time.monotonic()
+        self.state.save_optimizer(block, state)
+        self._saving_seconds = time.monotonic() - start
+
+    # --- standings
+
+    def standing_in(self, block: int) -> Standing:
+        """Where this worker stands in `block`; brings its snapshot if it is new here."""
+        with self._lock:
+            standing = self._standings.get(block)
+        if standing is not None:
+            return standing
+        kept = self.state.load_snapshot_name(block)
+        held = self.snapshots.on_disk(block, kept.version, kept.hash) if kept is not None else None
+        base = self.snapshots.newest_for_joiner(block, held)
+        feedback, _ = self.state.load_feedback(block)
+        standing = Standing(block, base, feedback, self.recipe.swarm.max_age)
+        with self._lock:
+            self._standings[block] = standing
+        self._watch(standing)
+        return standing
+
+    def _watch(self, standing: Standing) -> None:
+        def retired() -> bool:
+            with self._lock:
+                done = standing.block not in self.desk.blocks() and not standing.flights()
+                if done:
+                    del self._standings[standing.block]
+                return done
+
+        watcher = Watcher(
+            standing,
+            self.identity.worker_id,
+            self.snapshots,
+            self.state,
+            self.sender,
+            self.progress,
+            retired,
+        )
+        self.crew.start(f"watching-{standing.block}", lambda: watcher.run(self.stop))
+
+    # --- accounts and the end
+
+    def account(self) -> Account:
+        """What was spent since the last account."""
+        totals = _totals(self.traffic)
+        spent = {key: value - self._accounted.get(key, 0) for key, value in totals.items()}
+        self._accounted = totals
+        return Account(
+            seconds_computing=spent["computing"],
+            seconds_transferring=spent["transferring"],
+            seconds_waiting=spent["waiting"],
+            up=messages.Traffic(**_part(spent, "up.")),
+            down=messages.Traffic(**_part(spent, "down.")),
+        )
+
+    def close(self) -> None:
+        """Let a running transfer finish, keep what was not sent, hand the leases back."""
+        prepared = hasattr(self, "desk")
+        if prepared and not self.stop.is_set():
+            self.sender.wait_until_idle(GOODBYE_SECONDS)
+        self.stop.set()
+        if prepared:
+            self.desk.wake()
+            self.crew.join(GOODBYE_SECONDS)
+            self._keep_progress()
+            self._hand_back()
+            self._write_report()
+        self.client.close()
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
+
+    def _keep_progress(self) -> None:
+        self._leave_block()
+        standing = self.training.standing
+        if standing is not None:
+            self.snapshots.keep(standing.base)
+            self.state.save_snapshot_name(standing.block, standing.base.version, standing.base.hash)
+        self.sender.abandon()
+
+    def _hand_back(self) -> None:
+        for lease in self.desk.leases():
+            with contextlib.suppress(BlocktrainError):
+                self.client.hand_back(lease)
+                self.progress.line(f"handed back assignment={lease[:12]}")
+
+    def _write_report(self) -> None:
+        self.state.save_report(
+            {
+                "worker_id": self.identity.worker_id,
+                "seconds": self.traffic.seconds(),
+                "steady_seconds": self._since_first_step(),
+                "up": self.traffic.bytes_up(),
+                "down": self.traffic.bytes_down(),
+                "verdicts": dict(self.progress.doing.verdicts),
+            }
+        )
+
+
+def swarm_recipe(run: RunAnswer) -> Recipe:
+    recipe = resolve_recipe(run.recipe)
+    if recipe.objective.codebook != "fixed" or recipe.objective.kind != "denoise":
+        raise RecipeError(
+            f"this run's recipe has objective.kind={recipe.objective.kind!r} and objective.codebook="
+            f"{recipe.objective.codebook!r}; a swarm trains 'denoise' blocks with a 'fixed' codebook only"
+        )
+    return recipe
+
+
+def load_run_corpus(recipe: Recipe, run: RunAnswer, path: str | None) -> Corpus:
+    """The run's text from this machine, or an explanation of how it differs."""
+    data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
+    corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
+    if corpus.sha256 != run.corpus_sha256:
+        builtin = "; the builtin text differs between Python versions" if data.corpus == "builtin" else ""
+        raise DataError(
+            f"this machine's text is not the run's: expected sha256 {run.corpus_sha256[:16]}…, found "
+            f"{corpus.sha256[:16]}… in {data.corpus!r} ({len(corpus.train)} training bytes){builtin}. Get "
+            "the same files from whoever runs the coordinator and name them with --corpus"
+        )
+    return corpus
+
+
+def _device_memory(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _totals(traffic: Traffic) -> dict[str, float]:
+    totals: dict[str, float] = dict(traffic.seconds())
+    totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
+    totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
+    return totals
+
+
+def _part(values: dict[str, float], prefix: str) -> dict[str, int]:
+    return {key.removeprefix(prefix): int(value) for key, value in values.items() if key.startswith(prefix)}

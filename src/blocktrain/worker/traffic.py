@@ -1,0 +1,148 @@
+"""Bytes on this worker's sockets by kind and direction, and where its seconds went.
+
+Counts in the network stream under the HTTP client, so request lines, headers and chunk framing are
+included; TLS records are not (they wrap what is counted). A thread says what it is transferring with
+`Traffic.sending(kind)`; the HTTP client is synchronous, so a request's bytes belong to its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import Any
+
+import httpcore2
+import httpx2
+
+
+class Kind(StrEnum):
+    PAYLOAD = "payload"
+    SNAPSHOT = "snapshot"
+    CONTROL = "control"
+
+
+class Spent(StrEnum):
+    COMPUTING = "computing"
+    TRANSFERRING = "transferring"
+    WAITING = "waiting"
+
+
+class Traffic:
+    """Running totals; safe to add to from every thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._up: Counter[str] = Counter()
+        self._down: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._current = threading.local()
+
+    @contextlib.contextmanager
+    def sending(self, kind: Kind) -> Iterator[None]:
+        """Everything this thread moves inside belongs to `kind`, and its time to transferring."""
+        before = getattr(self._current, "kind", Kind.CONTROL)
+        self._current.kind = kind
+        try:
+            with self.spending(Spent.TRANSFERRING):
+                yield
+        finally:
+            self._current.kind = before
+
+    @contextlib.contextmanager
+    def spending(self, spent: Spent) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add_seconds(spent, time.monotonic() - start)
+
+    def add_seconds(self, spent: Spent, seconds: float) -> None:
+        with self._lock:
+            self._seconds[spent] += seconds  # type: ignore[assignment]
+
+    def count_up(self, num_bytes: int) -> None:
+        with self._lock:
+            self._up[self._kind()] += num_bytes
+
+    def count_down(self, num_bytes: int) -> None:
+        with self._lock:
+            self._down[self._kind()] += num_bytes
+
+    def _kind(self) -> Kind:
+        kind: Kind = getattr(self._current, "kind", Kind.CONTROL)
+        return kind
+
+    def bytes_up(self) -> dict[str, int]:
+        with self._lock:
+            return {kind.value: self._up[kind] for kind in Kind}
+
+    def bytes_down(self) -> dict[str, int]:
+        with self._lock:
+            return {kind.value: self._down[kind] for kind in Kind}
+
+    def seconds(self) -> dict[str, float]:
+        with self._lock:
+            return {spent.value: float(self._seconds[spent]) for spent in Spent}
+
+
+class CountingStream(httpcore2.NetworkStream):
+    def __init__(self, stream: httpcore2.NetworkStream, traffic: Traffic) -> None:
+        self._stream, self._traffic = stream, traffic
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = self._stream.read(max_bytes, timeout)
+        self._traffic.count_down(len(data))
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, timeout)
+        self._traffic.count_up(len(buffer))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        return CountingStream(self._stream.start_tls(ssl_context, server_hostname, timeout), self._traffic)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class CountingBackend(httpcore2.SyncBackend):
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
+        return CountingStream(stream, self._traffic)
+
+
+class CountingTransport(httpx2.HTTPTransport):
+    """httpx2's own transport over a pool whose sockets are counted."""
+
+    def __init__(self, traffic: Traffic, max_connections: int) -> None:
+        context = httpx2.create_ssl_context()
+        super().__init__(verify=context)
+        self._pool = httpcore2.ConnectionPool(
+            ssl_context=context,
+            max_connections=max_connections,
+            keepalive_expiry=KEEPALIVE_SECONDS,
+            network_backend=CountingBackend(traffic),
+        )
+
+
+KEEPALIVE_SECONDS = 60.0

@@ -1,0 +1,81 @@
+"""Opening a run: made once, then only reopened; another recipe, text, key or process is refused in words."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blocktrain.config import ObjectiveConfig, TrainingConfig
+from blocktrain.coordinator.service import KEY_FILE, opened
+from blocktrain.errors import RecipeError, UserError
+from blocktrain.ids import CorpusHash
+from tests.coordinator.conftest import CORPUS, Place, tiny_recipe
+
+
+def test_another_recipe_is_refused_and_the_difference_named(place: Place) -> None:
+    options = {"database_url": place.database_url, "blobs_url": place.blobs_url, "scoring": False}
+    with opened(tiny_recipe(), CORPUS, place.data_dir, **options):
+        pass
+    with (
+        pytest.raises(UserError, match=r"swarm\.rounds was 4 and is 5"),
+        opened(tiny_recipe(rounds=5), CORPUS, place.data_dir, **options),
+    ):
+        pass
+
+
+def test_other_text_is_refused(tmp_path: Path) -> None:
+    with opened(tiny_recipe(), CORPUS, tmp_path, scoring=False):
+        pass
+    other = replace(CORPUS, sha256=CorpusHash("cd" * 32))
+    with pytest.raises(UserError, match="bring the text back"), opened(tiny_recipe(), other, tmp_path):
+        pass
+
+
+def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with (
+        opened(tiny_recipe(), CORPUS, tmp_path, scoring=False),
+        pytest.raises(UserError, match="another coordinator is using"),
+        opened(tiny_recipe(), CORPUS, tmp_path),
+    ):
+        pass
+
+
+def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgres_url: str) -> None:
+    def open_in(folder: str):
+        return opened(tiny_recipe(), CORPUS, tmp_path / folder, database_url=postgres_url, scoring=False)
+
+    with open_in("one"):
+        pass
+    with pytest.raises(UserError, match=r"copy coordinator\.key"), open_in("two"):
+        pass
+    shutil.copy(tmp_path / "one" / KEY_FILE, tmp_path / "two" / KEY_FILE)
+    with open_in("two"):
+        pass
+
+
+def test_a_learned_codebook_is_refused(tmp_path: Path) -> None:
+    learned = replace(
+        tiny_recipe(), objective=ObjectiveConfig(codebook="learned"), training=TrainingConfig(order="turns")
+    )
+    with pytest.raises(RecipeError, match='codebook = "fixed"'), opened(learned, CORPUS, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "nonsense", "sqlite"])
+def test_a_database_that_is_not_supported_is_refused(tmp_path: Path, url: str) -> None:
+    with (
+        pytest.raises(UserError, match="sqlite:///FILE"),
+        opened(tiny_recipe(), CORPUS, tmp_path, database_url=url),
+    ):
+        pass
+
+
+def test_blobs_at_an_unknown_scheme_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="s3://"),
+        opened(tiny_recipe(), CORPUS, tmp_path, blobs_url="ftp://x"),
+    ):
+        pass

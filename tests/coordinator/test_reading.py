@@ -1,0 +1,120 @@
+"""What anybody may read: objects with ranges, events, status, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from blocktrain.coordinator.app import byte_range
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.wire.messages import StatusAnswer
+from tests.coordinator.conftest import Place, Running, tiny_recipe
+from tests.coordinator.peer import Refused
+
+
+def test_a_snapshot_can_be_fetched_in_pieces(place: Place) -> None:
+    with place.serve(tiny_recipe()) as running:
+        peer = running.peer(join=False)
+        path = f"/v1/snapshots/{peer.run.blocks[0].initial_hash}"
+        whole = peer.get(path)
+        half = len(whole.content) // 2
+        first = peer.get(path, {"Range": f"bytes=0-{half - 1}"})
+        rest = peer.get(path, {"Range": f"bytes={half}-"})
+        assert (whole.status_code, first.status_code, rest.status_code) == (200, 206, 206)
+        assert first.content + rest.content == whole.content
+        assert rest.headers["content-range"] == f"bytes {half}-{len(whole.content) - 1}/{len(whole.content)}"
+
+
+def test_a_snapshot_the_client_has_is_not_sent_again(running: Running) -> None:
+    peer = running.peer(join=False)
+    path = f"/v1/snapshots/{peer.run.blocks[0].initial_hash}"
+    etag = peer.get(path).headers["etag"]
+    assert peer.get(path, {"If-None-Match": etag}).status_code == 304
+    assert peer.get(path, {"If-Range": '"other"', "Range": "bytes=5-"}).status_code == 200
+
+
+def test_an_impossible_range_is_refused(running: Running) -> None:
+    peer = running.peer(join=False)
+    for wanted in ("bytes=999999999-", "bytes=5-2", "bytes=-", "lines=1-2", "bytes=0-1,4-5"):
+        with pytest.raises(Refused) as refused:
+            peer.get(f"/v1/snapshots/{peer.run.blocks[0].initial_hash}", {"Range": wanted})
+        assert (refused.value.status, refused.value.reason) == (416, "range_not_satisfiable")
+
+
+def test_byte_ranges_mean_what_http_says() -> None:
+    assert byte_range("", 10) == (0, 10)
+    assert byte_range("bytes=2-4", 10) == (2, 5)
+    assert byte_range("bytes=2-400", 10) == (2, 10)
+    assert byte_range("bytes=-3", 10) == (7, 10)
+    assert byte_range("bytes=-30", 10) == (0, 10)
+    with pytest.raises(Refusal):
+        byte_range("bytes=10-", 10)
+
+
+def events(response: httpx2.Response) -> Iterator[dict[str, str]]:
+    event: dict[str, str] = {}
+    for line in response.iter_lines():
+        if line and not line.startswith(":"):
+            name, _, value = line.partition(": ")
+            event[name] = value
+        elif event:
+            yield event
+            event = {}
+
+
+def test_events_tell_what_happens_and_resume_where_they_broke_off(running: Running) -> None:
+    with httpx2.stream("GET", f"{running.url}/v1/events?since=0", timeout=10) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        stream = events(response)
+        assert next(stream)["event"] == "run"
+        peer = running.peer()
+        joined = next(stream)
+        assert (joined["event"], joined["id"]) == ("join", "1")
+        assert json.loads(joined["data"])["body"]["worker_id"] == peer.identity.worker_id
+    peer.lend()
+    resume = {"Last-Event-ID": joined["id"]}
+    with httpx2.stream("GET", f"{running.url}/v1/events", headers=resume, timeout=10) as response:
+        assert next(events(response))["event"] == "assign"
+
+
+def test_status_shows_blocks_workers_rounds_and_bytes(running: Running) -> None:
+    peer = running.peer()
+    assignment = peer.lend()
+    peer.heartbeat(assignment, step=1)
+    account = {"seconds_computing": 3.5, "up": {"payload": 7}}
+    payload = peer.payload(0)
+    peer.reveal(peer.commit(assignment, payload, account=account), payload)
+    running.wait_for_version(0, 1)
+    status = StatusAnswer.model_validate_json(peer.get("/v1/status").content)
+    (worker,) = status.workers
+    assert (worker.device, worker.block, worker.live, worker.accepted) == ("test", 0, True, 1)
+    assert (worker.seconds_computing, worker.up.payload) == (3.5, 7)
+    assert [block.head_version for block in status.blocks] == [1, 0]
+    assert (status.participation, status.ages) == (1.0, {"0": 1})
+    assert status.up.payload >= len(payload)
+    assert (status.reports[0].on_time, status.reports[0].mean_loss) == (1, 2.0)
+
+
+def test_metrics_count_verdicts_and_bytes(running: Running) -> None:
+    peer = running.peer()
+    peer.deliver(peer.lend())
+    running.wait_for_version(0, 1)
+    text = peer.get("/metrics").text
+    assert 'blocktrain_verdicts_total{outcome="accepted",reason="on_time"} 1.0' in text
+    assert 'blocktrain_block_version{block="0"} 1.0' in text
+    assert "blocktrain_merge_seconds_count 1.0" in text
+
+
+def test_the_assembled_model_is_scored_off_the_request_path(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=2, rounds=1), scoring=True) as running:
+        peer = running.peer()
+        for block in range(2):
+            peer.deliver(peer.lend(prefer_block=block))
+            running.wait_for_version(block, 1)
+        running.wait_for(lambda: any(one.euler_ce for one in running.coordinator.status().evaluations))
+        final = running.coordinator.status().evaluations[-1]
+        assert final.versions == (1, 1)
+        assert 0 < final.consensus_ce < 10

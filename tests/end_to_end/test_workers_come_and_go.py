@@ -1,0 +1,128 @@
+"""Workers die, return, join late and leave; nobody else waits for them."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
+
+from blocktrain.wire.identity import load_or_create
+from blocktrain.wire.messages import BlockAnswer
+
+CLOSING_SECONDS = 2.0
+"""From a deadline to the new head, on a busy test machine."""
+SPARSE = {"codec": "sparse:64", "steps_per_round": 3, "rounds": 10_000, "lease_seconds": 3.0}
+
+
+def worker_id(kit: Kit, name: str) -> str:
+    return load_or_create(kit.folder / name / "key.pem").worker_id
+
+
+def accepted(coordinator: Coordinator, worker: str) -> int:
+    return sum(one.accepted for one in coordinator.status().workers if one.worker_id == worker)
+
+
+def first_line(program: Program, pattern: str) -> str:
+    def found() -> str:
+        match = re.search(pattern, program.text())
+        return match.group(0) if match else ""
+
+    return until(f"{pattern!r} in {program.log.name}", found)
+
+
+def test_a_killed_worker_delays_nobody_and_returns_as_itself(kit: Kit, text: Path) -> None:
+    recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 2})
+    coordinator = Coordinator(kit, recipe).start()
+    steady, victim = kit.worker(coordinator.url, "steady"), kit.worker(coordinator.url, "victim")
+    names = worker_id_when_there(kit, "steady"), worker_id_when_there(kit, "victim")
+    until("both deliver", lambda: all(accepted(coordinator, name) >= 2 for name in names))
+
+    victim.kill()
+    block = until("a round has begun", lambda: begun(coordinator))
+    coordinator.reach(block.head_version + 1)
+    assert block.round.deadline is not None
+    assert time.time() < block.round.deadline + CLOSING_SECONDS
+    coordinator.reach(block.head_version + 3)
+    assert all(
+        names[0] in {one.worker_id for one in merge.inputs}
+        for merge in coordinator.merges()[block.head_version :]
+    )
+
+    count = accepted(coordinator, names[1])
+    kit.worker(coordinator.url, "victim")
+    until("the victim delivers again", lambda: accepted(coordinator, names[1]) > count)
+    assert len(coordinator.status().workers) == 2
+    steady.stop()
+    coordinator.verify()
+
+
+def begun(coordinator: Coordinator) -> BlockAnswer | None:
+    block = coordinator.client().block(0)
+    return block if block.round.deadline is not None else None
+
+
+def worker_id_when_there(kit: Kit, name: str) -> str:
+    until(f"{name} has a key", lambda: (kit.folder / name / "key.pem").exists())
+    return worker_id(kit, name)
+
+
+def test_late_joiner_leaver_and_a_run_without_workers(kit: Kit, text: Path) -> None:
+    recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 1}, model={"blocks": 2})
+    coordinator = Coordinator(kit, recipe).start()
+    first = kit.worker(coordinator.url, "first")
+    coordinator.reach(4, block=0)
+    coordinator.reach(4, block=1)
+
+    late = kit.worker(coordinator.url, "late")
+    verdict = first_line(late, r"verdict .*")
+    assert "outcome=accepted age=0" in verdict, verdict
+    until("each has a block", lambda: blocks_of(coordinator) == {0, 1})
+
+    assert first.stop() == 0, first.text()
+    left = [block.head_version for block in coordinator.status().blocks]
+    coordinator.reach(left[0] + 1, block=0)
+    coordinator.reach(left[1] + 1, block=1)
+
+    assert late.stop() == 0, late.text()
+    before = [block.head_version for block in coordinator.status().blocks]
+    again = kit.worker(coordinator.url, "late")
+    coordinator.reach(before[0] + 1, block=0)
+    coordinator.reach(before[1] + 1, block=1)
+    assert again.stop() == 0
+    coordinator.verify()
+
+
+def blocks_of(coordinator: Coordinator) -> set[int | None]:
+    return {worker.block for worker in coordinator.status().workers if worker.live}
+
+
+def test_ctrl_c_hands_the_lease_back_and_another_text_is_refused(
+    kit: Kit, text: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(text, swarm={**SPARSE, "steps_per_round": 100_000})
+    coordinator = Coordinator(kit, recipe).start()
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 500)
+    arguments = ["worker", "--coordinator", coordinator.url, "--corpus", str(other)]
+    stranger = kit.start("stranger", [*arguments, "--data-dir", str(tmp_path / "stranger")])
+    worker = kit.worker(coordinator.url)
+    first_line(worker, r"train block=0.*")
+    assert worker.stop() == 0, worker.text()
+    kinds = [entry.kind for entry in coordinator.ledger()]
+    assert kinds.count("return") == kinds.count("assign") >= 1
+    assert stranger.process.wait(60) == 2
+    assert "this machine's text is not the run's" in stranger.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_joining_at_round_fifty_counts_in_its_first_round(kit: Kit, text: Path) -> None:
+    recipe = tiny_recipe(text, swarm={**SPARSE, "steps_per_round": 1})
+    coordinator = Coordinator(kit, recipe).start()
+    kit.worker(coordinator.url, "first")
+    coordinator.reach(50, seconds=120)
+    late = kit.worker(coordinator.url, "late")
+    assert "outcome=accepted age=0" in first_line(late, r"verdict .*")

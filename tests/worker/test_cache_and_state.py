@@ -1,0 +1,76 @@
+"""Files a worker keeps: whole or not at all, bounded, and never a reason not to start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from blocktrain.errors import UserError
+from blocktrain.worker.cache import BlobCache
+from blocktrain.worker.state import StateFolder, Unsettled
+
+
+def test_the_cache_keeps_what_was_used_last(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, max_bytes=250)
+    for age, name in enumerate(["old", "used", "new"]):
+        path = cache.put(name, b"x" * 100)
+        os.utime(path, ns=(age, age))
+        if name == "new":
+            cache.trim(keep=path)
+    assert cache.path("old") is None
+    assert cache.read("used") == b"x" * 100
+
+
+def test_a_blob_larger_than_the_bound_is_still_kept(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, max_bytes=10)
+    cache.put("small", b"x")
+    cache.put("large", b"x" * 100)
+    assert cache.read("large") == b"x" * 100
+    assert cache.path("small") is None
+
+
+def test_feedback_and_unsettled_updates_are_saved_together(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path, print)
+    update = Unsettled(assignment_id="a", payload_hash="b", base_version=1, base_hash="c", loss=2.0)
+    feedback = {"w": np.arange(4, dtype=np.float32)}
+    state.save_feedback(3, feedback, [update])
+    loaded, updates = state.load_feedback(3)
+    assert loaded is not None
+    np.testing.assert_array_equal(loaded["w"], feedback["w"])
+    assert updates == [update]
+    state.save_feedback(3, None, [])
+    assert state.load_feedback(3) == (None, [])
+
+
+def test_optimizer_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path, print)
+    tensors = {"0.1.momentum": torch.randn(3, 2), "1.0.step": torch.tensor(7.0)}
+    state.save_optimizer(0, tensors)
+    loaded = state.load_optimizer(0)
+    assert loaded is not None
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert state.load_optimizer(1) is None
+
+
+def test_damaged_state_is_reported_and_left_out(tmp_path: Path) -> None:
+    lines: list[str] = []
+    state = StateFolder(tmp_path, lines.append)
+    for name in ("block-0.feedback", "block-0.optimizer", "block-0.snapshot", "last-block"):
+        (tmp_path / name).write_bytes(b"\xff" * 20)
+    assert state.load_feedback(0) == (None, [])
+    assert state.load_optimizer(0) is None
+    assert state.load_snapshot_name(0) is None
+    assert state.load_last_block() is None
+    assert len(lines) == 2
+
+
+def test_two_workers_cannot_share_a_folder(tmp_path: Path) -> None:
+    first = StateFolder(tmp_path, print).lock()
+    with pytest.raises(UserError, match="its own --data-dir"):
+        StateFolder(tmp_path, print).lock()
+    os.close(first)
+    os.close(StateFolder(tmp_path, print).lock())
