@@ -7,8 +7,8 @@ import json
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +174,14 @@ def test_strange_but_lawful_recipes_train_evaluate_and_speak(
 @pytest.fixture(scope="session")
 def long_run(recipe_file: Path) -> tuple[Any, ...]:
     """Long enough to be killed in; state is saved as often as it can be."""
-    sets = ("training.steps=60", "training.checkpoint_seconds=1e-9", "training.reference=false")
+    sets = ("training.steps=40", "training.checkpoint_seconds=1e-9", "training.reference=false")
     return ("train", recipe_file, *(part for value in sets for part in ("--set", value)))
 
 
 @pytest.fixture(scope="session")
 def whole_run(long_run: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert run_program(*long_run, "--out", out).code == 0
+    assert run_main(*long_run, "--out", out).code == 0
     return out
 
 
@@ -210,25 +210,32 @@ def test_a_run_killed_with_signal_9_resumes_to_the_same_bits(
         process.kill()
     assert process.wait() == -signal.SIGKILL
     with safetensors.safe_open(str(state), framework="pt") as file:
-        assert 0 < json.loads(file.metadata()["progress"])["step"] < 60
+        assert 0 < json.loads(file.metadata()["progress"])["step"] < 40
     assert not (out / "report.json").exists()
-    resumed = run_program(*long_run, "--out", out, "--resume")
+    resumed = run_main(*long_run, "--out", out, "--resume")
     assert resumed.code == 0, resumed.err
-    assert f"training block {group}: 60 steps from step" in resumed.err
+    assert f"training block {group}: 40 steps from step" in resumed.err
     assert weights_of(out) == weights_of(whole_run)
     expected, found = report_of(whole_run), report_of(out)
     assert found["composed"] == expected["composed"]
     assert found["curves"] == expected["curves"]
 
 
-def limited(num_bytes: int) -> Callable[[], None]:
-    """No file of the process may grow beyond this, as on a disk that is full."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file that this process writes may grow beyond this, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_is_full_while_state_is_saved_is_explained(recipe_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    outcome = run_program("train", recipe_file, "--out", out, preexec_fn=limited(100_000))
+    with full_disk(100_000):
+        outcome = run_program("train", recipe_file, "--out", out)
     assert outcome.code == 2
     assert "cannot write" in outcome.complaint
     assert "group-0.safetensors: File too large; free some space" in outcome.complaint
@@ -240,8 +247,8 @@ def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
 ) -> None:
     out, _ = trained
     before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
-    arguments = ("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
-    outcome = run_program(*arguments, preexec_fn=limited(50_000))
+    with full_disk(50_000):
+        outcome = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
     assert outcome.code == 2
     assert "cannot write" in outcome.complaint
     assert {f: f.read_bytes() for f in out.rglob("*") if f.is_file()} == before

@@ -7,7 +7,6 @@ That costs few parameters and lets the gains move quickly: `docs/experiments.md`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -22,43 +21,58 @@ Place = Literal["attention", "feedforward"]
 """The two sub-layers of a layer."""
 
 
-@dataclass
-class LayerCache:
-    """What one layer remembers of earlier positions."""
+class Growing:
+    """A tensor that grows along one dimension in place: appending copies what is new, not what is there."""
 
-    k_BHSK: Tensor | None = None
-    v_BHSK: Tensor | None = None
-    attention_inputs_BSD: Tensor | None = None
-    feedforward_inputs_BSD: Tensor | None = None
+    def __init__(self, dim: int) -> None:
+        self.dim, self.length = dim, 0
+        self.room: Tensor | None = None
+
+    def append(self, x: Tensor) -> Tensor:
+        """Everything so far, `x` last."""
+        end = self.length + x.shape[self.dim]
+        if self.room is None or self.room.shape[self.dim] < end:
+            self.room = self._larger(x, end)
+        self.room.narrow(self.dim, self.length, x.shape[self.dim]).copy_(x)
+        self.length = end
+        return self.room.narrow(self.dim, 0, end)
+
+    def _larger(self, x: Tensor, needed: int) -> Tensor:
+        shape = list(x.shape)
+        shape[self.dim] = max(64, needed, 2 * self.length)
+        room = x.new_empty(shape)
+        if self.room is not None:
+            room.narrow(self.dim, 0, self.length).copy_(self.room.narrow(self.dim, 0, self.length))
+        return room
+
+    def held(self) -> Tensor | None:
+        return None if self.room is None else self.room.narrow(self.dim, 0, self.length)
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+class LayerCache:
+    """What one layer remembers of earlier positions: keys, values and the convolutions' inputs."""
+
+    def __init__(self) -> None:
+        self.k_BHSK, self.v_BHSK = Growing(2), Growing(2)
+        self.inputs_BSD: dict[Place, Growing] = {"attention": Growing(1), "feedforward": Growing(1)}
 
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
         """Attention of the new positions over all positions so far."""
-        return causal_attention(q_BHTK, *self.append(k_BHTK, v_BHTK))
+        return causal_attention(q_BHTK, self.k_BHSK.append(k_BHTK), self.v_BHSK.append(v_BHTK))
 
     def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
         """The convolution in front of attention or feed-forward, continued from earlier positions."""
-        name = f"{place}_inputs_BSD"
-        earlier_BSD = getattr(self, name)
-        setattr(self, name, x_BTD if earlier_BSD is None else torch.cat([earlier_BSD, x_BTD], dim=1))
-        y: Tensor = convolution(x_BTD, earlier_BSD)
+        y: Tensor = convolution(x_BTD, self.inputs_BSD[place].held())
+        self.inputs_BSD[place].append(x_BTD)
         return y
-
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far."""
-        if self.k_BHSK is not None and self.v_BHSK is not None:
-            k_BHTK = torch.cat([self.k_BHSK, k_BHTK], dim=2)
-            v_BHTK = torch.cat([self.v_BHSK, v_BHTK], dim=2)
-        self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
-        return k_BHTK, v_BHTK
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""
-        if self.k_BHSK is not None and self.v_BHSK is not None:
-            self.k_BHSK, self.v_BHSK = self.k_BHSK[:, :, :length], self.v_BHSK[:, :, :length]
-        if self.attention_inputs_BSD is not None:
-            self.attention_inputs_BSD = self.attention_inputs_BSD[:, :length]
-        if self.feedforward_inputs_BSD is not None:
-            self.feedforward_inputs_BSD = self.feedforward_inputs_BSD[:, :length]
+        for part in (self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()):
+            part.truncate(length)
 
 
 class PackedLayerCache:

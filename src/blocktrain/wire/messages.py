@@ -502,7 +502,7 @@ class StatusAnswer(Answer):
     blocks: tuple[BlockAnswer, ...]
     workers: tuple[WorkerState, ...]
     participation: float | None
-    """Share of assigned work of closed rounds that arrived on time."""
+    """Share of the assigned work of the rounds in `reports` that arrived on time."""
     ages: dict[str, Count]
     """Merged updates by age in rounds."""
     up: Traffic
@@ -510,7 +510,9 @@ class StatusAnswer(Answer):
     down: Traffic
     """Bytes of bodies sent by this coordinator process."""
     evaluations: tuple[EvaluationState, ...]
+    """The latest, oldest first."""
     reports: tuple[RoundReport, ...]
+    """The rounds closed last, oldest first."""
     ledger_length: Count
 
 

@@ -288,6 +288,10 @@ class Worker:
         self.stop.set()
         if prepared:
             self.desk.wake()
+            with self._lock:
+                standings = list(self._standings.values())
+            for standing in standings:
+                standing.close()
             self.crew.join(GOODBYE_SECONDS)
             self._keep_progress()
             self._hand_back()
