@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,6 +33,7 @@ MAY_USE_WIRE = {"training.merge", "training.snapshot", "training.update"}
 OUTSIDE_WORLD = {"socket", "ssl", "http", "urllib", "asyncio", "pathlib", "os", "io", "time", "datetime"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -59,6 +61,7 @@ def imported_names(source: str, name: str, *, is_package: bool) -> set[str]:
     return found
 
 
+@cache
 def imports_of(name: str) -> set[str]:
     path = modules()[name]
     return imported_names(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py")
