@@ -87,7 +87,7 @@ def _toml(value: Any) -> str:
 
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["swarm_kit_preload"])
+processes.set_forkserver_preload(["tests.end_to_end.swarm_kit_preload"])
 
 
 def run_program(log: Path, arguments: list[str]) -> None:

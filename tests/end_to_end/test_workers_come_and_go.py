@@ -33,7 +33,9 @@ def first_line(program: Program, pattern: str) -> str:
     return until(f"{pattern!r} in {program.log.name}", found)
 
 
-def test_a_killed_worker_delays_nobody_and_returns_as_itself(kit: Kit, text: Path) -> None:
+def test_a_killed_worker_delays_nobody_and_returns_as_itself_and_a_joiner_counts_at_once(
+    kit: Kit, text: Path
+) -> None:
     recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 2})
     coordinator = Coordinator(kit, recipe).start()
     steady, victim = kit.worker(coordinator.url, "steady"), kit.worker(coordinator.url, "victim")
@@ -55,6 +57,10 @@ def test_a_killed_worker_delays_nobody_and_returns_as_itself(kit: Kit, text: Pat
     kit.worker(coordinator.url, "victim")
     until("the victim delivers again", lambda: accepted(coordinator, names[1]) > count)
     assert len(coordinator.status().workers) == 2
+
+    late = kit.worker(coordinator.url, "late")
+    verdict = first_line(late, r"verdict .*")
+    assert "outcome=accepted age=0" in verdict, verdict
     steady.stop()
     coordinator.verify()
 
@@ -69,7 +75,7 @@ def worker_id_when_there(kit: Kit, name: str) -> str:
     return worker_id(kit, name)
 
 
-def test_late_joiner_leaver_and_a_run_without_workers(kit: Kit, text: Path) -> None:
+def test_joiner_and_leaver_shift_replicas_and_a_run_without_workers(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 1}, model={"blocks": 2})
     coordinator = Coordinator(kit, recipe).start()
     first = kit.worker(coordinator.url, "first")
@@ -77,8 +83,6 @@ def test_late_joiner_leaver_and_a_run_without_workers(kit: Kit, text: Path) -> N
     coordinator.reach(4, block=1)
 
     late = kit.worker(coordinator.url, "late")
-    verdict = first_line(late, r"verdict .*")
-    assert "outcome=accepted age=0" in verdict, verdict
     until("each has a block", lambda: blocks_of(coordinator) == {0, 1})
 
     assert first.stop() == 0, first.text()
