@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--codec", default="sparse:64")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     size = 4 * block_parameters(WIDTH, LAYERS, CONTEXT) / 1e6
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -120,6 +121,9 @@ def test_ctrl_c_hands_the_lease_back_and_another_text_is_refused(
     assert worker.stop() == 0, worker.text()
     kinds = [entry.kind for entry in coordinator.ledger()]
     assert kinds.count("return") == kinds.count("assign") >= 1
+    shown = kit.start("status", ["status", coordinator.url, "--json"])
+    assert shown.wait(30) == 0
+    assert json.loads(shown.text())["workers"][0]["worker_id"] == worker_id(kit, "worker")
     assert stranger.wait(60) == 2
     assert "this machine's text is not the run's" in stranger.text()
 

@@ -43,8 +43,11 @@ def test_feedback_and_unsettled_updates_are_saved_together(tmp_path: Path) -> No
     assert loaded is not None
     np.testing.assert_array_equal(loaded["w"], feedback["w"])
     assert updates == [update]
+    assert state.has_unsettled(3)
     state.save_feedback(3, None, [])
     assert state.load_feedback(3) == (None, [])
+    assert not state.has_unsettled(3)
+    assert not state.has_unsettled(4)
 
 
 def test_optimizer_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -70,11 +73,12 @@ def test_damaged_state_is_reported_and_left_out(tmp_path: Path) -> None:
 
 
 def test_two_workers_cannot_share_a_folder(tmp_path: Path) -> None:
-    first = StateFolder(tmp_path, print).lock()
-    with pytest.raises(UserError, match="its own --data-dir"):
-        StateFolder(tmp_path, print).lock()
-    os.close(first)
-    os.close(StateFolder(tmp_path, print).lock())
+    with StateFolder(tmp_path, print).locked():
+        second = StateFolder(tmp_path, print).locked()
+        with pytest.raises(UserError, match="its own --data-dir"):
+            second.__enter__()
+    with StateFolder(tmp_path, print).locked():
+        pass
 
 
 def test_two_threads_may_save_at_once(tmp_path: Path) -> None:

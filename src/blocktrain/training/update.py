@@ -94,6 +94,10 @@ def is_same(left: Tensors, right: Tensors) -> bool:
     return left is right or all(np.array_equal(left[name], right[name]) for name in left)
 
 
+def is_finite(weights: Tensors) -> bool:
+    return all(bool(np.isfinite(value).all()) for value in weights.values())
+
+
 def moved(weights: Tensors, shift: Tensors) -> Weights:
     return {
         name: np.asarray(value + shift[name]) if shift[name].any() else value

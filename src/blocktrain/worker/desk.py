@@ -85,10 +85,6 @@ class Desk:
             if self._current is task:
                 self._current = None
 
-    def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def leases(self) -> list[str]:
         """Assignments in hand that are not finished."""
         with self._changed:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +27,10 @@ from blocktrain.errors import BlocktrainError, DataError, RecipeError
 from blocktrain.model.objective import Objective
 from blocktrain.training.inner import build_codebook
 from blocktrain.wire import messages
-from blocktrain.wire.identity import Identity, load_or_create
+from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient
+from blocktrain.worker.client import CoordinatorClient, Stopped
 from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.progress import Progress, make_progress
@@ -63,28 +63,37 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
     """Train until the run is finished or `stop` is set."""
     identity = load_or_create(options.key or options.data_dir / "key.pem")
     traffic = Traffic()
-    with make_progress(identity.worker_id, traffic) as progress:
-        worker = Worker(options, identity, traffic, progress, stop)
-        try:
-            worker.prepare()
-            worker.train()
-        finally:
-            worker.close()
+    with contextlib.suppress(Stopped), make_progress(identity.worker_id, traffic) as progress:
+        client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
+        with contextlib.closing(client):
+            run = client.run()
+            client.audience = run.run_id
+            recipe = swarm_recipe(run)
+            corpus = load_run_corpus(recipe, run, options.corpus)
+            state = StateFolder(options.data_dir / run.run_id[:16], progress.line)
+            with state.locked():
+                worker = Worker(options, client, progress, stop, state, recipe, corpus, run)
+                try:
+                    worker.train()
+                finally:
+                    worker.close()
 
 
 class Worker:
     def __init__(
         self,
         options: WorkerOptions,
-        identity: Identity,
-        traffic: Traffic,
+        client: CoordinatorClient,
         progress: Progress,
         stop: threading.Event,
+        state: StateFolder,
+        recipe: Recipe,
+        corpus: Corpus,
+        run: RunAnswer,
     ) -> None:
-        self.options, self.identity, self.traffic, self.progress = options, identity, traffic, progress
-        self.stop = stop
-        self.device = options.device
-        self.client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
+        self.client, self.progress, self.stop, self.state = client, progress, stop, state
+        self.traffic, self.identity, self.device = client.traffic, client.identity, options.device
+        self.recipe, self.corpus = recipe, corpus
         self.crew = Crew(stop)
         self._standings: dict[int, Standing] = {}
         self._lock = threading.Lock()
@@ -92,22 +101,8 @@ class Worker:
         self._saved_at: float | None = None
         self._saving_seconds = 0.0
         self._before_first_step: dict[str, float] = {}
-        self._folder_lock: int | None = None
-
-    # --- joining
-
-    def prepare(self) -> None:
-        run = self.client.run()
-        self.client.audience = run.run_id
-        self.recipe = swarm_recipe(run)
-        self.corpus = load_run_corpus(self.recipe, run, self.options.corpus)
-        self.state = StateFolder(self.options.data_dir / run.run_id[:16], self.progress.line)
-        self._folder_lock = self.state.lock()
         self._build_training()
-        self._build_services(run)
-        self.join()
-        for layout in self.snapshots.layouts:
-            self.sender.deliver_leftovers(layout.block)
+        self._build_services(run, options.cache_bytes)
 
     def _build_training(self) -> None:
         tokenizer = ByteTokenizer()
@@ -124,8 +119,8 @@ class Worker:
         codebook = build_codebook(recipe, tokenizer.vocabulary).to(self.device)
         self.training = LocalTraining(recipe, self.objective, shards, codebook, self.device)
 
-    def _build_services(self, run: RunAnswer) -> None:
-        cache = BlobCache(self.state.folder / "cache", self.options.cache_bytes)
+    def _build_services(self, run: RunAnswer, cache_bytes: int) -> None:
+        cache = BlobCache(self.state.folder / "cache", cache_bytes)
         layouts = [Layout.of(layout) for layout in run.blocks]
         self.snapshots = Snapshots(
             self.client, cache, self.recipe, self.objective, layouts, self.progress.line
@@ -162,6 +157,9 @@ class Worker:
     # --- training
 
     def train(self) -> None:
+        self.join()
+        for layout in self.snapshots.layouts:
+            self.sender.deliver_leftovers(layout.block)
         self.crew.start("asking", self.desk.run_asking)
         self.crew.start("heartbeats", self.desk.run_heartbeats)
         self.crew.start("sending", self.sender.run)
@@ -299,34 +297,28 @@ class Worker:
 
     def close(self) -> None:
         """Let a running transfer finish, keep what was not sent, hand the leases back."""
-        prepared = hasattr(self, "desk")
-        if prepared and not self.stop.is_set():
+        if not self.stop.is_set():
             self.sender.wait_until_idle(GOODBYE_SECONDS)
         self.stop.set()
-        if prepared:
-            self.desk.wake()
-            with self._lock:
-                standings = list(self._standings.values())
-            for standing in standings:
-                standing.close()
-            self.crew.join(GOODBYE_SECONDS)
-            self._keep_progress()
-            self._hand_back()
-            self._write_report()
-        self.client.close()
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
+        with self._lock:
+            standings = list(self._standings.values())
+        for standing in standings:
+            standing.close()
+        self.crew.join(GOODBYE_SECONDS)
+        self._hand_back(self.desk.leases() + self._keep_progress())
+        self._write_report()
 
-    def _keep_progress(self) -> None:
+    def _keep_progress(self) -> list[str]:
+        """Write everything down; returns assignments whose updates were given up."""
         self._leave_block()
         standing = self.training.standing
         if standing is not None:
             self.snapshots.keep(standing.base)
             self.state.save_snapshot_name(standing.block, standing.base.version, standing.base.hash)
-        self.sender.abandon()
+        return self.sender.abandon()
 
-    def _hand_back(self) -> None:
-        for lease in self.desk.leases():
+    def _hand_back(self, leases: Sequence[str]) -> None:
+        for lease in leases:
             with contextlib.suppress(BlocktrainError):
                 self.client.hand_back(lease)
                 self.progress.line(f"handed back assignment={lease[:12]}")

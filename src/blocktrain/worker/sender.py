@@ -122,9 +122,9 @@ class Sender:
 
     def deliver_leftovers(self, block: int) -> None:
         """Before anything else: deliver what a killed process had formed, or take it back."""
-        feedback, updates = self.state.load_feedback(block)
-        if not updates:
+        if not self.state.has_unsettled(block):
             return
+        feedback, updates = self.state.load_feedback(block)
         leftover = Standing(block, Base(0, "", {}), feedback, max_age=0)
         self._unsettled[block] = list(updates)
         for update in updates:
@@ -185,13 +185,16 @@ class Sender:
         self._unsettled[standing.block] = kept
         self.keep_feedback(standing)
 
-    def abandon(self) -> None:
-        """At the end: updates that were never formed go to error feedback, and it to disk."""
+    def abandon(self) -> list[str]:
+        """At the end: updates that were never formed go to error feedback; returns their assignments."""
+        abandoned = []
         with contextlib.suppress(queue.Empty):
             while True:
                 standing, flight = self._queue.get_nowait()
                 standing.drop(flight)
                 self.keep_feedback(standing)
+                abandoned.append(flight.assignment.assignment_id)
+        return abandoned
 
     def keep_feedback(self, standing: Standing) -> None:
         """Write what error feedback and updates on their way are now; the trainer does so too."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from blocktrain.training.update import Weights, difference, fold_back, is_same, moved
+from blocktrain.training.update import Weights, difference, fold_back, is_finite, is_same, moved
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent, settle
 
@@ -107,8 +107,9 @@ class Standing:
         """Put the progress since the last mark into error feedback; the local weights are given up."""
         with self._changed:
             origin, place = self._newest().now(), self._place(weights).now()
-            if not is_same(origin, place):
-                self._feedback = fold_back(self._feedback, difference(origin, place))
+            delta = difference(origin, place)
+            if not is_same(origin, place) and is_finite(delta):
+                self._feedback = fold_back(self._feedback, delta)
 
     def _place(self, weights: Weights) -> Place:
         if self._pending is None:

@@ -8,11 +8,12 @@ one puts its progress into error feedback. A damaged file is reported and left o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import safetensors.numpy
@@ -49,21 +50,24 @@ class StateFolder:
         self.folder, self.report = folder, report
         self._writing = threading.Lock()
 
-    def lock(self) -> int:
-        """Keep a second worker out of this folder for as long as the returned descriptor is open."""
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second worker out of this folder."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another worker is using {self.folder}; give each worker its own --data-dir"
-            ) from None
         except OSError as error:
             raise StorageError(
                 f"cannot use {self.folder}: {error.strerror}; name another --data-dir"
             ) from None
-        return descriptor
+        with contextlib.closing(os.fdopen(descriptor)):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"another worker is using {self.folder}; give each worker its own --data-dir"
+                ) from None
+            yield
 
     def save_feedback(self, block: int, feedback: Weights | None, updates: Sequence[Unsettled]) -> None:
         outbox = _Outbox(updates=list(updates)).model_dump_json()
@@ -71,6 +75,15 @@ class StateFolder:
             f"block-{block}.feedback",
             lambda path: safetensors.numpy.save_file(feedback or {}, path, {"outbox": outbox}),
         )
+
+    def has_unsettled(self, block: int) -> bool:
+        """Whether there are updates to deliver again, without reading the feedback beside them."""
+        path = self.folder / f"block-{block}.feedback"
+        try:
+            with safe_open(path, "numpy") as file:
+                return bool(_Outbox.model_validate_json((file.metadata() or {}).get("outbox", "{}")).updates)
+        except (SafetensorError, ValidationError, OSError):
+            return False
 
     def load_feedback(self, block: int) -> tuple[Weights | None, list[Unsettled]]:
         path = self.folder / f"block-{block}.feedback"
