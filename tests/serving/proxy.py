@@ -42,8 +42,7 @@ class Proxy:
     async def close(self) -> None:
         self._server.close()
         self.cut()
-        for task in list(self._tasks):
-            task.cancel()
+        self.heal()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stall(self) -> None:

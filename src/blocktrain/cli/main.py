@@ -15,6 +15,7 @@ from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.gateway import chat, gateway, serve
 from blocktrain.cli.serving import stage
+from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
 from blocktrain.errors import BlocktrainError
@@ -38,6 +39,7 @@ app.command()(coordinator)
 app.command()(worker)
 app.command()(swarm)
 app.command()(status)
+app.command()(simulate)
 
 
 @app.command()

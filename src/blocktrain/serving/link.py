@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ from blocktrain.wire.frames import (
 )
 
 log = logging.getLogger(__name__)
+
+REMEMBERED_RELEASES = 512
+"""What a stage could not be told beyond these it forgets by itself, after its idle time."""
 
 ReplyKey = tuple[int, int, int]
 """Session, epoch and traversal of a request."""
@@ -75,6 +79,7 @@ class StageLink:
         self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
         self._credits = asyncio.Semaphore(1)
         self._limits = GREETING_LIMITS
+        self._released: deque[int] = deque(maxlen=REMEMBERED_RELEASES)
         self._asked: float | None = None
         self._lost: float | None = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -158,6 +163,8 @@ class StageLink:
         self.blocks = frozenset(welcome.blocks)
         self._stream, self._asked, self.problem = stream, None, None
         self.refused = self.draining = False
+        stream.post(b"".join(map(_release_frame, self._released)))
+        self._released.clear()
         log.info("joined stage address=%s blocks=%s", self.address, sorted(self.blocks))
         self.changed()
 
@@ -251,8 +258,11 @@ class StageLink:
             self._stream.abort()
 
     def release(self, session: int) -> None:
-        """Tell the stage to free a session, if it can be told."""
-        stream = self._stream
-        if stream is None:
-            return
-        stream.post(encode_frame(Header(FrameType.RELEASE, session=session)))
+        """Have the stage free a session; said again after a lost connection, which may have lost it too."""
+        self._released.append(session)
+        if self._stream is not None:
+            self._stream.post(_release_frame(session))
+
+
+def _release_frame(session: int) -> bytes:
+    return encode_frame(Header(FrameType.RELEASE, session=session))

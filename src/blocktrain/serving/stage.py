@@ -106,7 +106,8 @@ class Stage:
         )
         self._limits = Limits(payload_bytes=shape.context * id_dtype(shape.vocabulary).itemsize)
         self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._talks: set[asyncio.Task[None]] = set()
+        self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
         self._watch_gauges()
 
@@ -138,9 +139,9 @@ class Stage:
         self._expiry.cancel()
         for connection in list(self._connections):
             connection.stream.abort()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, self._expiry, return_exceptions=True)
+        for request in list(self._requests):
+            request.cancel()
+        await asyncio.gather(*self._requests, *self._talks, self._expiry, return_exceptions=True)
         await self._batcher.close()
 
     async def drain(self) -> None:
@@ -170,7 +171,7 @@ class Stage:
         connection = _Connection(FrameStream(reader, writer))
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._talks.add(task)
         self._connections.add(connection)
         try:
             await self._converse(connection)
@@ -181,7 +182,7 @@ class Stage:
             log.warning("dropped connection peer=%s reason=%s", connection.stream.peer, error)
         finally:
             self._connections.discard(connection)
-            self._tasks.discard(task)
+            self._talks.discard(task)
             self._count_bytes(connection)
             await connection.stream.close()
 
@@ -239,7 +240,8 @@ class Stage:
         if frame.type == FrameType.PING:
             await connection.stream.write(encode_frame(replace(frame.header, type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
-            self._release(connection, frame.header.session)
+            # After the tasks of earlier requests have begun, one of which may be the session's first.
+            asyncio.get_running_loop().call_soon(self._release, connection, frame.header.session)
         elif frame.type in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT):
             await self._admit(connection, frame)
         else:
@@ -258,8 +260,8 @@ class Stage:
             return
         connection.in_flight += 1
         task = asyncio.get_running_loop().create_task(self._answer(connection, frame))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
 
     async def _answer(self, connection: _Connection, frame: Frame) -> None:
         """Compute and reply; whatever goes wrong becomes a frame that says so."""
