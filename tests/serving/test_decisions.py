@@ -111,7 +111,7 @@ def taught(chance: float, traversal_seconds: float) -> AdaptiveLength:
 
 
 def drafted(length: AdaptiveLength, margin: float = 2.5) -> int:
-    return next(k for k in range(34) if not length.go_on([margin] * k))
+    return next(k for k in range(99) if not length.go_on([margin] * k))
 
 
 def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
@@ -119,15 +119,20 @@ def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
     assert drafted(taught(0.4, 0.1)) < drafted(taught(0.9, 0.1))
     usual = taught(0.9, 0.05)
     assert drafted(usual, margin=0.1) < drafted(usual, margin=9.0)
-    assert drafted(taught(0.98, 100.0)) == 32
+    assert drafted(taught(0.98, 100.0)) > 32
 
 
 def test_lookup_finds_what_followed_last_time() -> None:
     lookup = Lookup()
     text = list(b"the university of the univers")
+    lookup.extend(text)
     assert bytes(lookup.guess(text, 3)) == b"ity"
     assert bytes(lookup.guess([*text, *b"ity of"], 4)) == b" the"
-    assert Lookup().guess(list(b"abcdefgh"), 4) == []
+    assert lookup.guess(list(b"never"), 4) == []
+    assert lookup.guess(text, -1) == []
+    fresh = Lookup()
+    fresh.extend(list(b"abcdefgh"))
+    assert fresh.guess(list(b"abcdefgh"), 4) == [], "the end of a text does not find itself"
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

@@ -24,6 +24,8 @@ from blocktrain.serving.sampling import EXACT_TOLERANCE, Row, Sampler, choose, n
 DRAFT_BLOCK = 0
 NGRAM = 5
 """Tokens that must repeat before the look-up guesses: a byte-level word start; shorter ones rarely hold."""
+GUESS = 6
+"""Tokens guessed at a time: each is a row more in a pass, about a tenth of its cost."""
 
 
 class Lookup:
@@ -33,24 +35,25 @@ class Lookup:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last occurrence of the text's final n-gram; `tokens` only ever grows."""
-        if len(tokens) < NGRAM:
-            return []
-        self._extend(tokens)
-        end = self._ends.get(tuple(tokens[-NGRAM:]))
-        return [] if end is None else list(tokens[end : end + count])
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Index every n-gram but the final one, which would only find itself."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in the text, which only ever grows. Its final n-gram would only find itself: not yet."""
         first = max(len(self._tokens), NGRAM)
         for end in range(first, len(tokens)):
             self._ends[tuple(tokens[end - NGRAM : end])] = end
         self._tokens = list(tokens)
 
+    def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """What followed the last occurrence of this text's final n-gram."""
+        end = self._ends.get(tuple(text[-NGRAM:]))
+        return [] if end is None else self._tokens[end : end + max(0, count)]
+
 
 class DraftLength(Protocol):
     """When to stop drafting, learning from what came of earlier drafts."""
+
+    @property
+    def most(self) -> int:
+        """No draft is longer."""
 
     def go_on(self, margins: Sequence[float]) -> bool:
         """Whether to draft one more token behind tokens that won by these margins."""
@@ -62,10 +65,10 @@ class DraftLength(Protocol):
 
 class FixedLength:
     def __init__(self, length: int) -> None:
-        self.length = length
+        self.most = length
 
     def go_on(self, margins: Sequence[float]) -> bool:
-        return len(margins) < self.length
+        return True
 
     def observe(
         self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
@@ -80,6 +83,8 @@ class AdaptiveLength:
     margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
     time of a draft, in which the engine makes `rate` tokens by going on as usual.
     """
+
+    most = MAX_DRAFT_TOKENS
 
     def __init__(self) -> None:
         self.tries = np.full(len(MARGINS) + 1, 2.0)
@@ -98,8 +103,6 @@ class AdaptiveLength:
         return self.tokens / self.seconds
 
     def go_on(self, margins: Sequence[float]) -> bool:
-        if len(margins) >= MAX_DRAFT_TOKENS:
-            return False
         usual = float(self.hits.sum() / self.tries.sum())
         gain = usual * math.prod(self.chance(margin) for margin in margins)
         return gain > self.draft_seconds * self.rate
@@ -137,13 +140,14 @@ class Drafter:
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens, as many as seem worth it."""
         drafted: list[int] = []
+        most = min(most, self.length.most)
         self.margins = []
-        guess = self.lookup.guess(tokens, min(most, MAX_DRAFT_TOKENS) - 1)
+        self.lookup.extend(tokens)
         while len(drafted) < most and self.length.go_on(self.margins):
-            drafted += await self._extend([*tokens, *drafted], guess)
-            guess = []
-        self.margins = self.margins[:most]
-        return drafted[:most]
+            text = [*tokens, *drafted]
+            guess = self.lookup.guess(text, min(GUESS, most - len(drafted) - 1))
+            drafted += await self._extend(text, guess)
+        return drafted
 
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
         """What came of the last draft."""
