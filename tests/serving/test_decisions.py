@@ -111,7 +111,7 @@ def taught(chance: float, traversal_seconds: float) -> AdaptiveLength:
 
 
 def drafted(length: AdaptiveLength, margin: float = 2.5) -> int:
-    return next(k for k in range(99) if not length.go_on([margin] * k))
+    return next((k for k in range(99) if not length.go_on([margin] * k)), 99)
 
 
 def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
