@@ -62,8 +62,15 @@ class Options:
 
     def overrides(self, *more: str) -> list[str]:
         """Of a shipped recipe; what was given on the command line comes last."""
-        corpus = [] if self.corpus is None else [f"data.corpus={Path(self.corpus).absolute()}"]
-        return [*more, *corpus, *self.settings]
+        return [*more, *_corpus(self.corpus), *self.settings]
+
+
+def _corpus(name: str | None) -> list[str]:
+    """A path is made absolute, as the programs run elsewhere; `builtin` and hf:NAME are left alone."""
+    if name is None:
+        return []
+    path = Path(name).expanduser()
+    return [f"data.corpus={path.absolute() if path.exists() else name}"]
 
 
 # --- T4 and T5: asynchrony

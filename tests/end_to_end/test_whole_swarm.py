@@ -49,7 +49,7 @@ def test_a_swarm_ends_with_a_checkpoint_and_a_report(kit: Kit, text: Path, tmp_p
     report = run_swarm(kit, recipe, workers=2)
     checkpoint = load_checkpoint(kit.folder / "out" / "checkpoint", torch.device("cpu"))
     assert checkpoint.recipe.training.steps == 60
-    assert report["final"]["consensus_ce"] < one_process_ce(recipe, tmp_path / "local") + 0.1
+    assert report["final"]["consensus_ce"] < one_process_ce(recipe, tmp_path / "local") + 0.5
     assert report["participation"] > 0.8
     assert sum(report["ages"].values()) >= 6
     assert 0 < report["bytes_up"]["payload"] < report["bytes_total"]

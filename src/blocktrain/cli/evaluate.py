@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from blocktrain.cli.gateway import KeyOption, generate_from_url
 from blocktrain.cli.options import DeviceOption, find_device
 from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError, UserError
@@ -76,8 +77,11 @@ def _table(result: dict[str, Any], text: Path) -> Table:
 
 
 def generate(
-    checkpoint: CheckpointArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint folder, without --url.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "",
+    url: Annotated[str | None, typer.Option("--url", help="A gateway that serves the model.")] = None,
+    key: KeyOption = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="With --url: ar, verify or sweep.")] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
@@ -87,6 +91,20 @@ def generate(
     """Continue a prompt with the composed model."""
     if not prompt:
         raise UserError("--prompt is empty; give at least one character")
+    if url is not None and checkpoint is None:
+        generate_from_url(
+            url,
+            prompt,
+            max_bytes=max_bytes,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            key=key,
+            mode=mode,
+        )
+        return
+    if checkpoint is None or url is not None:
+        raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.

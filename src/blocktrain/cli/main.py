@@ -13,6 +13,9 @@ import typer
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.gateway import chat, gateway, serve
+from blocktrain.cli.serving import stage
+from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
 from blocktrain.errors import BlocktrainError
@@ -28,10 +31,15 @@ app.command()(train)
 app.command()(evaluate)
 app.command()(generate)
 app.command()(demo)
+app.command()(serve)
+app.command()(chat)
+app.command()(stage)
+app.command()(gateway)
 app.command()(coordinator)
 app.command()(worker)
 app.command()(swarm)
 app.command()(status)
+app.command()(simulate)
 
 
 @app.command()

@@ -6,7 +6,6 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +13,18 @@ from rich.table import Table
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.config import load_recipe
 from blocktrain.simulation.networks import NETWORKS
+
+
+class NetworkName(StrEnum):
+    """The names of `NETWORKS`, spelt out because the command line needs a type."""
+
+    LOCKSTEP = "lockstep"
+    MILD = "mild"
+    WAN_TIGHT = "wan-tight"
+    WAN_MID = "wan-mid"
+    WAN_LOOSE = "wan-loose"
+    EDGE_MID = "edge-mid"
+    BAD_EDGE = "bad-edge"
 
 
 class PolicyName(StrEnum):
@@ -24,11 +35,8 @@ class PolicyName(StrEnum):
 def simulate(
     recipe: RecipeArgument,
     network: Annotated[
-        str,
-        typer.Option(
-            click_type=click.Choice(list(NETWORKS)),
-            help=" ".join(f"{one.name}: {one.sentence}" for one in NETWORKS.values()),
-        ),
+        NetworkName,
+        typer.Option(help=" ".join(f"{one.name}: {one.sentence}" for one in NETWORKS.values())),
     ],
     policy: Annotated[
         PolicyName,
@@ -45,7 +53,7 @@ def simulate(
 
     scenario = Scenario(
         recipe=load_recipe(find_recipe(recipe), set_),
-        network=NETWORKS[network],
+        network=NETWORKS[network.value],
         policy=policy.value,
         seed=seed,
         evaluate_every=evaluate_every,

@@ -46,8 +46,7 @@ class Assignments:
         self._refuse_other_text(request)
         now = self._context.clock()
         with self._context.store.write() as session:
-            self._context.lock_run(session)
-            row = session.get(WorkerRow, worker_id)
+            row = session.get(WorkerRow, worker_id, with_for_update=True)
             if row is None:
                 row = self._new_worker(session, worker_id, public_key, request, now)
             row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
@@ -66,6 +65,9 @@ class Assignments:
     def _new_worker(
         self, session: Session, worker_id: WorkerId, public_key: bytes, request: JoinRequest, now: float
     ) -> WorkerRow:
+        self._context.lock_run(session)  # of two processes that see no row, the second finds the first's
+        if (found := session.get(WorkerRow, worker_id)) is not None:
+            return found
         body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
         receipt = self._context.ledger.append(session, now, "join", body)
         row = WorkerRow(

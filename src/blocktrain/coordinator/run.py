@@ -56,6 +56,11 @@ def check_swarm_recipe(recipe: Recipe) -> None:
             'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
             "different machines"
         )
+    if recipe.objective.kind != "denoise":
+        raise RecipeError(
+            f'a swarm needs objective.kind = "denoise", found {recipe.objective.kind!r}: its workers train '
+            "blocks that need no other block"
+        )
 
 
 def build_objective(recipe: Recipe) -> Objective:

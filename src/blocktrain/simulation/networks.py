@@ -117,12 +117,12 @@ def _lognormal(generator: random.Random, sigma: float) -> float:
 
 
 _WAN = {
-    "compute_spread": 0.05,
+    "compute_spread": 0.03,
     "compute_jitter": 0.05,
     "latency_seconds": 0.15,
     "up_megabits": 20.0,
     "down_megabits": 50.0,
-    "link_spread": 0.15,
+    "link_spread": 0.05,
     "link_jitter": 0.5,
 }
 _EDGE = {
@@ -131,7 +131,7 @@ _EDGE = {
     "latency_seconds": 0.2,
     "up_megabits": 12.0,
     "down_megabits": 30.0,
-    "link_spread": 0.4,
+    "link_spread": 0.3,
     "link_jitter": 0.5,
 }
 
@@ -157,25 +157,25 @@ NETWORKS = {
         Network(
             name="wan-tight",
             sentence="Homes with fibre or cable, and a deadline that one update in five meets.",
-            deadline_seconds=105.0,
+            deadline_seconds=103.0,
             **_WAN,
         ),
         Network(
             name="wan-mid",
             sentence="The same homes, and a deadline that three updates in five meet.",
-            deadline_seconds=131.0,
+            deadline_seconds=125.0,
             **_WAN,
         ),
         Network(
             name="wan-loose",
             sentence="The same homes, and a deadline that six updates in seven meet.",
-            deadline_seconds=158.0,
+            deadline_seconds=149.0,
             **_WAN,
         ),
         Network(
             name="edge-mid",
             sentence="Laptops on slow and unequal lines; one in a while closes its lid for some minutes.",
-            deadline_seconds=207.0,
+            deadline_seconds=185.0,
             up_for_seconds=3600.0,
             away_seconds=300.0,
             **_EDGE,
@@ -183,7 +183,7 @@ NETWORKS = {
         Network(
             name="bad-edge",
             sentence="The same laptops, gone as often as every quarter of an hour, and a hasty deadline.",
-            deadline_seconds=150.0,
+            deadline_seconds=133.0,
             up_for_seconds=900.0,
             away_seconds=240.0,
             **_EDGE,
