@@ -69,22 +69,21 @@ def pool(log_probs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def fit_pooling(log_probs: Sequence[Tensor], targets: Tensor, iterations: int = 40) -> list[float]:
-    """Weights that minimise the pooled cross entropy on text given for that purpose.
+    """Weights, positive and of sum one, that minimise the pooled cross entropy on text kept for that.
 
-    `log_probs` are [N, V] per block, `targets` [N]. One block is left as it is.
+    `log_probs` are [N, V] per block, `targets` [N]. The sum is fixed because a free one fits the pooling
+    text's difficulty and carries over badly: docs/decisions/0003-pooling-weights.md.
     """
-    if len(log_probs) == 1:
-        return [1.0]
-    weights = torch.full((len(log_probs),), 1 / len(log_probs), dtype=torch.float64, requires_grad=True)
+    logits = torch.zeros(len(log_probs), dtype=torch.float64, requires_grad=True)
     stacked = torch.stack([part.float() for part in log_probs])
-    search = torch.optim.LBFGS([weights], max_iter=iterations, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS([logits], max_iter=iterations, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         search.zero_grad()
-        mixed = torch.einsum("b,bnv->nv", weights.to(stacked), stacked)
+        mixed = torch.einsum("b,bnv->nv", logits.softmax(0).to(stacked), stacked)
         loss = F.cross_entropy(mixed, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     search.step(closure)  # type: ignore[no-untyped-call]
-    return [float(weight) for weight in weights.detach()]
+    return [float(weight) for weight in logits.detach().softmax(0)]

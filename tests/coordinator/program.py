@@ -1,0 +1,75 @@
+"""The coordinator as a process of its own, for tests that kill it; imports little, as every start does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from blocktrain.coordinator.main import main
+
+RECIPE = """
+name = "tiny"
+model = { width = 16, heads = 2, blocks = 1, layers_per_block = 1, context = 16, condition_width = 4 }
+training = { batch = 2 }
+swarm = { steps_per_round = 2, rounds = 500, replicas = 1, codec = "sparse:4", lease_seconds = 5.0 }
+"""
+
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tests.coordinator.program"])
+
+
+def run_program(folder: Path, ready: Connection, arguments: tuple[str, ...]) -> None:
+    """In a process of its own, forked from one that has already imported torch: ten starts in seconds."""
+    os.chdir(folder)
+    os.dup2(ready.fileno(), 1)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 2)
+    with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
+        main(arguments)
+
+
+class Program:
+    """The coordinator as a process of its own, on one port through all its lives."""
+
+    def __init__(self, folder: Path, database: str = "", blobs: str = "") -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "text.txt").write_text("a train of thought " * 500)
+        (folder / "recipe.toml").write_text(f'{RECIPE}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
+        self._folder, self._places, self._port = folder, (database, blobs), 0
+        self.start()
+
+    def start(self) -> None:
+        arguments = ("recipe.toml", "data", str(self._port), *self._places)
+        ready, child_end = processes.Pipe(duplex=False)
+        self.process = processes.Process(target=run_program, args=(self._folder, child_end, arguments))
+        self.process.start()
+        child_end.close()
+        with open(ready.fileno(), closefd=False) as lines:
+            line = lines.readline()
+        assert line.startswith("coordinator ready url="), (self._folder / "log").read_text()
+        self.url = line.strip().removeprefix("coordinator ready url=")
+        self._port = urlsplit(self.url).port or 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+@contextmanager
+def program(*arguments: object) -> Iterator[Program]:
+    running = Program(*arguments)  # type: ignore[arg-type]
+    try:
+        yield running
+    finally:
+        running.kill()
