@@ -319,6 +319,8 @@ class Outcome(StrEnum):
     """Counts fully in the next merge."""
     LATE = "late"
     """Counts in the next merge at `weight` below 1."""
+    PENDING = "pending"
+    """Arrived and waiting for a judge: ask again, GET /v1/updates/{payload_hash}/verdict."""
     REFUSED = "refused"
     """Does not count: the worker puts the whole delta back into its error feedback."""
 
@@ -339,6 +341,22 @@ class VerdictReason(StrEnum):
     """The frame breaks the codec's layout."""
     NOT_FINITE = "not_finite"
     """NaN or infinity, or a norm that is."""
+    JUDGING = "judging"
+    """In the judges' queue."""
+    NORM = "norm"
+    """The norm is far from that of this block's merged updates."""
+    DUPLICATE = "duplicate"
+    """Another update, or one of earlier rounds, with too little of its own."""
+    NO_GAIN = "no_gain"
+    """Held-out loss does not fall; within noise, so it says nothing about the worker."""
+    HARMFUL = "harmful"
+    """Held-out loss rises, beyond noise."""
+    PROBATION = "probation"
+    """A good update of a newcomer: counted towards its admission, not merged."""
+    GUARD = "guard"
+    """The merge made held-out loss rise, and this was its worst contributor."""
+    REMOVED = "removed"
+    """Its worker was banned or removed before it was merged."""
 
 
 class Verdict(Answer):
