@@ -49,6 +49,10 @@ class Ledger:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
 
+    def sign(self, data: bytes) -> bytes:
+        """By the run's coordinator key; the caller brings a context that no other signature has."""
+        return self._identity.sign(data)
+
     def append(self, session: Session, now: float, kind: str, body: Body) -> Receipt:
         run = session.get(RunRow, 1, with_for_update=True, populate_existing=True)
         assert run is not None
@@ -172,12 +176,19 @@ class _Replay:
     def take(self, entry: LedgerEntry) -> None:
         if entry.sequence == 0:
             self._start(entry)
-        elif entry.kind == "verdict" and entry.body["outcome"] != Outcome.REFUSED:
-            self._unmerged[entry.body["update_id"]] = entry.body["weight"]
+        elif entry.kind == "verdict":
+            self._verdict(entry.body)
         elif entry.kind == "merge":
             self._merge(MergeRecord.model_validate(entry.body))
         elif entry.kind == "snapshot":
             self._snapshot(entry.body["block"], entry.body["hash"])
+
+    def _verdict(self, body: Body) -> None:
+        """A later refusal (by the guard, or with a ban) takes an earlier promise back."""
+        if body["outcome"] == Outcome.REFUSED:
+            self._unmerged.pop(body["update_id"], None)
+        else:
+            self._unmerged[body["update_id"]] = body["weight"]
 
     def _start(self, entry: LedgerEntry) -> None:
         if entry.kind != "run":

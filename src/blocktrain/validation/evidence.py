@@ -34,8 +34,8 @@ FORWARDS_PER_WINDOW = 2
 GUARD_SHARE = 0.2
 """Part of the compute kept for the guard after the merge."""
 WINDOW_PART = 4
-"""A scored window is this part of the training context: gains of neighbouring tokens go together, so many short
-windows give a smaller error than few long ones at equal compute."""
+"""A scored window is this part of the training context: gains of neighbouring tokens go together, so many
+short windows give a smaller error than few long ones at equal compute."""
 SHORTEST_WINDOW = 16
 FEWEST_WINDOWS = 8
 """Of each kind; below this no error can be estimated, whatever the budget."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.config import Recipe
@@ -44,7 +45,18 @@ class Work:
     steps: int
 
 
+Text = NDArray[np.uint16]
+
+
+def _compact(tokens: Tokens) -> Text:
+    """A quarter of the memory; vocabularies have fewer than 65,536 tokens here."""
+    assert tokens.max(initial=0) < 1 << 16
+    return tokens.astype(np.uint16)
+
+
 class Scorer:
+    """Not for two threads at once."""
+
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
         self.recipe, self.device = recipe, device or torch.device("cpu")
         self.budget: Budget = evidence_budget(recipe)
@@ -52,10 +64,10 @@ class Scorer:
         self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
         self._codebook: Tensor = build_codebook(recipe, tokenizer.vocabulary).to(self.device)()
         self._corpus_hash = corpus.sha256
-        self._train = tokenizer.encode(corpus.train)
+        self._train = _compact(tokenizer.encode(corpus.train))
         private = recipe.trust.private_text
         held_out = read_text(Path(private).expanduser()) if private else corpus.valid
-        self._held_out = tokenizer.encode(held_out)
+        self._held_out = _compact(tokenizer.encode(held_out))
         if len(self._held_out) <= recipe.model.context:
             raise DataError(
                 f"judging needs more held-out text than one window of {recipe.model.context} tokens, found "
@@ -88,7 +100,7 @@ class Scorer:
         return np.random.default_rng(seed).integers(0, choices, count)
 
     def _assigned_starts(self, work: Work, seed: int, count: int) -> Tokens:
-        """Starts of windows the worker was to train on, each from another of its steps where there are enough."""
+        """Starts of windows the worker was to train on, from as many of its steps as possible."""
         generator = np.random.default_rng(seed)
         batch, choices = self.recipe.training.batch, len(self._train) - self.recipe.model.context
         steps = (
@@ -108,15 +120,15 @@ class Scorer:
         choices = len(self._train) - self.recipe.model.context
         return np.random.default_rng(derive_seed("other", seed)).integers(0, choices, count)
 
-    def _cut(self, text: Tokens, starts: Tokens, block: int, seed: int) -> Windows:
+    def _cut(self, text: Text, starts: Tokens, block: int, seed: int) -> Windows:
         reach = np.arange(self.budget.length + 1)
-        windows = torch.from_numpy(text[starts[:, None] + reach]).to(self.device)
+        windows = torch.from_numpy(text[starts[:, None] + reach].astype(np.int64)).to(self.device)
         generator = torch.Generator(self.device).manual_seed(seed)
         return with_hints(self._objective, block, windows[:, :-1], windows[:, 1:], self._codebook, generator)
 
     # --- gains ---
 
-    def _differences(self, block: int, text: Tokens, starts: Tokens, seed: int) -> list[float]:
+    def _differences(self, block: int, text: Text, starts: Tokens, seed: int) -> list[float]:
         found: list[float] = []
         size = self.recipe.evaluation.batch
         for first in range(0, len(starts), size):
@@ -124,7 +136,7 @@ class Scorer:
             found += paired_differences(self._before, self._after, self._codebook, windows)
         return found
 
-    def _gain(self, block: int, starts: Tokens, text: Tokens, seed: int) -> Gain:
+    def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:
         def score(first: int, end: int) -> list[float]:
             return self._differences(block, text, starts[first:end], derive_seed("look", seed, first))
 

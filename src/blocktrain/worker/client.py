@@ -24,6 +24,7 @@ from blocktrain.wire.messages import (
     AssignmentAnswer,
     AssignmentRequest,
     BlockAnswer,
+    ChallengeAnswer,
     CommitAnswer,
     CommitRequest,
     HeartbeatAnswer,
@@ -137,6 +138,13 @@ class CoordinatorClient:
                 self._request("PUT", answer.upload.url, payload, signed=False)
                 content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded", b"")
         return _parsed(lambda: Verdict.model_validate_json(content))
+
+    def verdict(self, payload_hash: str) -> Verdict:
+        content = self._request("GET", f"/v1/updates/{payload_hash}/verdict", b"")
+        return _parsed(lambda: Verdict.model_validate_json(content))
+
+    def challenge(self) -> ChallengeAnswer:
+        return self._get(f"/v1/challenge/{self.identity.worker_id}", ChallengeAnswer)
 
     def block(self, block: int) -> BlockAnswer:
         return self._get(f"/v1/blocks/{block}", BlockAnswer)
