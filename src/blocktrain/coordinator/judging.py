@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
@@ -28,19 +26,16 @@ from blocktrain.coordinator.scoring import lower_priority
 from blocktrain.coordinator.standings import counted_scores, note_verdict, standing_of
 from blocktrain.coordinator.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.coordinator.updates import count_verdict, running_median
-from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
-from blocktrain.training.update import difference
-from blocktrain.validation.evidence import Cost, Evidence, Gain, evidence_seed, training_tokens
-from blocktrain.validation.scorer import Scorer, Work
+from blocktrain.validation.evidence import Cost, Gain, evidence_seed, training_tokens
+from blocktrain.validation.scorer import Scorer
+from blocktrain.validation.tasks import applied, evidence_of, report_of, work_of
 from blocktrain.validation.verdicts import Finding, evidence_finding, probation_finding
-from blocktrain.wire.codec import CodecSpec
 from blocktrain.wire.messages import (
     ErrorReason,
     EvidenceReport,
-    GainReport,
     JudgeTask,
     JudgeWait,
     OperatorAnswer,
@@ -261,36 +256,3 @@ def _lease_lost(update_id: str) -> Refusal:
         f"update {update_id[:12]} is judged, or lent to another judge by now",
         "ask for another task",
     )
-
-
-def applied(codec: CodecSpec, base: Tensors, own_base: Tensors, decoded: Tensors, step: float) -> Weights:
-    """The block after one update alone, measured from `own_base` and applied to `base`."""
-    delta = difference(own_base, decoded) if codec.kind == "dense" else decoded
-    return {name: (base[name] - step * delta[name].astype("f8")).astype("f4") for name in base}
-
-
-def work_of(task: JudgeTask) -> Work:
-    return Work(task.shard, task.first_step, task.steps)
-
-
-def report_of(evidence: Evidence) -> EvidenceReport:
-    def gain(one: Gain) -> GainReport:
-        if not (math.isfinite(one.mean) and math.isfinite(one.error)):
-            return GainReport(mean=None, error=None, windows=one.windows)
-        return GainReport(**asdict(one))
-
-    return EvidenceReport(
-        held_out=gain(evidence.held_out),
-        assigned=gain(evidence.assigned),
-        other=gain(evidence.other),
-        tokens=evidence.tokens,
-    )
-
-
-def evidence_of(found: EvidenceReport) -> Evidence:
-    def gain(one: GainReport) -> Gain:
-        if one.mean is None or one.error is None:
-            return Gain(math.nan, math.nan, one.windows)
-        return Gain(one.mean, one.error, one.windows)
-
-    return Evidence(gain(found.held_out), gain(found.assigned), gain(found.other), found.tokens)

@@ -12,7 +12,7 @@ their inputs give, snapshots or payloads whose bytes were changed. Not covered: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +143,38 @@ def verify_ledger(
         report.head_hash = entry.entry_hash
     report.merges, report.heads = replay.merges, dict(replay.heads)
     return report
+
+
+def check_receipts(hashes: Sequence[str], key: bytes, receipts: Iterable[Receipt]) -> list[str]:
+    """What receipts prove against a ledger whose entries have these hashes; empty where they agree.
+
+    A receipt with the coordinator's signature on another hash than the ledger's shows two heads: one of them
+    was hidden from somebody.
+    """
+    problems = []
+    for receipt in receipts:
+        name = f"receipt of entry {receipt.sequence}"
+        if not verify(key, signed_bytes(receipt.entry_hash), bytes.fromhex(receipt.signature)):
+            problems.append(f"{name}: not signed by this run's coordinator; it proves nothing")
+        elif receipt.sequence >= len(hashes):
+            problems.append(
+                f"{name}: the ledger ends at {len(hashes)} entries; what was acknowledged is gone"
+            )
+        elif hashes[receipt.sequence] != receipt.entry_hash:
+            problems.append(
+                f"{name}: two heads: the coordinator signed {receipt.entry_hash[:16]}… and shows "
+                f"{hashes[receipt.sequence][:16]}…"
+            )
+    return problems
+
+
+def first_difference(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int | None:
+    """Number of the first entry that two copies of a ledger tell differently; None where one begins with
+    the other."""
+    for left, right in zip(one, other, strict=False):
+        if left.entry_hash != right.entry_hash:
+            return left.sequence
+    return None
 
 
 def _check_chain(report: VerificationReport, expected: int, entry: LedgerEntry) -> None:

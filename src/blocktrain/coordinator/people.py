@@ -19,6 +19,7 @@ from blocktrain.coordinator.store import AssignmentRow, BanRow, UpdateRow, Worke
 from blocktrain.validation.reputation import reputation, uptime
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.messages import (
+    CONTRIBUTIONS_CONTEXT,
     BanRequest,
     BanState,
     ContributionsAnswer,
@@ -35,7 +36,6 @@ from blocktrain.wire.messages import (
 
 SHOWN_WORKERS = 1000
 SHOWN_VERDICTS = 100
-STATEMENT_CONTEXT = b"blocktrain contributions 1\n"
 
 
 class People:
@@ -125,7 +125,7 @@ class People:
         statement = {"run_id": run.run_id, "time": now, "workers": workers}
         return ContributionsAnswer(
             statement=statement,
-            signature=self._context.ledger.sign(STATEMENT_CONTEXT + canonical_json(statement)).hex(),
+            signature=self._context.ledger.sign(CONTRIBUTIONS_CONTEXT + canonical_json(statement)).hex(),
         )
 
     # --- the operator ---

@@ -689,6 +689,10 @@ class ContributionsAnswer(Answer):
     signature: SignatureText
 
 
+CONTRIBUTIONS_CONTEXT: Final = b"blocktrain contributions 1\n"
+"""Goes before the statement's bytes into the signature."""
+
+
 class OperatorAnswer(Answer):
     """What the operator asked for is done, and in the ledger."""
 

@@ -23,20 +23,26 @@ from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     AssignmentAnswer,
     AssignmentRequest,
+    BanRequest,
     BlockAnswer,
     ChallengeAnswer,
     CommitAnswer,
     CommitRequest,
+    ContributionsAnswer,
+    EvidenceReport,
     HeartbeatAnswer,
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
+    JudgeAnswer,
     LedgerAnswer,
     MergesAnswer,
+    OperatorAnswer,
     ReturnAnswer,
     RunAnswer,
     StatusAnswer,
     Verdict,
+    WorkersAnswer,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from blocktrain.worker.decisions import backoff_seconds
@@ -52,6 +58,7 @@ CLOCK_ATTEMPTS = 8
 CLOCK_REASONS = {"clock_skew", "expired"}
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
+_judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -170,6 +177,31 @@ class CoordinatorClient:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
         with self.traffic.sending(Kind.SNAPSHOT):
             self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
+
+    # --- judges and operators
+
+    def judge_lease(self) -> JudgeAnswer:
+        content = self._request("POST", "/v1/judge/lease", b"")
+        return _parsed(lambda: _judge_answer.validate_json(content))
+
+    def judge_payload(self, update_id: str, max_bytes: int) -> bytes:
+        return self._request("GET", f"/v1/judge/tasks/{update_id}/payload", b"", max_bytes=max_bytes)
+
+    def judge_report(self, update_id: str, report: EvidenceReport) -> OperatorAnswer:
+        return self._send("POST", f"/v1/judge/tasks/{update_id}", report, OperatorAnswer)
+
+    def workers(self) -> WorkersAnswer:
+        return self._get("/v1/workers", WorkersAnswer)
+
+    def contributions(self) -> ContributionsAnswer:
+        return self._get("/v1/contributions", ContributionsAnswer)
+
+    def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
+        return self._send("POST", f"/v1/workers/{worker_id}/ban", request, OperatorAnswer)
+
+    def remove(self, worker_id: str) -> OperatorAnswer:
+        content = self._request("DELETE", f"/v1/workers/{worker_id}", b"")
+        return _parsed(lambda: OperatorAnswer.model_validate_json(content))
 
     # --- how
 
