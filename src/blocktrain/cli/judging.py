@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from blocktrain.errors import DataError
-from blocktrain.training.snapshot import from_safetensors, snapshot_hash
+from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
 from blocktrain.training.update import Weights
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, report_of, work_of
@@ -77,7 +77,8 @@ class Judge:
     def _snapshot(self, task: JudgeTask, wanted: str) -> Weights:
         if wanted not in self._snapshots:
             schema = self._layouts[task.block].schema
-            tensors = from_safetensors(self._client.fetch(f"/v1/snapshots/{wanted}"), schema)
+            content = self._client.fetch(f"/v1/snapshots/{wanted}", max_snapshot_bytes(schema))
+            tensors = from_safetensors(content, schema)
             if snapshot_hash(tensors) != wanted:
                 raise DataError(f"the coordinator served another snapshot than {wanted}; do not judge for it")
             while len(self._snapshots) >= KEPT_SNAPSHOTS:

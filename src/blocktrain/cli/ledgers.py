@@ -26,6 +26,8 @@ from blocktrain.worker.client import CoordinatorClient
 from blocktrain.worker.traffic import Traffic
 
 ATTEMPTS = 4
+MAX_OBJECT_BYTES = 1 << 34
+"""No block is larger; an endless answer is cut off here."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def _from_url(url: str) -> Source:
     return Source(
         url,
         entries,
-        lambda wanted: client.fetch(f"/v1/updates/{wanted}"),
-        lambda wanted: client.fetch(f"/v1/snapshots/{wanted}"),
+        lambda wanted: client.fetch(f"/v1/updates/{wanted}", MAX_OBJECT_BYTES),
+        lambda wanted: client.fetch(f"/v1/snapshots/{wanted}", MAX_OBJECT_BYTES),
     )
 
 

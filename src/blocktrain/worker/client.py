@@ -165,9 +165,9 @@ class CoordinatorClient:
     def ledger(self, since: int) -> LedgerAnswer:
         return self._get(f"/v1/ledger?since={since}", LedgerAnswer)
 
-    def fetch(self, path: str) -> bytes:
+    def fetch(self, path: str, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """A public object, whole and in memory."""
-        return self._request("GET", path, b"", signed=False)
+        return self._request("GET", path, b"", signed=False, max_bytes=max_bytes)
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):
