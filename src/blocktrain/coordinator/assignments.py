@@ -100,9 +100,6 @@ class Assignments:
             refused=0,
             standing="{}",
             established=False,
-            merged=0,
-            merged_weight=0.0,
-            gain=0.0,
         )
         session.add(row)
         return row

@@ -105,7 +105,12 @@ class Context:
     def round(self, session: Session, row: BlockRow, seats: int, now: float) -> tuple[RoundState, Deadline]:
         """The open round of a block, with its deadline and the sentence for it."""
         on_time, late = self._pending(session, row)
-        judging, refused = self._unsettled(session, row) if self.judged else (0, 0)
+        judging = refused = 0
+        if self.judged:
+            judging = self._judging(session, row)
+            established = self._established(session, row, now)
+            refused = self._refused(session, row, established)
+            seats = len(established) or seats
         deadline = round_deadline(
             row.begun,
             now,
@@ -142,19 +147,33 @@ class Context:
             found[state] = count
         return found["accepted"], found["late"]
 
-    def _unsettled(self, session: Session, row: BlockRow) -> tuple[int, int]:
-        """Updates that wait for a judge, and workers whose update on the head was refused: they delivered."""
-        judging = session.scalar(
-            select(func.count()).where(UpdateRow.block == row.block, UpdateRow.state == "judging")
-        )
-        refused = session.scalar(
-            select(func.count(func.distinct(UpdateRow.worker_id))).where(
-                UpdateRow.block == row.block,
-                UpdateRow.state == "refused",
-                UpdateRow.base_version == row.version,
+    def _judging(self, session: Session, row: BlockRow) -> int:
+        count = select(func.count()).where(UpdateRow.block == row.block, UpdateRow.state == "judging")
+        return session.scalar(count) or 0
+
+    def _established(self, session: Session, row: BlockRow, now: float) -> list[str]:
+        """Live workers on the block that are off probation: where there are any, a round waits for these, so
+        that a crowd of newcomers can neither hold it up nor close it early."""
+        return list(
+            session.scalars(
+                select(WorkerRow.worker_id).where(
+                    WorkerRow.block == row.block,
+                    WorkerRow.established.is_(True),
+                    WorkerRow.last_seen > now - self.run.swarm.lease_seconds,
+                )
             )
         )
-        return judging or 0, refused or 0
+
+    def _refused(self, session: Session, row: BlockRow, established: list[str]) -> int:
+        """Workers that delivered on the head and were refused: they are no longer waited for."""
+        query = select(func.count(func.distinct(UpdateRow.worker_id))).where(
+            UpdateRow.block == row.block,
+            UpdateRow.state == "refused",
+            UpdateRow.base_version == row.version,
+        )
+        if established:
+            query = query.where(UpdateRow.worker_id.in_(established))
+        return session.scalar(query) or 0
 
     def waits_for_judge(self, session: Session, block: int, deadline: Deadline, now: float) -> bool:
         """Whether something that arrived in time still has no verdict, and may get one soon."""

@@ -179,6 +179,8 @@ class Judging:
             assert row.verdict_sequence is not None
             receipt = receipt_of(session, row.verdict_sequence)
             told = (row.state, row.reason or "")
+        if told[0] == Outcome.REFUSED:
+            self._context.weights.forget(block.block, row.payload_hash)
         self._account(found)
         self._told(*told)
         self._context.changes.notify()

@@ -7,8 +7,10 @@ coordinator's key, so that it can be shown elsewhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
@@ -38,6 +40,29 @@ SHOWN_WORKERS = 1000
 SHOWN_VERDICTS = 100
 
 
+@dataclass(frozen=True)
+class Credit:
+    merged: int
+    weight: float
+    """Sum of the age weights of the merged updates."""
+    gain: float
+    """Sum of their held-out gains, in nats per token."""
+
+
+def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit]:
+    """What went into snapshots, by worker."""
+    query = select(
+        UpdateRow.worker_id,
+        func.count(),
+        func.sum(UpdateRow.weight),
+        func.coalesce(func.sum(UpdateRow.gain), 0.0),
+    ).where(UpdateRow.state == "merged")
+    if worker_id is not None:
+        query = query.where(UpdateRow.worker_id == worker_id)
+    rows = session.execute(query.group_by(UpdateRow.worker_id))
+    return {name: Credit(count, float(weight or 0), float(gain or 0)) for name, count, weight, gain in rows}
+
+
 class People:
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -49,11 +74,11 @@ class People:
         now = self._context.clock()
         with self._context.store.read() as session:
             rows = session.scalars(
-                select(WorkerRow)
-                .order_by(WorkerRow.merged_weight.desc(), WorkerRow.last_seen.desc())
-                .limit(SHOWN_WORKERS)
-            )
-            return WorkersAnswer(workers=tuple(self._summary(session, row, now) for row in rows))
+                select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS)
+            ).all()
+            credits = _credits(session)
+            found = [self._summary(session, row, credits, now) for row in rows]
+        return WorkersAnswer(workers=tuple(sorted(found, key=lambda one: -one.merged_weight)))
 
     def worker(self, worker_id: str) -> WorkerAnswer:
         now = self._context.clock()
@@ -66,7 +91,8 @@ class People:
                 .limit(SHOWN_VERDICTS)
             )
             return WorkerAnswer(
-                worker=self._summary(session, row, now), verdicts=tuple(map(_record, verdicts))
+                worker=self._summary(session, row, _credits(session, worker_id), now),
+                verdicts=tuple(map(_record, verdicts)),
             )
 
     def _row(self, session: Session, worker_id: str) -> WorkerRow:
@@ -75,8 +101,11 @@ class People:
             raise Refusal(ErrorReason.NOT_FOUND, f"no worker {worker_id} in this run")
         return row
 
-    def _summary(self, session: Session, row: WorkerRow, now: float) -> WorkerSummary:
+    def _summary(
+        self, session: Session, row: WorkerRow, credits: Mapping[str, Credit], now: float
+    ) -> WorkerSummary:
         standing, known = standing_of(row), now - row.joined
+        credit = credits.get(row.worker_id, Credit(0, 0.0, 0.0))
         return WorkerSummary(
             worker_id=row.worker_id,
             joined=row.joined,
@@ -90,10 +119,10 @@ class People:
             uptime=uptime(standing, known),
             good_verdicts=standing.good_verdicts,
             verdicts=standing.verdicts,
-            merged=row.merged,
-            merged_weight=row.merged_weight,
-            gain=row.gain,
-            tokens=row.merged * self._tokens_per_update(),
+            merged=credit.merged,
+            merged_weight=credit.weight,
+            gain=credit.gain,
+            tokens=credit.merged * self._tokens_per_update(),
         )
 
     def _tokens_per_update(self) -> int:
@@ -108,19 +137,18 @@ class People:
         now, run = self._context.clock(), self._context.run
         tokens = self._tokens_per_update()
         with self._context.store.read() as session:
-            rows = session.scalars(
-                select(WorkerRow).where(WorkerRow.merged > 0).order_by(WorkerRow.worker_id)
-            )
+            columns = select(WorkerRow.worker_id, WorkerRow.public_key)
+            keys = {worker_id: key for worker_id, key in session.execute(columns)}
             workers = [
                 {
-                    "worker_id": row.worker_id,
-                    "public_key": row.public_key,
-                    "merged": row.merged,
-                    "merged_weight": row.merged_weight,
-                    "tokens": row.merged * tokens,
-                    "gain": row.gain,
+                    "worker_id": worker_id,
+                    "public_key": keys.get(worker_id),
+                    "merged": credit.merged,
+                    "merged_weight": credit.weight,
+                    "tokens": credit.merged * tokens,
+                    "gain": credit.gain,
                 }
-                for row in rows
+                for worker_id, credit in sorted(_credits(session).items())
             ]
         statement = {"run_id": run.run_id, "time": now, "workers": workers}
         return ContributionsAnswer(
@@ -161,13 +189,15 @@ class People:
         return OperatorAnswer(receipt=receipt)
 
     def _take_back(self, session: Session, worker_id: str, reason: str, now: float) -> None:
-        rows = session.scalars(
-            select(UpdateRow).where(
-                UpdateRow.worker_id == worker_id,
-                UpdateRow.state.in_(("judging", "accepted", "late")),
-                UpdateRow.merge_version.is_(None),
-            )
+        """Blocks first and in order: a merge that begins meanwhile has its inputs fixed under the same lock."""
+        waiting = (
+            UpdateRow.worker_id == worker_id,
+            UpdateRow.state.in_(("judging", "accepted", "late")),
+            UpdateRow.merge_version.is_(None),
         )
+        for block in sorted(set(session.scalars(select(UpdateRow.block).where(*waiting)))):
+            self._context.block(session, block, lock=True)
+        rows = session.scalars(select(UpdateRow).where(*waiting).execution_options(populate_existing=True))
         for row in rows.all():
             refusal = Lateness(Outcome.REFUSED, 0.0, VerdictReason.REMOVED, reason)
             self._context.write_verdict(session, row, refusal, now, {})

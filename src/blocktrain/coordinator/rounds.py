@@ -25,7 +25,7 @@ from blocktrain.coordinator.blobs import snapshot_key
 from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.deadlines import Lateness, should_close
 from blocktrain.coordinator.judging import Judging
-from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
 from blocktrain.coordinator.updates import running_median
 from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
@@ -286,7 +286,6 @@ class Rounds:
         )
         for update in updates:
             update.state = "merged"
-            self._credit(session, update)
         self._forget_sketches(session, row.block, record.version)
         row.version, row.head_hash, row.closing_version = record.version, record.result_hash, None
         row.claim_owner = row.claim_until = None
@@ -294,14 +293,6 @@ class Rounds:
         self._context.ledger.append(session, now, "merge", record.model_dump(mode="json"))
         snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
         self._context.ledger.append(session, now, "snapshot", snapshot)
-
-    def _credit(self, session: Session, update: UpdateRow) -> None:
-        """Contribution is counted where the work went into a snapshot."""
-        worker = session.get(WorkerRow, update.worker_id)
-        if worker is not None:
-            worker.merged += 1
-            worker.merged_weight += update.weight
-            worker.gain += update.gain or 0.0
 
     def _forget_sketches(self, session: Session, block: int, version: int) -> None:
         old = UpdateRow.base_version < version - SKETCHED_ROUNDS

@@ -64,7 +64,7 @@ def note_verdict(
     compared: int | None,
     now: float,
 ) -> None:
-    """What a verdict does to its worker's standing; a rating that falls too low bans for a while."""
+    """What a verdict does to its worker's standing; a rating too low means a ban, then probation."""
     paused = penalties_paused(established_scores(session, row.block))
     standing = after_verdict(standing_of(worker), mark, compared, paused=paused)
     keep_standing(worker, standing)
@@ -72,7 +72,8 @@ def note_verdict(
     if deserves_ban(standing, trust.ban_below):
         reason = f"rating {standing.rating:.2f} after {standing.verdicts} verdicts, last: {row.reason}"
         ban(session, ledger, worker.worker_id, reason, trust.ban_seconds, now)
-        keep_standing(worker, dataclasses.replace(standing, good=0.0, bad=0.0))
+        keep_standing(worker, dataclasses.replace(standing, good=0.0, bad=0.0, good_verdicts=0))
+        worker.established = False
 
 
 def counted_scores(session: Session, block: int) -> list[float]:

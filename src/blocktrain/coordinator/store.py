@@ -110,11 +110,6 @@ class WorkerRow(Table):
     """JSON of reputation.Standing."""
     established: Mapped[bool] = mapped_column(default=False)
     """Off probation."""
-    merged: Mapped[int] = mapped_column(default=0)
-    merged_weight: Mapped[float] = mapped_column(default=0.0)
-    """Sum of the age weights of its merged updates."""
-    gain: Mapped[float] = mapped_column(default=0.0)
-    """Sum of the held-out gains of its merged updates, in nats per token."""
 
 
 LIVE_STATES = ("leased", "committed")

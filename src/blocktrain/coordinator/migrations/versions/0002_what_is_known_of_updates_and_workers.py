@@ -37,16 +37,13 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("address", sa.String(length=32), nullable=True))
         batch_op.add_column(sa.Column("standing", sa.Text(), nullable=False, server_default="{}"))
         batch_op.add_column(sa.Column("established", sa.Boolean(), nullable=False, server_default=sa.false()))
-        batch_op.add_column(sa.Column("merged", sa.BigInteger(), nullable=False, server_default="0"))
-        batch_op.add_column(sa.Column("merged_weight", sa.Double(), nullable=False, server_default="0"))
-        batch_op.add_column(sa.Column("gain", sa.Double(), nullable=False, server_default="0"))
         batch_op.create_index(batch_op.f("ix_workers_address"), ["address"], unique=False)
 
 
 def downgrade() -> None:
     with op.batch_alter_table("workers", schema=None) as batch_op:
         batch_op.drop_index(batch_op.f("ix_workers_address"))
-        for name in ("gain", "merged_weight", "merged", "established", "standing", "address"):
+        for name in ("established", "standing", "address"):
             batch_op.drop_column(name)
     with op.batch_alter_table("updates", schema=None) as batch_op:
         for name in ("judge_until", "judge", "gain", "score", "evidence", "sketch", "reveal_sequence"):
