@@ -129,7 +129,7 @@ def evidence_of(mean: float, error: float = 0.01) -> Evidence:
     ("mean", "reason"),
     [
         (0.1, VerdictReason.ON_TIME),
-        (0.015, VerdictReason.NO_GAIN),
+        (0.025, VerdictReason.NO_GAIN),
         (0.0, VerdictReason.NO_GAIN),
         (-0.015, VerdictReason.NO_GAIN),
         (-0.1, VerdictReason.HARMFUL),
@@ -141,7 +141,7 @@ def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) ->
 
 
 def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
-    assert wanted_errors([]) == wanted_errors([9.0, 8.0]) == 2.0
+    assert wanted_errors([]) == wanted_errors([9.0, 8.0]) == 3.0
     assert wanted_errors([1.0, 1.2, 0.8]) == 0.5
     assert wanted_errors([-1.0]) == 0.0
     assert evidence_finding(evidence_of(0.006), [1.0]).counts

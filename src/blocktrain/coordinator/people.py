@@ -138,7 +138,7 @@ class People:
         tokens = self._tokens_per_update()
         with self._context.store.read() as session:
             columns = select(WorkerRow.worker_id, WorkerRow.public_key)
-            keys = {worker_id: key for worker_id, key in session.execute(columns)}
+            keys = {row.worker_id: row.public_key for row in session.execute(columns)}
             workers = [
                 {
                     "worker_id": worker_id,
@@ -189,7 +189,7 @@ class People:
         return OperatorAnswer(receipt=receipt)
 
     def _take_back(self, session: Session, worker_id: str, reason: str, now: float) -> None:
-        """Blocks first and in order: a merge that begins meanwhile has its inputs fixed under the same lock."""
+        """Blocks first, in order: a merge that begins meanwhile fixes its inputs under the same lock."""
         waiting = (
             UpdateRow.worker_id == worker_id,
             UpdateRow.state.in_(("judging", "accepted", "late")),
