@@ -19,10 +19,10 @@ from blocktrain.validation.evidence import FINAL_ERRORS, Evidence, Gain
 from blocktrain.validation.reputation import Mark
 from blocktrain.wire.messages import VerdictReason
 
-
 WANTED_ERRORS = 3.0
-"""Standard errors above zero that make a gain, where honest ones have twice as many. At 2, three of nine noise
-updates of honest norm passed in the first rounds, where nearly any change helps a little; honest ones had 5 to 14."""
+"""Standard errors above zero that make a gain, where honest ones have twice as many. At 2, three of nine
+noise updates of honest norm passed in the first rounds, where nearly any change helps a little; honest ones
+had 5 to 14."""
 
 
 @dataclass(frozen=True)
