@@ -9,6 +9,7 @@ averaging round of the same size takes 1.4 s on two cores, which is the line to 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -107,25 +108,38 @@ def payloads(run: RunAnswer, round_: int, count: int) -> list[bytes]:
     ]
 
 
-def one_round(replicas: Sequence[Replica], round_: int) -> tuple[float, float]:
-    """Seconds from the end of the last upload, and from its verdict, to the whole snapshot fetched."""
+@dataclass(frozen=True)
+class Timing:
+    whole: float
+    """Seconds from the start of the last upload to the snapshot being fetchable."""
+    after_verdict: float
+    cpu: float
+    """Processor seconds of the coordinator in that time: what it takes, however busy the machine."""
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def one_round(replicas: Sequence[Replica], round_: int, pid: int) -> Timing:
     parts = payloads(replicas[0].run, round_, len(replicas))
     for replica, payload in zip(replicas, parts, strict=True):
         replica.commit(payload)
     for replica, payload in zip(replicas[:-1], parts, strict=False):
         replica.reveal(payload)
-    started = time.perf_counter()
+    started, used = time.perf_counter(), cpu_seconds(pid)
     replicas[-1].reveal(parts[-1])
     judged = time.perf_counter()
     head = wait_for_version(replicas[0], round_ + 1)
-    published = time.perf_counter()
+    published, used = time.perf_counter(), cpu_seconds(pid) - used
     content = replicas[0].http.get(f"{replicas[0].url}/v1/snapshots/{head}").content
     fetched = time.perf_counter()
     print(
         f"round {round_}: last reveal {judged - started:.3f} s, merged {published - judged:.3f} s later, "
-        f"fetched {len(content) / 1e6:.0f} MB after {fetched - published:.3f} s"
+        f"{used:.2f} s of processor time; fetched {len(content) / 1e6:.0f} MB in {fetched - published:.3f} s"
     )
-    return published - started, published - judged
+    return Timing(published - started, published - judged, used)
 
 
 def wait_for_version(replica: Replica, version: int) -> str:
@@ -133,7 +147,7 @@ def wait_for_version(replica: Replica, version: int) -> str:
         block = BlockAnswer.model_validate_json(replica.http.get(f"{replica.url}/v1/blocks/0").content)
         if block.head_version >= version:
             return block.head_hash
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -151,23 +165,25 @@ def main() -> None:
             replicas = [Replica(url, run, http) for _ in range(options.replicas)]
             for replica in replicas:
                 replica.post("/v1/join", JoinRequest(corpus_sha256=run.corpus_sha256))
-            times = [one_round(replicas, round_) for round_ in range(options.repeat)]
+            times = [one_round(replicas, round_, process.pid) for round_ in range(options.repeat)]
         finally:
             process.kill()
             process.wait()
     report(options.codec, options.replicas, run, times)
 
 
-def report(codec: str, replicas: int, run: RunAnswer, times: Sequence[tuple[float, float]]) -> None:
+def report(codec: str, replicas: int, run: RunAnswer, times: Sequence[Timing]) -> None:
     values = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in run.blocks[0].tensors)
-    whole = statistics.median(total for total, _ in times)
-    rest = statistics.median(after for _, after in times)
+    whole = statistics.median(one.whole for one in times)
+    rest = statistics.median(one.after_verdict for one in times)
+    cpu = statistics.median(one.cpu for one in times)
     verdict = "within" if whole <= LIMIT_SECONDS else "above"
     print(
         f"{replicas} replicas of {4 * values / 1e6:.0f} MB, {codec} "
         f"({run.blocks[0].payload_bytes / 1e6:.2f} MB each): last reveal begun to snapshot fetchable "
-        f"{whole:.2f} s (median of {len(times)}, worst {max(total for total, _ in times):.2f} s), of which "
-        f"{rest:.2f} s after its verdict; {verdict} {LIMIT_SECONDS} s"
+        f"{whole:.2f} s (median of {len(times)}, worst {max(one.whole for one in times):.2f} s), of which "
+        f"{rest:.2f} s after its verdict, {cpu:.2f} s of processor time; {verdict} {LIMIT_SECONDS} s "
+        f"(load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
     )
 
 

@@ -1,4 +1,7 @@
-"""What the swarm benchmarks share: a recipe of a given block size, programs, and waiting for them."""
+"""What the swarm benchmarks share: a recipe of a given block size, programs, and waiting for them.
+
+AdamW, because Muon's matrix products take seconds per step on a CPU and these benchmarks are not about it.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ context = {context}
 corpus = "builtin"
 [training]
 batch = {batch}
+optimizer = "adamw"
 warmup_steps = 10
 reference = false
 [evaluation]
@@ -76,6 +80,11 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def cpu_seconds(self) -> float:
+        """Processor time so far: what the clock would say on an idle machine with one core for it."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

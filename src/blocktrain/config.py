@@ -153,6 +153,10 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
+        _require(
+            self.reference_other_lr is None or self.reference_other_lr > 0,
+            f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -172,8 +176,9 @@ class EvaluationConfig:
     """Length of the text sample written with the report."""
 
     def __post_init__(self) -> None:
-        for key in ("noise_draws", "batch", "pooling_bytes"):
+        for key in ("noise_draws", "batch"):
             _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
+        _require(self.pooling_bytes >= 2, "evaluation.pooling_bytes must be at least 2")
         _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
         _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
 
@@ -322,6 +327,11 @@ class Recipe:
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
             'by side: set training.order = "turns", or objective.codebook = "fixed"',
         )
+        _require(
+            self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
+            f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
+            "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -345,13 +355,15 @@ def load_recipe(
 def resolve_recipe(
     values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
+    _require(isinstance(values, dict), f"recipe: expected a table, found {values!r}")
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for dotted, text in _environment_overrides(environment or {}):
         _assign(merged, dotted, text)
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        _require(bool(equals), f"--set {override!r}: expected section.key=value")
-        _assign(merged, dotted.strip(), text.strip())
+        dotted = dotted.strip()
+        _require(bool(equals and dotted), f"--set {override!r}: expected section.key=value")
+        _assign(merged, dotted, text.strip())
     recipe = _build(Recipe, merged, "")
     assert isinstance(recipe, Recipe)
     return recipe
@@ -376,20 +388,31 @@ def _assign(values: dict[str, Any], dotted: str, text: str) -> None:
         nested = target.setdefault(section, {})
         _require(isinstance(nested, dict), f"{dotted}: {section} is a value, not a section")
         target = nested
-    target[key] = _parse_value(text)
+    target[key] = _Text(text)
 
 
-def _parse_value(text: str) -> Any:
-    if text.lower() == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+@dataclass(frozen=True)
+class _Text:
+    """A value from the environment or a flag, whose type is known only where it lands."""
+
+    text: str
+
+    def parsed(self, hint: Any) -> Any:
+        """TOML where it is TOML; words need no quotes, and `none` is a word where words are expected."""
+        try:
+            value = tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = self.text
+        if hint is str or typing.get_origin(hint) is Literal:
+            return value if isinstance(value, str) else self.text
+        return None if self.text.lower() == "none" else value
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def _build(kind: type[Any], values: Any, where: str) -> Any:
-    _require(isinstance(values, dict), f"{where or 'recipe'}: expected a table, found {values!r}")
+    _require(isinstance(values, dict), f"{where.rstrip('.') or 'recipe'}: expected a table, found {values!r}")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     _require(
@@ -403,6 +426,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return _build(hint, value, where + ".")
+    if isinstance(value, _Text):
+        value = value.parsed(hint)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         _require(value in choices, f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}")

@@ -6,6 +6,7 @@
     │   ├── DataError        a corpus that is missing, empty, not text or too short
     │   ├── CheckpointError  a checkpoint that is missing, truncated or of another shape
     │   └── DeviceError      a device that does not exist here
+    ├── DivergedError        the person at the keyboard: a loss that is no longer finite
     ├── StorageError         the operator: a full or read-only disk (exit code 2)
     └── WireError            the peer: bytes or a message that break the protocol
 
@@ -36,6 +37,10 @@ class CheckpointError(UserError):
 
 
 class DeviceError(UserError):
+    pass
+
+
+class DivergedError(BlocktrainError):
     pass
 
 

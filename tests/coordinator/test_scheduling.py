@@ -77,7 +77,7 @@ def test_nobody_runs_ahead_of_the_last_round() -> None:
 
 def test_the_run_is_done_when_every_block_is() -> None:
     assert isinstance(next_assignment(WorkerView(), blocks((10, 1), (10, 0)), SWARM), Done)
-    assert offered(WorkerView(current_block=0), blocks((10, 1), (9, 3))) == (1, 9)
+    assert offered(WorkerView(current_block=0), blocks((10, 1), (9, 1))) == (1, 9)
 
 
 def test_a_block_that_does_not_fit_the_memory_is_not_offered() -> None:
@@ -105,3 +105,11 @@ def test_workers_that_only_move_for_a_reason_settle_evenly(versions: list[int], 
             at[worker] = offered(WorkerView(current_block=block), views)[0]
     counts = [at.count(block) for block in range(len(versions))]
     assert max(counts) - min(counts) <= 1
+
+
+def test_nobody_downloads_a_snapshot_for_the_last_rounds_of_a_block_that_has_its_workers() -> None:
+    idle = WorkerView(current_block=0)
+    assert isinstance(next_assignment(idle, blocks((10, 0), (8, 2)), SWARM), Pause)
+    assert offered(idle, blocks((10, 0), (8, 1))) == (1, 8)
+    assert offered(idle, blocks((10, 0), (6, 2))) == (1, 6)
+    assert offered(WorkerView(current_block=0, holding={1: 7}), blocks((10, 0), (8, 2))) == (1, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from blocktrain.cli.gateway import KeyOption, generate_from_url
 from blocktrain.cli.options import DeviceOption, find_device
 from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError, UserError
@@ -75,8 +77,11 @@ def _table(result: dict[str, Any], text: Path) -> Table:
 
 
 def generate(
-    checkpoint: CheckpointArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint folder, without --url.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "",
+    url: Annotated[str | None, typer.Option("--url", help="A gateway that serves the model.")] = None,
+    key: KeyOption = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="With --url: ar, verify or sweep.")] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
@@ -86,14 +91,33 @@ def generate(
     """Continue a prompt with the composed model."""
     if not prompt:
         raise UserError("--prompt is empty; give at least one character")
+    if url is not None and checkpoint is None:
+        generate_from_url(
+            url,
+            prompt,
+            max_bytes=max_bytes,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            key=key,
+            mode=mode,
+        )
+        return
+    if checkpoint is None or url is not None:
+        raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
-    tokens = loaded.tokenizer.encode(prompt.encode()).tolist()
-    sys.stdout.write(prompt)
-    sys.stdout.flush()
+    # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.
+    text = os.fsencode(prompt)
+    tokens = loaded.tokenizer.encode(text).tolist()
+    write_now(text)
     for token in generate_tokens(
         model, tokens, max_tokens=max_bytes, seed=seed, temperature=temperature, top_p=top_p
     ):
-        sys.stdout.buffer.write(loaded.tokenizer.decode([token]))
-        sys.stdout.buffer.flush()
-    sys.stdout.write("\n")
+        write_now(loaded.tokenizer.decode([token]))
+    write_now(b"\n")
+
+
+def write_now(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()

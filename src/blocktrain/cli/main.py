@@ -13,6 +13,9 @@ import typer
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.gateway import chat, gateway, serve
+from blocktrain.cli.serving import stage
+from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
 from blocktrain.cli.trust import contributions, invite, judge, ledger_verbs, worker_verbs
@@ -29,6 +32,10 @@ app.command()(train)
 app.command()(evaluate)
 app.command()(generate)
 app.command()(demo)
+app.command()(serve)
+app.command()(chat)
+app.command()(stage)
+app.command()(gateway)
 app.command()(coordinator)
 app.command()(worker)
 app.command()(swarm)
@@ -38,6 +45,7 @@ app.command()(invite)
 app.command()(contributions)
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
+app.command()(simulate)
 
 
 @app.command()

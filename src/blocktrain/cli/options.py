@@ -27,7 +27,7 @@ SOURCE_RECIPES = Path(__file__).parents[3] / "recipes"
 def find_recipe(name: str) -> Path:
     """A file as given, or a shipped recipe by name."""
     path = Path(name).expanduser()
-    if path.exists():
+    if path.is_file():
         return path
     for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
         shipped = folder / f"{name.removesuffix('.toml')}.toml"
@@ -42,7 +42,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise DeviceError(f"device {name!r} does not exist here ({reason}); try --device cpu") from None

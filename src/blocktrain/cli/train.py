@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from blocktrain.cli.curves import draw_curves
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
 from blocktrain.config import Recipe, load_recipe
+from blocktrain.errors import UserError
 from blocktrain.training.local import LocalRun
 
 
@@ -73,6 +75,7 @@ def demo(
     """Train a small model block by block on this machine in about two minutes, and sample from it."""
     console = Console(stderr=True)
     recipe = load_recipe(find_recipe("demo"))
+    clear_earlier_demo(out, recipe.name)
     blocks = recipe.model.blocks
     console.print(
         f"[bold]BlockTrain demo[/bold]: one language model cut into {blocks} blocks of "
@@ -82,7 +85,6 @@ def demo(
         f"Results go to {out}/.\n",
         highlight=False,
     )
-    shutil.rmtree(out, ignore_errors=True)
     report = run_training(recipe, out, device, console, resume=False)
     Console().print(results_table(report))
     console.print(explain(report), highlight=False)
@@ -97,14 +99,35 @@ def demo(
     )
 
 
+def clear_earlier_demo(out: Path, name: str) -> None:
+    """Remove what an earlier demo wrote, and nothing else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        found = json.loads((out / "run.json").read_text(encoding="utf-8"))["recipe"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = None
+    if found != name:
+        raise UserError(f"{out} holds something that is not a demo; choose another --out")
+    for result in ("checkpoint", "state"):
+        shutil.rmtree(out / result, ignore_errors=True)
+    for result in ("report.json", "curves.png", "sample.txt", "run.json"):
+        (out / result).unlink(missing_ok=True)
+
+
 def explain(report: dict[str, Any]) -> str:
     """What the table says, in sentences."""
     composed = report["composed"]["consensus"]["ce"]
     beats = "beats" if composed < report["bigram"]["ce"] else "does not beat"
-    block, reference = (report["peak_memory_bytes"][key] / 1e6 for key in ("block", "reference"))
-    return (
+    told = (
         f"\nThe composed model {beats} bigram counts ({composed:.3f} against {report['bigram']['ce']:.3f} "
-        f"nats per byte; lower is better)\nand is {report['gap']:+.3f} from the same layers trained end to "
+        "nats per byte; lower is better)"
+    )
+    if report["reference"] is None:
+        return told + "."
+    block, reference = (report["peak_memory_bytes"][key] / 1e6 for key in ("block", "reference"))
+    return told + (
+        f"\nand is {report['gap']:+.3f} from the same layers trained end to "
         f"end. Training one block needs {block:.0f} MB\nwhere end-to-end needs {reference:.0f} MB: that is "
         "why small machines can take part."
     )

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, StreamingResponse
@@ -73,6 +74,7 @@ from blocktrain.wire.signing import Reason, VerifiedRequest
 log = logging.getLogger(__name__)
 router = APIRouter()
 
+DECODING_THREADS = 2
 MAX_EVENT_STREAMS = 200
 EVENT_POLL_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
@@ -251,8 +253,8 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
             pass
         return expected.verdict
     async with received_file(request, signature) as received:
-        verdict = await run_in_threadpool(
-            service.updates.reveal, expected, received.file, received.content_hash
+        verdict = await _decoding(
+            request, service.updates.reveal, expected, received.file, received.content_hash
         )
     service.metrics.verdict(verdict)
     return verdict
@@ -262,13 +264,22 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
     "/v1/updates/{payload_hash}/uploaded",
     responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.NOT_UPLOADED, ErrorReason.HASH_MISMATCH),
 )
-def post_uploaded(
-    service: Service, payload_hash: HashPath, signed: Annotated[VerifiedRequest, Depends(signed_empty)]
+async def post_uploaded(
+    request: Request,
+    service: Service,
+    payload_hash: HashPath,
+    signed: Annotated[VerifiedRequest, Depends(signed_empty)],
 ) -> Verdict:
     """The payload lies at the presigned upload place: look at it."""
-    verdict = service.updates.uploaded(signed.worker_id, payload_hash)
+    verdict = await _decoding(request, service.updates.uploaded, signed.worker_id, payload_hash)
     service.metrics.verdict(verdict)
     return verdict
+
+
+async def _decoding(request: Request, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
+    """In a thread, few at a time: each holds a whole decoded block in memory."""
+    limiter: CapacityLimiter = request.app.state.decoding
+    return await to_thread.run_sync(judge, *arguments, limiter=limiter)
 
 
 @router.get(
@@ -586,6 +597,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
+    app.state.decoding = CapacityLimiter(DECODING_THREADS)
     yield
 
 

@@ -53,13 +53,10 @@ class Assignments:
         now = self._context.clock()
         self._refuse_stranger(worker_id, request, now)
         with self._context.store.write() as session:
-            self._context.lock_run(session)
             refuse_banned(session, worker_id, now)
-            row = session.get(WorkerRow, worker_id)
+            row = session.get(WorkerRow, worker_id, with_for_update=True)
             if row is None:
-                network = self._door.enter(session, worker_id, request, address, now)
-                row = self._new_worker(session, worker_id, public_key, request, now)
-                row.address = network
+                row = self._new_worker(session, worker_id, public_key, request, address, now)
             else:
                 seen(row, now)
             row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
@@ -85,8 +82,18 @@ class Assignments:
             )
 
     def _new_worker(
-        self, session: Session, worker_id: WorkerId, public_key: bytes, request: JoinRequest, now: float
+        self,
+        session: Session,
+        worker_id: WorkerId,
+        public_key: bytes,
+        request: JoinRequest,
+        address: str | None,
+        now: float,
     ) -> WorkerRow:
+        self._context.lock_run(session)  # of two processes that see no row, the second finds the first's
+        if (found := session.get(WorkerRow, worker_id)) is not None:
+            return found
+        network = self._door.enter(session, worker_id, request, address, now)
         body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
         receipt = self._context.ledger.append(session, now, "join", body)
         row = WorkerRow(
@@ -95,6 +102,7 @@ class Assignments:
             joined=now,
             join_sequence=receipt.sequence,
             account=Account().model_dump_json(),
+            address=network,
             accepted=0,
             late=0,
             refused=0,

@@ -128,6 +128,7 @@ class Context:
             late=late,
             wanted=max(1, wanted_updates(seats, self.run.swarm) - refused),
             workers=seats,
+            merging=row.closing_version is not None,
         )
         return state, deadline
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
@@ -143,7 +141,7 @@ class Reports:
                 up=up,
                 down=down,
                 evaluations=self._evaluations(session),
-                reports=reports[-SHOWN_ROUNDS:],
+                reports=reports,
                 ledger_length=self._ledger_length(session),
             )
 
@@ -159,15 +157,17 @@ class Reports:
         return tuple(map(EvaluationState.model_validate_json, reversed(rows.all())))
 
     def _round_reports(self, session: Session) -> tuple[RoundReport, ...]:
-        rows = session.scalars(select(MergeRow.report).order_by(MergeRow.closed))
-        return tuple(map(RoundReport.model_validate_json, rows))
+        rows = session.scalars(
+            select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
+        )
+        return tuple(map(RoundReport.model_validate_json, reversed(rows.all())))
 
     def _ages(self, session: Session) -> dict[str, int]:
+        age = UpdateRow.merge_version - 1 - UpdateRow.base_version
         rows = session.execute(
-            select(UpdateRow.merge_version, UpdateRow.base_version).where(UpdateRow.state == "merged")
+            select(age, func.count()).where(UpdateRow.state == "merged").group_by(age).order_by(age)
         )
-        ages = Counter(merged - 1 - base for merged, base in rows if merged is not None)
-        return {str(age): count for age, count in sorted(ages.items())}
+        return {str(age): count for age, count in rows}
 
 
 def _participation(reports: tuple[RoundReport, ...]) -> float | None:

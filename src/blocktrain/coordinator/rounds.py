@@ -81,7 +81,8 @@ class Rounds:
                 row.claim_owner = row.claim_until = None
 
     def run(self, stop: threading.Event) -> None:
-        """Close rounds until told to stop; an error is logged and tried again, never swallowed."""
+        """Close rounds until told to stop; one error must not end the run: it is logged and tried again."""
+        self._load_heads()
         while not stop.is_set():
             seen = self._context.changes.count
             try:
@@ -89,8 +90,21 @@ class Rounds:
             except BlocktrainError as error:
                 log.error("cannot close a round: %s", error)
                 busy = False
+            except Exception:
+                log.exception("failed to close a round")
+                busy = False
             if not busy:
                 self._context.changes.wait(seen, POLL_SECONDS)
+
+    def _load_heads(self) -> None:
+        """So that the first round after a start closes as fast as the others."""
+        with self._context.store.read() as session:
+            heads = [(row.block, row.head_hash) for row in session.scalars(select(BlockRow))]
+        for block, head in heads:
+            try:
+                self._context.weights.snapshot(block, head)
+            except BlocktrainError as error:
+                log.error("cannot load the head of block %d: %s", block, error)
 
     def close(self) -> None:
         self._threads.shutdown()

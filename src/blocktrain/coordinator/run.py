@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from blocktrain.config import Recipe, SwarmConfig
@@ -55,6 +56,11 @@ def check_swarm_recipe(recipe: Recipe) -> None:
             'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
             "different machines"
         )
+    if recipe.objective.kind != "denoise":
+        raise RecipeError(
+            f'a swarm needs objective.kind = "denoise", found {recipe.objective.kind!r}: its workers train '
+            "blocks that need no other block"
+        )
 
 
 def build_objective(recipe: Recipe) -> Objective:
@@ -69,15 +75,30 @@ def open_run(
     check_swarm_recipe(recipe)
     layouts = tuple(_layout(recipe, blobs, block) for block in range(recipe.model.blocks))
     key = identity.public_key.hex()
+    try:
+        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
+    except IntegrityError:  # another process made the run between our look and our write
+        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
+    schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
+    return Run(run_id, recipe, corpus_sha256, key, CodecSpec.parse(recipe.swarm.codec), schemas, layouts)
+
+
+def _open_row(
+    store: Store,
+    identity: Identity,
+    recipe: Recipe,
+    corpus: CorpusHash,
+    layouts: tuple[BlockLayout, ...],
+    now: float,
+) -> str:
+    key = identity.public_key.hex()
     with store.write() as session:
         row = session.get(RunRow, 1, with_for_update=True)
         if row is None:
-            row = _create(session, Ledger(identity), recipe, corpus_sha256, key, layouts, now)
+            row = _create(session, Ledger(identity), recipe, corpus, key, layouts, now)
         else:
-            _refuse_another_run(row, recipe, corpus_sha256, key)
-        run_id = row.run_id
-    schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
-    return Run(run_id, recipe, corpus_sha256, key, CodecSpec.parse(recipe.swarm.codec), schemas, layouts)
+            _refuse_another_run(row, recipe, corpus, key)
+        return row.run_id
 
 
 def _layout(recipe: Recipe, blobs: Blobs, block: int) -> BlockLayout:

@@ -66,6 +66,8 @@ class Scoring:
                     self.score_if_new()
             except BlocktrainError as error:
                 log.error("cannot score the model: %s", error)
+            except Exception:  # torch raises RuntimeError for anything, out of memory included
+                log.exception("failed to score the model")
             stop.wait(POLL_SECONDS)
             waited += POLL_SECONDS
 

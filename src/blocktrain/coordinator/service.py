@@ -48,6 +48,7 @@ KEY_FILE = "coordinator.key"
 DATABASE_FILE = "coordinator.sqlite"
 LOCK_FILE = "coordinator.lock"
 SWEEP_SECONDS = 60.0
+PATIENCE_SECONDS = 5.0
 
 
 class Coordinator:
@@ -95,11 +96,13 @@ class Coordinator:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """A merge under way is finished; an evaluation under way is left, it is repeated some day."""
+        """A merge under way is finished; an evaluation that takes long is left, it is repeated some day."""
         self._stop.set()
         self.context.changes.notify()
-        for thread in self._threads[:1]:
-            thread.join()
+        rounds, *others = self._threads
+        rounds.join()
+        for thread in others:
+            thread.join(PATIENCE_SECONDS)
         self.rounds.close()
         self.context.store.close()
 

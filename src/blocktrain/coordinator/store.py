@@ -28,7 +28,8 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from blocktrain.errors import StorageError, UserError
@@ -116,8 +117,8 @@ LIVE_STATES = ("leased", "committed")
 
 
 class AssignmentRow(Table):
-    """`state`: leased, committed, returned (by the worker), withheld (committed, never revealed), refused
-    (its round may be tried again)."""
+    """`state`: leased, then committed; or returned by the worker, withheld (committed, never revealed),
+    refused (revealed, and no good): these three leave the round open to the worker."""
 
     __tablename__ = "assignments"
     assignment_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
@@ -327,5 +328,6 @@ def _translated() -> Iterator[None]:
     """A database that is full, locked or gone is the operator's; other errors are ours and pass."""
     try:
         yield
-    except OperationalError as error:
-        raise StorageError(f"the database does not answer: {error.orig}; check disk space and URL") from error
+    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+        cause = getattr(error, "orig", None) or error
+        raise StorageError(f"the database does not answer: {cause}; check disk space and URL") from error

@@ -142,7 +142,7 @@ class Updates:
             UpdateRow.block == assignment.block,
             UpdateRow.base_version == base_version,
             UpdateRow.assignment_id != assignment.assignment_id,
-            UpdateRow.state.not_in(("withheld", "refused") if self._context.judged else ("withheld",)),
+            UpdateRow.state.not_in(("withheld", "refused")),
         )
         return AssignmentView(
             block=assignment.block,
@@ -331,6 +331,10 @@ class Updates:
         row.revealed, row.offset = now, self._offset(session, block, row, now)
         self._record_reveal(session, row, now)
         if not self._context.judged:
+            if decision.outcome == Outcome.REFUSED:
+                assignment = session.get(AssignmentRow, row.assignment_id)
+                assert assignment is not None
+                assignment.state = "refused"
             count_verdict(worker, decision.outcome)
             self._context.write_verdict(session, row, decision, now, self._remark(session, row))
             return

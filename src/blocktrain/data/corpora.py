@@ -38,6 +38,11 @@ def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
         train = train[: config.max_bytes]
     pool_bytes = min(pool_bytes, len(train) // 10)
     train, pool = train[: len(train) - pool_bytes], train[len(train) - pool_bytes :]
+    if min(len(pool), len(valid)) < 2:
+        raise DataError(
+            f"the text of {config.corpus} is too short: {len(train)} bytes to train on, {len(pool)} to fit "
+            f"pooling weights on, {len(valid)} to score; the last two need at least 2 each; use more text"
+        )
     digest = hashlib.sha256()
     for part in (train, pool, valid):
         digest.update(len(part).to_bytes(8, "little"))
@@ -84,7 +89,10 @@ def _folder(path: Path) -> tuple[bytes, bytes | None]:
     files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
     if not files:
         raise DataError(f"{path} has no text files ({', '.join(TEXT_SUFFIXES)})")
-    return b"\n\n".join(read_text(f) for f in files if f.stat().st_size), None
+    texts = [read_text(f) for f in files if f.stat().st_size]
+    if not texts:
+        raise DataError(f"all text files in {path} are empty")
+    return b"\n\n".join(texts), None
 
 
 def builtin_text() -> bytes:

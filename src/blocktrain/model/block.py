@@ -8,6 +8,7 @@ vocabulary. Shapes as in layers.py, plus V vocabulary and P hinted sequences, th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.layers import AdaptiveNorm, Layer, LayerCache, rms_norm, rotary_table
+from blocktrain.model.layers import AdaptiveNorm, Layer, LayerCache, PackedLayerCache, rms_norm, rotary_table
 from blocktrain.model.noise import precondition
 
 
@@ -48,6 +49,35 @@ class Cache:
         self.length = min(self.length, length)
         for layer in self.layers:
             layer.truncate(length)
+
+    def layer(self, index: int) -> LayerCache:
+        return self.layers[index]
+
+    def positions(self, length: int) -> slice:
+        """Where the next `length` tokens lie in the context."""
+        return slice(self.length, self.length + length)
+
+    def advance(self, length: int) -> None:
+        self.length += length
+
+
+class PackedCache:
+    """Caches of several sequences that share one forward pass: a batch of one, their new tokens in a row."""
+
+    def __init__(self, parts: Sequence[Cache], lengths: Sequence[int]) -> None:
+        self.parts, self.lengths = list(parts), list(lengths)
+
+    def layer(self, index: int) -> PackedLayerCache:
+        return PackedLayerCache([part.layers[index] for part in self.parts], self.lengths)
+
+    def positions(self, length: int) -> Tensor:
+        assert length == sum(self.lengths), "every token belongs to one of the packed sequences"
+        spans = zip(self.parts, self.lengths, strict=True)
+        return torch.cat([torch.arange(part.length, part.length + count) for part, count in spans])
+
+    def advance(self, length: int) -> None:
+        for part, count in zip(self.parts, self.lengths, strict=True):
+            part.advance(count)
 
 
 @dataclass(frozen=True)
@@ -113,16 +143,16 @@ class Block(nn.Module):
         codebook_VD: Tensor,
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | PackedCache | None = None,
     ) -> BlockOutput:
         x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD)
-        start = cache.length if cache is not None else 0
-        end = start + tokens_BT.shape[1]
-        rotary = self.rotary_cos[start:end], self.rotary_sin[start:end]
+        length = tokens_BT.shape[1]
+        positions = cache.positions(length) if cache is not None else slice(0, length)
+        rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, c_BC, rotary, cache.layers[i] if cache is not None else None)
+            x_BTD = layer(x_BTD, c_BC, rotary, cache.layer(i) if cache is not None else None)
         if cache is not None:
-            cache.length = end
+            cache.advance(length)
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
         z_hat_BTD = self._denoised(f_BTD, hint)
         logits_BTV = self.logit_scale * F.linear(z_hat_BTD, codebook_VD.to(z_hat_BTD.dtype))

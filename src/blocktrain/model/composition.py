@@ -29,16 +29,30 @@ def euler_log_probs(
     shape = (*tokens_BT.shape, codebook_VD.shape[1])
     noise = torch.randn(shape, generator=generator, device=tokens_BT.device)
     z_BTD = noise * (1 + sigmas[0] ** 2) ** 0.5
+    upstream = _upstream_features(objective, blocks, codebook_VD, tokens_BT)
     log_probs_BTV = torch.empty(0)
     for i, sigma in enumerate(sigmas):
-        block = blocks[owner(objective.config, len(blocks), sigma)]
+        index = owner(objective.config, len(blocks), sigma)
         sigma_B = torch.full((tokens_BT.shape[0],), sigma, device=tokens_BT.device)
-        output = block(tokens_BT, codebook_VD, Hint(z_BTD, sigma_B))
+        output = blocks[index](tokens_BT, codebook_VD, Hint(z_BTD, sigma_B), upstream[index])
         log_probs_BTV = F.log_softmax(output.logits_BTV.float(), dim=-1)
         if i + 1 < len(sigmas):
             denoised_BTD = log_probs_BTV.exp() @ codebook_VD
             z_BTD = z_BTD + (sigmas[i + 1] - sigma) * (z_BTD - denoised_BTD) / sigma
     return log_probs_BTV
+
+
+def _upstream_features(
+    objective: Objective, blocks: Sequence[Block], codebook_VD: Tensor, tokens_BT: Tensor
+) -> list[Tensor | None]:
+    """What each block hears from the ones before it, which in training see no hint either."""
+    upstream: list[Tensor | None] = [None]
+    for i in range(1, len(blocks)):
+        if not objective.frozen(i):
+            upstream.append(None)
+            continue
+        upstream.append(blocks[i - 1](tokens_BT, codebook_VD, upstream_BTD=upstream[-1]).features_BTD)
+    return upstream
 
 
 def block_log_probs(

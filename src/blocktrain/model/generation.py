@@ -67,10 +67,13 @@ class LocalModel:
 def visible_context(tokens: Sequence[int], context: int) -> Sequence[int]:
     """The tail of the text the model sees. It slides by half a context at a time, so that caches live
     for many tokens and the tail depends on the text's length alone."""
-    if len(tokens) <= context:
-        return tokens
+    return tokens[window_start(len(tokens), context) :]
+
+
+def window_start(length: int, context: int) -> int:
+    """Where the visible tail of a text of `length` tokens begins."""
     half = max(1, context // 2)
-    return tokens[-(-(len(tokens) - context) // half) * half :]
+    return max(0, -(-(length - context) // half) * half)
 
 
 def generate(

@@ -7,7 +7,7 @@ That costs few parameters and lets the gains move quickly: `docs/experiments.md`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,32 +17,95 @@ from blocktrain.config import ModelConfig
 
 ROPE_BASE = 10_000.0
 
+Place = Literal["attention", "feedforward"]
+"""The two sub-layers of a layer."""
 
-@dataclass
+
+class Growing:
+    """A tensor that grows along one dimension in place: appending copies what is new, not what is there."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim, self.length = dim, 0
+        self.room: Tensor | None = None
+
+    def append(self, x: Tensor) -> Tensor:
+        """Everything so far, `x` last."""
+        end = self.length + x.shape[self.dim]
+        if self.room is None or self.room.shape[self.dim] < end:
+            self.room = self._larger(x, end)
+        self.room.narrow(self.dim, self.length, x.shape[self.dim]).copy_(x)
+        self.length = end
+        return self.room.narrow(self.dim, 0, end)
+
+    def _larger(self, x: Tensor, needed: int) -> Tensor:
+        shape = list(x.shape)
+        shape[self.dim] = max(64, needed, 2 * self.length)
+        room = x.new_empty(shape)
+        if self.room is not None:
+            room.narrow(self.dim, 0, self.length).copy_(self.room.narrow(self.dim, 0, self.length))
+        return room
+
+    def held(self) -> Tensor | None:
+        return None if self.room is None else self.room.narrow(self.dim, 0, self.length)
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
 class LayerCache:
-    """What one layer remembers of earlier positions."""
+    """What one layer remembers of earlier positions: keys, values and the convolutions' inputs."""
 
-    k_BHSK: Tensor | None = None
-    v_BHSK: Tensor | None = None
-    attention_inputs_BSD: Tensor | None = None
-    feedforward_inputs_BSD: Tensor | None = None
+    def __init__(self) -> None:
+        self.k_BHSK, self.v_BHSK = Growing(2), Growing(2)
+        self.inputs_BSD: dict[Place, Growing] = {"attention": Growing(1), "feedforward": Growing(1)}
 
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far."""
-        if self.k_BHSK is not None and self.v_BHSK is not None:
-            k_BHTK = torch.cat([self.k_BHSK, k_BHTK], dim=2)
-            v_BHTK = torch.cat([self.v_BHSK, v_BHTK], dim=2)
-        self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
-        return k_BHTK, v_BHTK
+    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        """Attention of the new positions over all positions so far."""
+        return causal_attention(q_BHTK, self.k_BHSK.append(k_BHTK), self.v_BHSK.append(v_BHTK))
+
+    def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
+        """The convolution in front of attention or feed-forward, continued from earlier positions."""
+        y: Tensor = convolution(x_BTD, self.inputs_BSD[place].held())
+        self.inputs_BSD[place].append(x_BTD)
+        return y
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""
-        if self.k_BHSK is not None and self.v_BHSK is not None:
-            self.k_BHSK, self.v_BHSK = self.k_BHSK[:, :, :length], self.v_BHSK[:, :, :length]
-        if self.attention_inputs_BSD is not None:
-            self.attention_inputs_BSD = self.attention_inputs_BSD[:, :length]
-        if self.feedforward_inputs_BSD is not None:
-            self.feedforward_inputs_BSD = self.feedforward_inputs_BSD[:, :length]
+        for part in (self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()):
+            part.truncate(length)
+
+
+class PackedLayerCache:
+    """One layer's caches of several sequences whose new positions lie one after another along T.
+
+    What has weights runs once over all positions; attention and convolutions run sequence by sequence.
+    """
+
+    def __init__(self, parts: list[LayerCache], lengths: list[int]) -> None:
+        self.parts, self.lengths = parts, lengths
+
+    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        pieces = (torch.split(x, self.lengths, dim=2) for x in (q_BHTK, k_BHTK, v_BHTK))
+        attended = [part.attend(q, k, v) for part, q, k, v in zip(self.parts, *pieces, strict=True)]
+        return torch.cat(attended, dim=2)
+
+    def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
+        pieces = torch.split(x_BTD, self.lengths, dim=1)
+        mixed = [part.convolve(place, convolution, x) for part, x in zip(self.parts, pieces, strict=True)]
+        return torch.cat(mixed, dim=1)
+
+
+AnyLayerCache: TypeAlias = LayerCache | PackedLayerCache
+
+
+def causal_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
+    """The last T of S positions attend to themselves and what came before."""
+    length = q_BHTK.shape[2]
+    past = k_BHSK.shape[2] - length
+    mask = None
+    if past and length > 1:
+        mask = torch.ones(length, past + length, dtype=torch.bool, device=q_BHTK.device).tril(past)
+    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=not past)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -111,18 +174,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None) -> Tensor:
         batch, length, width = x_BTD.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (linear(x_BTD).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = (rotate(rms_norm(part), *rotary).to(v.dtype) for part in (q, k))
-        if cache is not None:
-            k, v = cache.append(k, v)
-        past = k.shape[2] - length
-        mask = None
-        if past and length > 1:
-            mask = torch.ones(length, past + length, dtype=torch.bool, device=q.device).tril(past)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past)
+        y = cache.attend(q, k, v) if cache is not None else causal_attention(q, k, v)
         merged: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return merged
 
@@ -157,25 +214,24 @@ class Layer(nn.Module):
         self.feedforward = FeedForward(config)
 
     def forward(
-        self, x_BTD: Tensor, c_BC: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None
+        self, x_BTD: Tensor, c_BC: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None
     ) -> Tensor:
         if self.attention is not None:
             y = self.attention_norm(x_BTD, c_BC)
             if self.attention_convolution is not None:
-                earlier = cache.attention_inputs_BSD if cache is not None else None
-                if cache is not None:
-                    cache.attention_inputs_BSD = _append(earlier, y)
-                y = self.attention_convolution(y, earlier)
+                y = _convolve("attention", self.attention_convolution, y, cache)
             x_BTD = x_BTD + self.attention(y, rotary, cache)
         y = self.feedforward_norm(x_BTD, c_BC)
         if self.feedforward_convolution is not None:
-            earlier = cache.feedforward_inputs_BSD if cache is not None else None
-            if cache is not None:
-                cache.feedforward_inputs_BSD = _append(earlier, y)
-            y = self.feedforward_convolution(y, earlier)
+            y = _convolve("feedforward", self.feedforward_convolution, y, cache)
         mixed: Tensor = x_BTD + self.feedforward(y)
         return mixed
 
 
-def _append(earlier_BSD: Tensor | None, x_BTD: Tensor) -> Tensor:
-    return x_BTD if earlier_BSD is None else torch.cat([earlier_BSD, x_BTD], dim=1)
+def _convolve(
+    place: Place, convolution: CausalConvolution, x_BTD: Tensor, cache: AnyLayerCache | None
+) -> Tensor:
+    if cache is not None:
+        return cache.convolve(place, convolution, x_BTD)
+    y: Tensor = convolution(x_BTD, None)
+    return y

@@ -57,11 +57,18 @@ class Objective:
             hints=False,
         )
 
+    def num_hinted(self, batch: int) -> int:
+        """Sequences of a batch that get a hint; some but not all where the recipe asks for a share."""
+        share = self.config.hint_probability
+        if share in (0.0, 1.0):
+            return round(share * batch)
+        return min(max(round(share * batch), 1), batch - 1)
+
     def draw_hint(
         self, block: int, targets_BT: Tensor, codebook_VD: Tensor, generator: torch.Generator
     ) -> Hint | None:
         """z = e_y + sigma eps for the share of sequences that get a hint, one sigma per sequence."""
-        hinted = round(self.config.hint_probability * targets_BT.shape[0])
+        hinted = self.num_hinted(targets_BT.shape[0])
         if not hinted:
             return None
         sigma_P = sample_sigma(self.config, self.model.blocks, block, hinted, generator)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,8 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
         corpus = CorpusHash(str(config["corpus_sha256"]))
     except (KeyError, TypeError, ValueError, RecipeError) as error:
         raise CheckpointError(f"{path / 'config.json'} is damaged: {error}") from None
-    if len(pooling) != recipe.model.blocks:
-        raise CheckpointError(f"{path}: {len(pooling)} pooling weights for {recipe.model.blocks} blocks")
+    if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
+        raise CheckpointError(f"{path}: expected {recipe.model.blocks} pooling weights, found {pooling}")
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
     indices = range(recipe.model.blocks) if only is None else only
@@ -118,24 +119,27 @@ def _load_block(path: Path, objective: Objective, index: int) -> Block:
 
 
 def load_weights(block: Block, tensors: dict[str, Tensor], *, where: str) -> None:
-    expected = {name: tensor.shape for name, tensor in block.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    state = block.state_dict()
+    for name in sorted(state.keys() | tensors.keys()):
+        expected, found = _kind(state.get(name)), _kind(tensors.get(name))
+        if expected != found:
             raise CheckpointError(
-                f"{where}: tensor {name}: expected {_shape(expected.get(name))}, found "
-                f"{_shape(found.get(name))}; the file belongs to another recipe or is damaged"
+                f"{where}: tensor {name}: expected {expected}, found {found}; the file belongs to another "
+                "recipe or is damaged"
             )
     block.load_state_dict(tensors)
 
 
-def _shape(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(list(shape))
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _load_codebook(path: Path, vocabulary: int, width: int) -> Tensor:
     tensors, _ = read_tensors(path)
     table = tensors.get("table")
-    if table is None or table.shape != (vocabulary, width):
-        raise CheckpointError(f"{path}: expected one tensor `table` of {vocabulary} x {width}")
+    expected = f"float32 {[vocabulary, width]}"
+    if table is None or _kind(table) != expected:
+        raise CheckpointError(f"{path}: tensor table: expected {expected}, found {_kind(table)}")
     return table

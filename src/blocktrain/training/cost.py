@@ -42,11 +42,12 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.method = "cuda allocator" if device.type == "cuda" else "counted"
-        self.activations = 0
-        self.state = 0
+        self.activations = self.state = 0
+        self.earlier_peak = 0
+        """Of the same phase, before it was interrupted."""
 
     def reset(self) -> None:
-        self.activations = self.state = 0
+        self.activations = self.state = self.earlier_peak = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -75,5 +76,5 @@ class PeakMemory:
     @property
     def peak_bytes(self) -> int:
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
-        return self.state + self.activations
+            return max(self.earlier_peak, int(torch.cuda.max_memory_allocated(self.device)))
+        return max(self.earlier_peak, self.state + self.activations)

@@ -8,6 +8,7 @@ atomically, so a run killed at any point resumes at a step from which the result
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from blocktrain.config import Recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import UserError
+from blocktrain.errors import CheckpointError, DivergedError, UserError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
@@ -129,11 +130,10 @@ class LocalRun:
         self.memory.reset()
         group = Group(self, units, path)
         start = group.load() if resume and path.exists() else 0
-        started = time.monotonic()
         group.train(start, self.recipe.training.steps)
         for unit in units:
             self.peaks[unit.name] = self.memory.peak_bytes
-            self.seconds[unit.name] = (time.monotonic() - started) / len(units)
+            self.seconds[unit.name] = group.seconds / len(units)
             unit.block.to("cpu")
 
     def evaluate(self) -> dict[str, Any]:
@@ -212,6 +212,10 @@ class LocalRun:
     def finish(self) -> dict[str, Any]:
         """Evaluate, then write the checkpoint, the report and the sample."""
         scores = self.evaluate()
+        for number, score in enumerate(scores["blocks"]):
+            finite(score["ce"], f"block {number}, held-out text")
+        if scores["reference"] is not None:
+            finite(scores["reference"]["ce"], "reference, held-out text")
         pooling = scores["composed"]["consensus"]["weights"]
         report = self.report(scores)
         table = self.codebook().detach()
@@ -231,6 +235,7 @@ class Group:
         shared = Optimizer(run.codebook, run.recipe.training) if run.codebook.learned else None
         self.codebook_optimizer = shared if any(unit.index is not None for unit in units) else None
         self.trainers = [self._trainer(unit) for unit in units]
+        self.seconds = 0.0
 
     def _trainer(self, unit: Unit) -> BlockTrainer:
         run = self.run
@@ -253,16 +258,18 @@ class Group:
         tokens = config.batch * self.run.recipe.model.context
         for unit in self.units:
             self.run.observer.started(unit.name, start, steps)
-        saved = time.monotonic()
+        started = saved = time.monotonic()
+        seconds_before = self.seconds
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
             for unit, trainer, losses in zip(self.units, self.trainers, recent, strict=True):
                 losses.append(self._step(trainer, unit, step, start))
                 if (step + 1) % every == 0 or step + 1 == steps:
-                    ce = float(torch.stack(losses).mean())
+                    ce = finite(float(torch.stack(losses).mean()), f"{unit.name}, step {step + 1}")
                     losses.clear()
                     unit.curve.append((step + 1, ce))
                     self.run.observer.stepped(unit.name, step + 1, steps, ce, tokens)
+            self.seconds = seconds_before + time.monotonic() - started
             at_point = (step + 1) % every == 0
             if at_point and time.monotonic() - saved >= config.checkpoint_seconds:
                 self.save(step + 1)
@@ -289,26 +296,43 @@ class Group:
             tensors["codebook/weights/table"] = self.run.codebook.table
             state = self.codebook_optimizer.state_tensors()
             tensors |= {f"codebook/optimizer/{k}": v for k, v in state.items()}
-        curves = json.dumps({unit.name: unit.curve for unit in self.units})
-        write_tensors(self.path, tensors, {"step": str(step), "curves": curves})
+        progress = {
+            "step": step,
+            "seconds": self.seconds,
+            "peak_bytes": self.run.memory.peak_bytes,
+            "curves": {unit.name: unit.curve for unit in self.units},
+        }
+        write_tensors(self.path, tensors, {"progress": json.dumps(progress)})
 
     def load(self) -> int:
         """Restore the saved state; returns the step to go on from."""
         tensors, metadata = read_tensors(self.path)
+        if "progress" not in metadata:
+            raise CheckpointError(f"{self.path} is not training state of this program; start a new --out")
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
-        curves = json.loads(metadata["curves"])
+        progress = json.loads(metadata["progress"])
         for unit, trainer in zip(self.units, self.trainers, strict=True):
             load_weights(unit.block, part(f"{unit.name}/weights/"), where=str(self.path))
             trainer.optimizer.load_state_tensors(part(f"{unit.name}/optimizer/"))
-            unit.curve = [(int(step), float(ce)) for step, ce in curves[unit.name]]
+            unit.curve = [(int(step), float(ce)) for step, ce in progress["curves"][unit.name]]
         if self.codebook_optimizer is not None:
             self.run.codebook.load_state_dict(part("codebook/weights/"))
             self.codebook_optimizer.load_state_tensors(part("codebook/optimizer/"))
-        self.run.memory.count_state(self.units[0].block, self.trainers[0].optimizer)
-        return int(metadata["step"])
+        self.seconds = float(progress["seconds"])
+        self.run.memory.earlier_peak = int(progress["peak_bytes"])
+        return int(progress["step"])
+
+
+def finite(ce: float, where: str) -> float:
+    if not math.isfinite(ce):
+        raise DivergedError(
+            f"the loss is not finite ({where}); lower the learning rate (training.matrix_lr, "
+            "training.other_lr) or training.clip_norm, and start again"
+        )
+    return ce
 
 
 def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -> None:
@@ -322,7 +346,10 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
         return
     if not resume:
         raise UserError(f"{out} already holds a run; add --resume to go on with it, or choose another --out")
-    before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
     if before != json.loads(json.dumps(identity)):
         changed = ", ".join(_differences(before, identity, "")) or "recipe"
         raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")

@@ -431,6 +431,8 @@ class RoundState(BaseModel):
     """Updates that close the round before its deadline."""
     workers: Count
     """Live workers on this block."""
+    merging: bool = False
+    """The round is over and its merge under way; `accepted` and `late` are those for the next one."""
 
 
 class BlockAnswer(Answer):
@@ -553,7 +555,7 @@ class StatusAnswer(Answer):
     blocks: tuple[BlockAnswer, ...]
     workers: tuple[WorkerState, ...]
     participation: float | None
-    """Share of assigned work of closed rounds that arrived on time."""
+    """Share of the assigned work of the rounds in `reports` that arrived on time."""
     ages: dict[str, Count]
     """Merged updates by age in rounds."""
     up: Traffic
@@ -561,7 +563,9 @@ class StatusAnswer(Answer):
     down: Traffic
     """Bytes of bodies sent by this coordinator process."""
     evaluations: tuple[EvaluationState, ...]
+    """The latest, oldest first."""
     reports: tuple[RoundReport, ...]
+    """The rounds closed last, oldest first."""
     ledger_length: Count
 
 

@@ -31,7 +31,7 @@ from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
 from blocktrain.wire.tokens import find_stamp
 from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.client import CoordinatorClient, Refusal
-from blocktrain.worker.decisions import saving_is_due
+from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.progress import Progress, make_progress
 from blocktrain.worker.sender import Sender
@@ -235,7 +235,12 @@ class Worker:
             flight = task.standing.finish(task.assignment, self.training.weights(), loss)
             self.sender.send(task.standing, flight)
             now = time.monotonic()
-            if saving_is_due(now=now, saved_at=self._saved_at, cost_seconds=self._saving_seconds):
+            if saving_is_due(
+                now=now,
+                saved_at=self._saved_at,
+                cost_seconds=self._saving_seconds,
+                least_seconds=OPTIMIZER_SAVING_SECONDS,
+            ):
                 self._saved_at = now
                 state = self.training.optimizer_state()
                 self.crew.start("saving", lambda: self._save_optimizer(task.standing.block, state))
@@ -305,6 +310,10 @@ class Worker:
         self.stop.set()
         if prepared:
             self.desk.wake()
+            with self._lock:
+                standings = list(self._standings.values())
+            for standing in standings:
+                standing.close()
             self.crew.join(GOODBYE_SECONDS)
             self._keep_progress()
             self._hand_back()

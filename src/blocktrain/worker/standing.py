@@ -75,6 +75,7 @@ class Standing:
         self._feedback = feedback
         self._flights: list[Flight] = []
         self._pending: Place | None = None
+        self._closed = False
 
     # --- the trainer
 
@@ -193,12 +194,19 @@ class Standing:
 
     def wait_for_version(self, version: int, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._base.version >= version, seconds)
+            self._changed.wait_for(lambda: self._base.version >= version or self._closed, seconds)
+            return self._base.version >= version
+
+    def close(self) -> None:
+        """The worker stops: nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def wait_for_flight(self, known: int, seconds: float) -> None:
         """Until there are more formed updates than `known`, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_formed() > known, seconds)
+            self._changed.wait_for(lambda: self._num_formed() > known or self._closed, seconds)
 
     def _num_formed(self) -> int:
         return sum(1 for flight in self._flights if flight.sent is not None)

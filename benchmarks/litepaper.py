@@ -1,0 +1,372 @@
+"""The litepaper's tables of asynchrony and transport, theirs beside ours.
+
+    python benchmarks/litepaper.py --table T4|T5 [--quick] [--seeds 0,1] [--jobs 2]
+    python benchmarks/litepaper.py --table T6|T7 [--quick] [--device cuda] [--corpus PATH] [--codecs sign]
+
+T4, T5  one swarm on seven virtual networks, through `blocktrain.simulation`: real training steps under a
+        virtual clock, with the litepaper's rule (`drop`) and ours (`carry`).
+T6      one process beside six workers, two replicas per block, the same tokens per block.
+T7      three workers through real HTTP, one per block, 12 rounds of 300 steps.
+T6 and T7 start the real programs (`blocktrain coordinator`, `blocktrain worker`) on this machine; bytes are
+counted on the workers' sockets, both directions, headers included.
+
+Progress goes to stderr, the table and the line for docs/experiments.md to stdout, all numbers to
+OUT/TABLE-*.json. --quick is a tiny shape that ends within a minute on two idle cores, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from blocktrain.cli.assembly import save_final_checkpoint
+from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
+from blocktrain.cli.options import find_device, find_recipe
+from blocktrain.config import Recipe, load_recipe
+from blocktrain.simulation.networks import NETWORKS
+from blocktrain.simulation.run import Policy, Scenario, Simulation
+from blocktrain.training.local import LocalRun, Silent
+
+CONSOLE = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    table: str
+    device: str
+    corpus: str | None
+    codecs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    jobs: int
+    quick: bool
+    settings: tuple[str, ...]
+    out: Path
+
+    def overrides(self, *more: str) -> list[str]:
+        """Of a shipped recipe; what was given on the command line comes last."""
+        return [*more, *_corpus(self.corpus), *self.settings]
+
+
+def _corpus(name: str | None) -> list[str]:
+    """A path is made absolute, as the programs run elsewhere; `builtin` and hf:NAME are left alone."""
+    if name is None:
+        return []
+    path = Path(name).expanduser()
+    return [f"data.corpus={path.absolute() if path.exists() else name}"]
+
+
+# --- T4 and T5: asynchrony
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """What the litepaper prints for a network, where it does."""
+
+    participation: str = "-"
+    ce: float | None = None
+
+
+THEIRS = {
+    "lockstep": Theirs("100 %", 1.910),
+    "wan-tight": Theirs("22 %", 2.290),
+    "wan-mid": Theirs("61 %", 2.160),
+    "wan-loose": Theirs("86 %", 1.913),
+}
+NETWORKS_OF = {
+    "T4": ("lockstep", "mild", "edge-mid", "bad-edge"),
+    "T5": ("lockstep", "wan-tight", "wan-mid", "wan-loose"),
+}
+VARIANTS: tuple[tuple[Policy, str], ...] = (("drop", "dense"), ("carry", "dense"), ("carry", "sign"))
+"""Their rule; our rule at the same bytes; our rule with one bit per parameter."""
+QUICK_SIMULATION = (
+    "swarm.rounds=4",
+    "swarm.steps_per_round=3",
+    "model.width=32",
+    "evaluation.max_bytes=8192",
+)
+
+Run = tuple[str, Policy, str, int]
+"""Network, policy, codec and seed."""
+
+
+def simulate(run: Run, settings: Sequence[str], device: str) -> dict[str, Any]:
+    network, policy, codec, seed = run
+    torch.set_num_threads(1)
+    recipe = load_recipe(find_recipe("asynchrony"), [*settings, f"swarm.codec={codec}"])
+    scenario = Scenario(
+        recipe=recipe,
+        network=NETWORKS[network],
+        policy=policy,
+        seed=seed,
+        evaluate_every=max(1, recipe.swarm.rounds // 4),
+        device=find_device(device),
+    )
+    return Simulation(scenario).run()
+
+
+def asynchrony(options: Options) -> list[str]:
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    runs: list[Run] = [
+        (network, policy, codec, seed)
+        for network in NETWORKS_OF[options.table]
+        for policy, codec in VARIANTS
+        for seed in seeds
+    ]
+    settings = options.overrides(*(QUICK_SIMULATION if options.quick else ()))
+    reports = dict(zip(runs, _simulate_all(runs, settings, options), strict=True))
+    _write(options, "simulations", [reports[run] for run in runs])
+    return _asynchrony_table(options.table, seeds, reports)
+
+
+def _simulate_all(runs: Sequence[Run], settings: Sequence[str], options: Options) -> list[dict[str, Any]]:
+    reports = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        started = time.monotonic()
+        waiting = [pool.submit(simulate, run, settings, options.device) for run in runs]
+        for done, (run, future) in enumerate(zip(runs, waiting, strict=True), start=1):
+            report = future.result()
+            reports.append(report)
+            CONSOLE.print(
+                f"{done}/{len(runs)} {' '.join(map(str, run))} ce={report['final_ce']:.4f} "
+                f"participation={report['participation']:.0%} virtual={report['wall_seconds']:.0f}s "
+                f"after {time.monotonic() - started:.0f}s"
+            )
+    return reports
+
+
+def _asynchrony_table(table: str, seeds: Sequence[int], reports: dict[Run, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| network | theirs: participation, CE (from lockstep) | `drop`, fp32: participation, CE (from "
+        "lockstep), wall | `carry`, fp32: CE (from lockstep), wall | `carry`, sign: CE (from lockstep), "
+        "wall |",
+        "|---|---|---|---|---|",
+    ]
+    for network in NETWORKS_OF[table]:
+        cells = [
+            _cell(
+                [reports[network, policy, codec, seed] for seed in seeds], _lockstep(reports, seeds), policy
+            )
+            for policy, codec in VARIANTS
+        ]
+        lines.append(f"| {network} | {_theirs(network)} | {' | '.join(cells)} |")
+    return [*lines, "", f"Means over seeds {', '.join(map(str, seeds))}; differences are paired by seed."]
+
+
+def _lockstep(reports: dict[Run, dict[str, Any]], seeds: Sequence[int]) -> list[float]:
+    return [float(reports["lockstep", "drop", "dense", seed]["final_ce"]) for seed in seeds]
+
+
+def _theirs(network: str) -> str:
+    theirs, lockstep = THEIRS.get(network, Theirs()), THEIRS["lockstep"].ce
+    if theirs.ce is None or lockstep is None:
+        return "not printed"
+    return f"{theirs.participation}, {theirs.ce:.3f} ({theirs.ce - lockstep:+.3f})"
+
+
+def _cell(reports: Sequence[dict[str, Any]], lockstep: Sequence[float], policy: Policy) -> str:
+    ce = statistics.mean(report["final_ce"] for report in reports)
+    gaps = [report["final_ce"] - reference for report, reference in zip(reports, lockstep, strict=True)]
+    wall = statistics.mean(report["wall_seconds"] for report in reports)
+    share = statistics.mean(report["participation"] for report in reports)
+    shown = f"{share:.0%}, " if policy == "drop" else ""
+    return f"{shown}{ce:.3f} ({statistics.mean(gaps):+.3f}), {wall:.0f} s"
+
+
+# --- T6: six workers beside one process
+
+QUICK_SWARM = (
+    "model.width=32",
+    "model.heads=2",
+    "model.layers_per_block=1",
+    "model.context=32",
+    "training.batch=4",
+    "data.max_bytes=400000",
+    "evaluation.max_bytes=8192",
+    "evaluation.pooling_bytes=4096",
+    "swarm.rounds=3",
+    "swarm.steps_per_round=4",
+)
+
+
+def six_workers(options: Options) -> list[str]:
+    settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
+    recipe = load_recipe(find_recipe("swarm-t6"), settings)
+    single = _one_process(recipe, options)
+    swarm = _swarm("swarm-t6", settings, recipe.model.blocks * recipe.swarm.replicas, options, "six-workers")
+    _write(options, "one-process", single)
+    _write(options, "six-workers", swarm)
+    tokens = recipe.swarm.total_steps * recipe.training.batch * recipe.swarm.replicas * recipe.model.context
+    return [
+        "| | theirs | ours | participation | traffic | wall |",
+        "|---|---|---|---|---|---|",
+        f"| one process | 1.359 | {single['ce']:.4f} | - | - | {single['seconds']:.0f} s |",
+        f"| six workers, two replicas per block, {recipe.swarm.codec} | 1.385 (from 5.561) | "
+        f"{_final(swarm):.4f} | {_percent(swarm['participation'])} | {_traffic(swarm)} | "
+        f"{swarm['wall_seconds']:.0f} s |",
+        "",
+        f"Difference {_final(swarm) - single['ce']:+.4f} (theirs +0.026). {tokens:,} tokens per block in "
+        f"both: {recipe.swarm.total_steps} steps, of batch {recipe.training.batch} on each of "
+        f"{recipe.swarm.replicas} replicas, and of batch {recipe.training.batch * recipe.swarm.replicas} in "
+        "the one process.",
+    ]
+
+
+def _one_process(recipe: Recipe, options: Options) -> dict[str, float]:
+    """All blocks in one process, each step on as many sequences as all replicas see."""
+    training = dataclasses.replace(
+        recipe.training,
+        steps=recipe.swarm.total_steps,
+        batch=recipe.training.batch * recipe.swarm.replicas,
+        reference=False,
+    )
+    CONSOLE.print(f"one process: {training.steps} steps of batch {training.batch} for each block")
+    started = time.monotonic()
+    folder, device = _fresh(options.out / "one-process"), find_device(options.device)
+    run = LocalRun(dataclasses.replace(recipe, training=training), folder, device, Silent())
+    run.train(resume=False)
+    scores = run.evaluate()
+    seconds = time.monotonic() - started
+    ce = float(scores["composed"]["consensus"]["ce"])
+    CONSOLE.print(f"one process: ce={ce:.4f} after {seconds:.0f}s")
+    return {"ce": ce, "seconds": seconds}
+
+
+# --- T7: three workers over HTTP
+
+
+def over_http(options: Options) -> list[str]:
+    settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
+    recipe = load_recipe(find_recipe("swarm-t7"), settings)
+    reports = {}
+    for codec in options.codecs:
+        name = codec.replace(":", "-")
+        codec_settings = [*settings, f"swarm.codec={codec}"]
+        reports[codec] = _swarm("swarm-t7", codec_settings, recipe.model.blocks, options, name)
+        _write(options, name, reports[codec])
+    return [
+        "| updates | CE (consensus) | CE (euler) | application traffic | participation | wall |",
+        "|---|---|---|---|---|---|",
+        "| theirs, three hosts | - | 1.811 (from 5.580) | 15.22 GB | 100 % | - |",
+        *(_codec_row(codec, report) for codec, report in reports.items()),
+        "",
+        f"{recipe.model.blocks} workers, {recipe.swarm.rounds} rounds of {recipe.swarm.steps_per_round} "
+        f"steps, {recipe.training.batch * recipe.model.context} tokens per step and block, width "
+        f"{recipe.model.width}, {recipe.model.layers_per_block} layers per block. Traffic: all bytes on the "
+        "workers' sockets, both directions; not the operator's final download of the checkpoint.",
+    ]
+
+
+def _codec_row(codec: str, report: dict[str, Any]) -> str:
+    euler = report["final"]["euler_ce"]
+    return (
+        f"| ours, {codec} | {_final(report):.4f} | {'-' if euler is None else f'{euler:.4f}'} | "
+        f"{_traffic(report)} | {_percent(report['participation'])} | {report['wall_seconds']:.0f} s |"
+    )
+
+
+def _swarm(recipe: str, settings: Sequence[str], workers: int, options: Options, name: str) -> dict[str, Any]:
+    """A run of the real programs; its folder keeps the checkpoint, the logs and the report."""
+    CONSOLE.print(f"{name}: {workers} workers")
+    out = _fresh(options.out / name)
+    swarm = SwarmOptions(find_recipe(recipe).absolute(), workers, out, tuple(settings), options.device)
+    return run_swarm(swarm, CONSOLE, threading.Event(), save_final_checkpoint)
+
+
+def _final(report: dict[str, Any]) -> float:
+    return float(report["final"]["consensus_ce"])
+
+
+def _traffic(report: dict[str, Any]) -> str:
+    return f"{report['bytes_total'] / 1e9:.4f} GB"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+# --- all tables
+
+TABLES: dict[str, Callable[[Options], list[str]]] = {
+    "T4": asynchrony,
+    "T5": asynchrony,
+    "T6": six_workers,
+    "T7": over_http,
+}
+
+
+def _write(options: Options, name: str, numbers: object) -> None:
+    path = options.out / f"{options.table}-{name}.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def _fresh(folder: Path) -> Path:
+    """A folder of an earlier run of this table is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def hardware(device: str) -> str:
+    """What the numbers were measured on."""
+    found = find_device(device)
+    cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    name = f"{torch.cuda.get_device_name(found)}, {cores}" if found.type == "cuda" else cores
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", required=True, choices=TABLES)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto; all workers share it")
+    parser.add_argument("--corpus", help="file or folder with the text; default: the recipe's")
+    parser.add_argument("--codecs", default="sparse:64,sign,dense", help="T7: which runs to make")
+    parser.add_argument("--seeds", default="0,1", help="T4, T5: runs to average over")
+    parser.add_argument("--jobs", type=int, default=1, help="T4, T5: simulations at a time")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape, under a minute")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--out", type=Path, help="folder for checkpoints, logs and numbers")
+    found = parser.parse_args(arguments)
+    out = (found.out or Path("runs") / f"litepaper-{found.table}").absolute()
+    return Options(
+        table=found.table,
+        device=found.device,
+        corpus=found.corpus or ("builtin" if found.quick else None),
+        codecs=tuple(found.codecs.split(",")),
+        seeds=tuple(int(seed) for seed in found.seeds.split(",")),
+        jobs=found.jobs,
+        quick=found.quick,
+        settings=tuple(found.set),
+        out=out,
+    )
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = TABLES[options.table](options)
+    command = shlex.join(["python", "benchmarks/litepaper.py", *sys.argv[1:]])
+    today = datetime.date.today().isoformat()
+    print("\n".join(["", *lines, "", f"`{command}`; {hardware(options.device)}; {today}."]))
+
+
+if __name__ == "__main__":
+    main()

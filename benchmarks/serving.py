@@ -1,0 +1,251 @@
+"""Serving over emulated links: modes x round-trip time x stages, with real TCP (see links.py).
+
+    python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
+
+Blocks are dealt out over stage processes, each in a network namespace of its own; the engine runs in the
+gateway's. Prompts are held-out text of the checkpoint's corpus. Every row states text bytes per traversal
+and per second, time per traversal (draft included) and bytes on the wire; `verify` must write the same
+text as `ar` or the run fails. One request at a time: these are latencies, not throughput under load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from links import Wan, available, host_ip
+
+PORT = 7000
+PROMPT_BYTES = 128
+
+
+def deal(num_blocks: int, num_stages: int) -> list[str]:
+    """Blocks dealt out in turn, as --blocks takes them."""
+    return [",".join(map(str, range(i, num_blocks, num_stages))) for i in range(num_stages)]
+
+
+@contextlib.contextmanager
+def running_stages(wan: Wan, checkpoint: Path, blocks: list[str]) -> Iterator[list[str]]:
+    """Stage processes on the hosts; gives their addresses."""
+    processes = []
+    try:
+        for i, part in enumerate(blocks):
+            command = [sys.executable, __file__, "--role", "stage", str(checkpoint)]
+            command += ["--blocks", part, "--listen", f"{host_ip(i)}:{PORT}"]
+            inside = wan.inside(wan.hosts[i], command)
+            processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, text=True))
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("stage ready"), "a stage did not start"
+        yield [f"{host_ip(i)}:{PORT}" for i in range(len(blocks))]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def measure_point(wan: Wan, arguments: argparse.Namespace, addresses: list[str]) -> list[dict[str, Any]]:
+    """Rows of one (stages, RTT): the engine runs in the gateway's namespace."""
+    command = [sys.executable, __file__, "--role", "engine", str(arguments.checkpoint)]
+    command += ["--addresses", ",".join(addresses), "--modes", arguments.modes]
+    command += ["--prompts", str(arguments.prompts), "--tokens", str(arguments.tokens)]
+    command += ["--temperature", str(arguments.temperature)]
+    done = subprocess.run(
+        wan.inside(wan.gateway, command), stdout=subprocess.PIPE, text=True, check=True, timeout=1800
+    )
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def run_benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    config = json.loads((arguments.checkpoint / "config.json").read_text())
+    num_blocks = len(config["blocks"])
+    rows: list[dict[str, Any]] = []
+    print(HEADER)
+    for stages in numbers(arguments.stages):
+        if stages > num_blocks:
+            print(f"  (skipped: {stages} stages for {num_blocks} blocks)")
+            continue
+        with (
+            Wan(stages, rate_mbit=arguments.rate_mbit) as wan,
+            running_stages(wan, arguments.checkpoint, deal(num_blocks, stages)) as addresses,
+        ):
+            for rtt in numbers(arguments.rtt):
+                wan.set_rtt(rtt)
+                for row in measure_point(wan, arguments, addresses):
+                    rows.append({"stages": stages, "rtt_ms": rtt, **row})
+                    print(line(rows[-1]), flush=True)
+    return rows
+
+
+HEADER = (
+    "stages  RTT ms  mode    codec   K  bytes/trav  bytes/s  p50 ms  p99 ms  wire B out/byte  in/byte  exact"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['stages']:6d}  {row['rtt_ms']:6d}  {row['mode']:6s}  {row['codec']:5s}  "
+        f"{row['mean_draft']:4.1f}  {row['bytes_per_traversal']:8.2f}  {row['bytes_per_second']:7.1f}  "
+        f"{row['p50_ms']:6.1f}  {row['p99_ms']:6.1f}  {row['sent_per_byte']:15.0f}  "
+        f"{row['received_per_byte']:7.0f}  {row['exact_passes']:5d}"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def fan_out_ratio(rows: list[dict[str, Any]], rtt: int = 100) -> str:
+    """Time per traversal of five stages against one, in `ar`."""
+    found = {r["stages"]: r["p50_ms"] for r in rows if r["rtt_ms"] == rtt and r["mode"] == "ar"}
+    if not {1, 5} <= found.keys():
+        return "five stages against one: not measured (needs --stages 1,...,5 and --rtt 100)"
+    return f"five stages against one at RTT {rtt} ms: {found[5] / found[1]:.3f} x per traversal (limit 1.2)"
+
+
+def speedups(rows: list[dict[str, Any]]) -> Iterator[str]:
+    best = {(r["stages"], r["rtt_ms"], r["mode"], r["codec"]): r["bytes_per_second"] for r in rows}
+    for (stages, rtt, mode, codec), rate in best.items():
+        plain = best.get((stages, rtt, "ar", codec))
+        if mode == "verify" and plain:
+            yield f"  stages {stages} RTT {rtt:3d} ms {codec}: verify {rate / plain:.2f} x ar"
+
+
+# ---- the stage and engine processes ----
+
+
+def stage_role(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from blocktrain.serving.main_stage import parse_blocks, run_stage
+    from blocktrain.serving.stage import StageConfig
+    from blocktrain.serving.transport import Address
+
+    run_stage(
+        arguments.checkpoint,
+        parse_blocks(arguments.blocks),
+        StageConfig(listen=Address.parse(arguments.listen)),
+        device=torch.device("cpu"),
+        threads=1,
+        announce=lambda text: print(text, flush=True),
+    )
+
+
+def held_out_prompts(checkpoint: Path, count: int) -> list[list[int]]:
+    import torch
+
+    from blocktrain.data.corpora import load_corpus
+    from blocktrain.training.checkpoint import load_checkpoint
+
+    loaded = load_checkpoint(checkpoint, torch.device("cpu"), only=[0])
+    valid = load_corpus(loaded.recipe.data, loaded.recipe.evaluation.pooling_bytes).valid
+    step = max(1, (len(valid) - PROMPT_BYTES) // count)
+    return [[int(t) for t in loaded.tokenizer.encode(valid[i * step :][:PROMPT_BYTES])] for i in range(count)]
+
+
+async def engine_role(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from blocktrain.serving.engine import Engine, EngineConfig
+    from blocktrain.serving.transport import Address
+    from blocktrain.wire.frames import Codec
+
+    torch.set_num_threads(1)
+    prompts = held_out_prompts(arguments.checkpoint, arguments.prompts)
+    addresses = [Address.parse(text) for text in arguments.addresses.split(",")]
+    rows, texts = [], []
+    for entry in arguments.modes.split(","):
+        mode, _, codec = entry.partition(":")
+        config = EngineConfig(stages=addresses, codec=Codec[(codec or "q16").upper()])
+        engine = Engine(arguments.checkpoint, config)
+        await engine.start()
+        await write(engine, prompts[0], 24, mode, arguments.temperature)
+        samples = [await write(engine, p, arguments.tokens, mode, arguments.temperature) for p in prompts]
+        rows.append({"mode": mode, "codec": codec or "q16", **summary(samples)})
+        texts.append([text for text, _, _ in samples])
+        await engine.close()
+    assert all(text == texts[0] for text in texts), "modes and codecs wrote different texts"
+    print(json.dumps(rows))
+
+
+async def write(
+    engine: Any, prompt: list[int], tokens: int, mode: str, temperature: float
+) -> tuple[list[int], Any, list[float]]:
+    from blocktrain.serving.engine_api import GenerationRequest, Mode
+
+    request = GenerationRequest(
+        prompt, tokens, seed=1, temperature=temperature, mode=cast(Mode, mode), deadline_seconds=600
+    )
+    generation = engine.generate(request)
+    text: list[int] = []
+    gaps: list[float] = []
+    last = time.monotonic()
+    async for chunk in generation:
+        now = time.monotonic()
+        text += chunk.tokens
+        gaps.append(now - last)
+        last = now
+    return text, generation.stats, gaps
+
+
+def summary(samples: list[tuple[list[int], Any, list[float]]]) -> dict[str, Any]:
+    """One token is one byte of text here; the first traversal of a request also builds the caches."""
+    stats = [stat for _, stat, _ in samples]
+    gaps = [gap for _, _, times in samples for gap in times]
+    size = sum(len(text) for text, _, _ in samples)
+    return {
+        "text_bytes": size,
+        "bytes_per_traversal": size / sum(s.traversals for s in stats),
+        "bytes_per_second": size / sum(s.seconds for s in stats),
+        "p50_ms": 1000 * statistics.median(gaps),
+        "p99_ms": 1000 * statistics.quantiles(gaps, n=100)[-1],
+        "sent_per_byte": sum(s.wire_bytes_sent for s in stats) / size,
+        "received_per_byte": sum(s.wire_bytes_received for s in stats) / size,
+        "mean_draft": sum(s.drafted for s in stats) / sum(s.traversals for s in stats),
+        "exact_passes": sum(s.exact_passes for s in stats),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--role", choices=["benchmark", "stage", "engine"], default="benchmark")
+    parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
+    parser.add_argument("--stages", default="1,2,3,5")
+    parser.add_argument("--modes", default="ar,verify", help="mode or mode:codec (f32, q16, q8)")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--rate-mbit", type=float, default=100.0)
+    parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
+    parser.add_argument("--blocks", default="")
+    parser.add_argument("--listen", default="")
+    parser.add_argument("--addresses", default="")
+    arguments = parser.parse_args()
+    if arguments.role == "stage":
+        return stage_role(arguments)
+    if arguments.role == "engine":
+        return asyncio.run(engine_role(arguments))
+    if not available():
+        sys.exit("the emulated links need root and /dev/net/tun")
+    rows = run_benchmark(arguments)
+    print(fan_out_ratio(rows))
+    print("\n".join(speedups(rows)))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()

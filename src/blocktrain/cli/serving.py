@@ -1,0 +1,68 @@
+"""The verb of a stage: blocks of a checkpoint behind a TCP port."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blocktrain.cli.options import DeviceOption, find_device
+from blocktrain.errors import UserError
+
+
+def stage(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    blocks: Annotated[str, typer.Option(help="Blocks to serve: 0,1 or 0-3.")],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one.")
+    ] = "127.0.0.1:0",
+    device: DeviceOption = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Processor threads; default as torch does.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics; 0 takes a free port.")] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="Key file (made when missing): speak TLS and print the pin.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the secret that clients must send.")
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
+) -> None:
+    """Serve blocks to a gateway until SIGTERM."""
+    # Here: a training machine need not have what serving needs.
+    from blocktrain.serving.main_stage import parse_blocks, run_stage
+    from blocktrain.serving.stage import StageConfig
+    from blocktrain.serving.transport import Address
+    from blocktrain.wire.identity import load_or_create
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    config = StageConfig(
+        listen=Address.parse(listen),
+        max_sessions=max_sessions,
+        token=read_token(token_file),
+        identity=load_or_create(identity) if identity is not None else None,
+    )
+    run_stage(
+        checkpoint,
+        parse_blocks(blocks),
+        config,
+        device=find_device(device),
+        metrics_port=metrics_port,
+        threads=threads,
+        announce=lambda line: print(line, flush=True),
+    )
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in a file, without the line's end; None without a file."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the token file {path}: {error}") from None
+    if not 16 <= len(token) <= 256:
+        raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
+    return token

@@ -1,0 +1,96 @@
+"""The verb `simulate`: a swarm on a virtual network, real training in virtual time."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
+from blocktrain.config import load_recipe
+from blocktrain.simulation.networks import NETWORKS
+
+
+class NetworkName(StrEnum):
+    """The names of `NETWORKS`, spelt out because the command line needs a type."""
+
+    LOCKSTEP = "lockstep"
+    MILD = "mild"
+    WAN_TIGHT = "wan-tight"
+    WAN_MID = "wan-mid"
+    WAN_LOOSE = "wan-loose"
+    EDGE_MID = "edge-mid"
+    BAD_EDGE = "bad-edge"
+
+
+class PolicyName(StrEnum):
+    DROP = "drop"
+    CARRY = "carry"
+
+
+def simulate(
+    recipe: RecipeArgument,
+    network: Annotated[
+        NetworkName,
+        typer.Option(help=" ".join(f"{one.name}: {one.sentence}" for one in NETWORKS.values())),
+    ],
+    policy: Annotated[
+        PolicyName,
+        typer.Option(help="drop: the litepaper's fixed deadline, late work is lost. carry: ours."),
+    ] = PolicyName.CARRY,
+    seed: Annotated[int, typer.Option(min=0, help="Of the network's weather and of the training.")] = 0,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Rounds between two scores.")] = 1,
+    device: DeviceOption = "cpu",
+    set_: SetOption = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
+) -> None:
+    """Train a small swarm in virtual time: how a network and a policy change the loss."""
+    from blocktrain.simulation.run import Scenario, ScoredRound, Simulation
+
+    scenario = Scenario(
+        recipe=load_recipe(find_recipe(recipe), set_),
+        network=NETWORKS[network.value],
+        policy=policy.value,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        device=find_device(device),
+    )
+    console = Console(stderr=True)
+    console.print(f"{scenario.network.name}: {scenario.network.sentence}", highlight=False)
+
+    def show(scored: ScoredRound) -> None:
+        rounds = scenario.swarm.rounds
+        console.print(
+            f"  round={scored.round}/{rounds} virtual={scored.seconds:.0f}s ce={scored.ce:.4f}",
+            highlight=False,
+        )
+
+    report = Simulation(scenario, show).run()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print(report_table(report))
+
+
+def report_table(report: dict[str, Any]) -> Table:
+    table = Table("", "", show_header=False, box=None, pad_edge=False)
+    blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
+    rows = {
+        "final CE (consensus)": f"{report['final_ce']:.4f}",
+        "final CE of each block": blocks,
+        "participation (on time)": f"{report['participation']:.1%}",
+        "merged at any age": f"{report['merged_share']:.1%}",
+        "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
+        "rounds without an update": str(report["empty_rounds"]),
+        "virtual wall time": f"{report['wall_seconds']:.0f} s",
+        "time spent computing": f"{report['computing_share']:.1%}",
+        "bytes up, down": f"{report['bytes_up'] / 1e9:.2f} GB, {report['bytes_down'] / 1e9:.2f} GB "
+        f"(blocks standing for {report['stands_for_parameters'] / 1e6:.0f} M parameters)",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

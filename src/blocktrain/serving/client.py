@@ -1,0 +1,108 @@
+"""A small client of the gateway for the command line: text as it comes, and errors as sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx2
+
+from blocktrain.errors import BlocktrainError, UserError
+
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 120.0
+"""The longest pause between two chunks."""
+
+
+class GatewayError(BlocktrainError):
+    """The gateway refused, broke off or cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One chunk of an answer: text, or at the end the usage of the whole."""
+
+    text: str = ""
+    usage: Mapping[str, Any] | None = None
+
+
+class GatewayClient:
+    def __init__(self, url: str, key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"expected an address such as http://127.0.0.1:8000, found {url!r}")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx2.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
+
+    def __enter__(self) -> GatewayClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def model(self) -> str:
+        """The name of the model served."""
+        try:
+            answer = self._http.get("/v1/models")
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+        return str(_checked(answer)["data"][0]["id"])
+
+    def complete(self, fields: Mapping[str, Any]) -> Iterator[Delta]:
+        for chunk in self._stream("/v1/completions", fields):
+            yield _delta(chunk, chunk["choices"][0]["text"] if chunk["choices"] else "")
+
+    def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]) -> Iterator[Delta]:
+        for chunk in self._stream("/v1/chat/completions", {**fields, "messages": list(messages)}):
+            yield _delta(chunk, chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else "")
+
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"stream": True, "stream_options": {"include_usage": True}, **fields}
+        try:
+            with self._http.stream("POST", path, json=body) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    _checked(answer)
+                yield from _events(answer.iter_lines())
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: httpx2.HTTPError) -> GatewayError:
+        reason = str(error) or type(error).__name__
+        return GatewayError(f"no answer from the gateway at {self.url}: {reason}")
+
+
+def _delta(chunk: Mapping[str, Any], text: str) -> Delta:
+    return Delta(text, chunk.get("usage"))
+
+
+def _checked(answer: httpx2.Response) -> dict[str, Any]:
+    try:
+        content = answer.json()
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise GatewayError(f"{answer.url} does not answer like a gateway (status {answer.status_code})")
+    if "error" in content:
+        raise GatewayError(f"the gateway refused: {content['error'].get('message')}")
+    return content
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data == line:
+            continue
+        content = json.loads(data)
+        if "error" in content:
+            raise GatewayError(f"the gateway broke off: {content['error'].get('message')}")
+        yield content
+    raise GatewayError("the gateway broke off before the end of its answer")

@@ -1,0 +1,162 @@
+"""What the front door asks of whatever produces text: requests in, chunks of tokens out.
+
+Two things satisfy `TextEngine`: `LocalEngine`, everything in this process, and `Engine`, blocks on stages
+over TCP. The same request gives the same tokens from both. Knows nothing of HTTP, sockets or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.errors import BlocktrainError, UserError
+
+Mode = Literal["ar", "verify", "sweep"]
+
+MAX_DRAFT_TOKENS = 32
+MAX_TOP_LOGPROBS = 256
+
+
+class RequestError(UserError):
+    """A request that cannot be served as written; the client can mend it."""
+
+
+class ServingError(BlocktrainError):
+    """The service could not answer; the request itself was fine."""
+
+
+class StagesUnavailableError(ServingError):
+    """No stage answers for some block, and too few blocks are left to go on."""
+
+
+class DeadlineError(ServingError):
+    """The request's deadline passed before its text was complete."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    prompt: list[int]
+    """Token ids, at least one; a prompt longer than the context is seen from its tail."""
+    max_tokens: int
+    seed: int = 0
+    """Same seed, same text: for every mode but `sweep`, any draft length, any retry or failover."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    mode: Mode = "verify"
+    draft_tokens: int | None = None
+    """Tokens drafted per traversal in `verify`; None lets the engine adapt it."""
+    logprobs: int | None = None
+    """Top-n log-probs reported with every token; 0 for the token's own alone, None for none."""
+    deadline_seconds: float = 60.0
+
+    def check(self, vocabulary: int) -> None:
+        """Raise RequestError with a sentence for the first thing that is wrong."""
+        _require(len(self.prompt) > 0, "prompt is empty; expected at least one token")
+        _require(
+            all(0 <= token < vocabulary for token in self.prompt),
+            f"prompt holds token ids outside 0..{vocabulary - 1}",
+        )
+        _require(self.max_tokens >= 0, f"max_tokens must not be negative, found {self.max_tokens}")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature must be finite and not negative, found {self.temperature}",
+        )
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
+        _require(self.mode in ("ar", "verify"), f"mode must be ar or verify here, found {self.mode!r}")
+        _require(
+            self.draft_tokens is None or 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS,
+            f"draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, found {self.draft_tokens}",
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= min(vocabulary, MAX_TOP_LOGPROBS),
+            f"logprobs must be between 0 and {min(vocabulary, MAX_TOP_LOGPROBS)}, found {self.logprobs}",
+        )
+        _require(self.deadline_seconds > 0, "deadline_seconds must be above 0")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(message)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-prob (temperature 1, no top-p) of a token, and the most likely ones there."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of one traversal: one in `ar`, accepted + 1 in `verify`."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass
+class GenerationStats:
+    """What a generation has cost so far; complete once its chunks are exhausted."""
+
+    traversals: int = 0
+    """Round trips to the stages, exact passes included."""
+    exact_passes: int = 0
+    """Traversals spent on settling a near tie in float64, see `sampling`."""
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    wire_bytes_sent: int = 0
+    wire_bytes_received: int = 0
+    retries: int = 0
+    degraded_blocks: list[int] = field(default_factory=list)
+    """Blocks left out of at least one traversal because nothing served them in time."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str
+    model_hash: str
+    vocabulary: int
+    context: int
+    num_blocks: int
+    tokenizer: Tokenizer
+
+
+class Generation(Protocol):
+    """A generation under way: iterate over it for chunks; aclose() ends it early and frees its caches."""
+
+    @property
+    def stats(self) -> GenerationStats: ...
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    async def __anext__(self) -> Chunk: ...
+
+    async def aclose(self) -> None: ...
+
+
+class TextEngine(Protocol):
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Checks the request (RequestError), then hands back a generation that has not begun."""
+
+    async def score(
+        self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0
+    ) -> list[TokenLogprob]:
+        """The log-prob of every token but the first, in the windows that training evaluation uses."""
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether requests can be answered now, and a sentence that says why not."""
+
+    @property
+    def model(self) -> ModelInfo: ...

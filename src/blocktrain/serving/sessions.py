@@ -1,0 +1,107 @@
+"""What a stage remembers between traversals: caches by session, bounded, least recently used out first.
+
+Pure state with the clock passed in. (session, epoch, traversal) names a traversal for ever: the same one
+again is answered from memory, an older one is stale, and a newer one must continue what is cached or be
+sent from the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from blocktrain.model.block import Cache
+from blocktrain.serving.batching import Outcome
+from blocktrain.wire.frames import prefix_checksum
+
+SessionKey = tuple[str, int]
+"""The client's name from HELLO and the number it gave the session."""
+
+
+class Step(Enum):
+    """What to do with a TRAVERSE."""
+
+    RUN = "new ids continue the cache"
+    REPLAY = "the same traversal again: answer as before"
+    RESEND = "the cache is gone or differs: ask for all ids"
+    STALE = "older than what was already asked: a duplicate or a straggler"
+
+
+@dataclass
+class Session:
+    epoch: int
+    blocks: tuple[int, ...]
+    caches: dict[int, Cache]
+    ids: list[int] = field(default_factory=list)
+    traversal: int = 0
+    outcome: asyncio.Future[Outcome] | None = None
+    """Of the latest traversal, done or not."""
+    used: float = 0.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A TRAVERSE as far as its session is concerned."""
+
+    epoch: int
+    traversal: int
+    base: int
+    blocks: tuple[int, ...]
+    prefix: int
+
+
+def next_step(session: Session | None, asked: Asked) -> Step:
+    if session is None or asked.epoch > session.epoch:
+        return Step.RUN if asked.base == 0 else Step.RESEND
+    if asked.epoch < session.epoch or asked.traversal < session.traversal:
+        return Step.STALE
+    if asked.traversal == session.traversal:
+        return Step.REPLAY
+    continues = asked.base <= len(session.ids) and asked.blocks == session.blocks
+    if continues and prefix_checksum(session.ids[: asked.base]) == asked.prefix:
+        return Step.RUN
+    return Step.RESEND
+
+
+class SessionStore:
+    def __init__(self, *, max_sessions: int, max_positions: int, idle_seconds: float) -> None:
+        self.max_sessions, self.max_positions, self.idle_seconds = max_sessions, max_positions, idle_seconds
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_positions(self) -> int:
+        return sum(len(session.ids) for session in self._sessions.values())
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def put(self, key: SessionKey, session: Session, now: float) -> None:
+        """Keep the session as the most recently used, and evict others until the bounds hold."""
+        session.used = now
+        self._sessions[key] = session
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > 1 and self._is_over(now):
+            self._sessions.popitem(last=False)
+            self.num_evicted += 1
+
+    def _is_over(self, now: float) -> bool:
+        oldest = next(iter(self._sessions.values()))
+        too_many = len(self._sessions) > self.max_sessions or self.num_positions > self.max_positions
+        return too_many or now - oldest.used > self.idle_seconds
+
+    def release(self, key: SessionKey) -> Session | None:
+        return self._sessions.pop(key, None)
+
+    def expire(self, now: float) -> int:
+        """Drop sessions nobody used for `idle_seconds`; returns how many."""
+        idle = [key for key, session in self._sessions.items() if now - session.used > self.idle_seconds]
+        for key in idle:
+            del self._sessions[key]
+        self.num_evicted += len(idle)
+        return len(idle)

@@ -1,0 +1,209 @@
+"""Sockets for frames: options, TLS with pinned keys, one frame in or out at a time.
+
+Covered: nothing is allocated beyond the receiver's limits; a body that stops half way ends the
+connection; a peer whose key is not the pinned one is refused before a byte of ours is sent. Not covered:
+who may connect to a stage beyond the shared token of HELLO (there are no client certificates).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from blocktrain.errors import UserError, WireError
+from blocktrain.wire.frames import HEADER_BYTES, Frame, Limits, decode_body, decode_header
+from blocktrain.wire.identity import Identity, worker_id_of
+
+BODY_SECONDS = 30.0
+"""A header may be long in coming; the body it announces may not."""
+WRITE_SECONDS = 30.0
+USER_TIMEOUT_MS = 10_000
+"""Unacknowledged bytes for this long mean the peer is gone (TCP_USER_TIMEOUT)."""
+
+
+class ConnectionLostError(WireError):
+    """The peer closed the connection, or it broke."""
+
+
+class PinError(WireError):
+    """The peer's key is not the one the operator pinned."""
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+    pin: str | None = None
+    """Id of the key the peer must prove over TLS (`blocktrain identity` prints it); None for plain TCP."""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """`HOST:PORT` or `HOST:PORT#PIN`."""
+        place, _, pin = text.strip().partition("#")
+        host, colon, port = place.rpartition(":")
+        if not colon or not port.isdigit() or not 0 <= int(port) < 65536:
+            raise UserError(f"expected an address HOST:PORT or HOST:PORT#PIN, found {text!r}")
+        return cls(host.strip("[]") or "127.0.0.1", int(port), pin or None)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class FrameStream:
+    """One connection. One task reads; any task may write whole frames."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.bytes_received = self.bytes_sent = 0
+        tune(writer.get_extra_info("socket"))
+
+    @property
+    def peer(self) -> str:
+        name = self._writer.get_extra_info("peername")
+        return f"{name[0]}:{name[1]}" if name else "unknown"
+
+    async def read(self, limits: Limits) -> Frame:
+        """The next frame, or ConnectionLostError, or ServingFrameError for bytes that are none."""
+        try:
+            header = decode_header(await self._reader.readexactly(HEADER_BYTES), limits)
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._reader.readexactly(header.body_bytes)
+        except (asyncio.IncompleteReadError, OSError, TimeoutError) as error:
+            raise ConnectionLostError(f"{self.peer}: {_reason(error)}") from None
+        self.bytes_received += HEADER_BYTES + len(body)
+        return decode_body(header, body)
+
+    async def write(self, raw: bytes) -> None:
+        try:
+            self._writer.write(raw)
+            self.bytes_sent += len(raw)
+            async with asyncio.timeout(WRITE_SECONDS):
+                await self._writer.drain()
+        except (OSError, TimeoutError, RuntimeError) as error:
+            self.abort()
+            raise ConnectionLostError(f"{self.peer}: {_reason(error)}") from None
+
+    def post(self, raw: bytes) -> None:
+        """Send without waiting and without a promise that it arrives."""
+        if not self._writer.is_closing():
+            self._writer.write(raw)
+            self.bytes_sent += len(raw)
+
+    def abort(self) -> None:
+        """Close at once; what was not sent is dropped."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            async with asyncio.timeout(1):
+                await self._writer.wait_closed()
+        except (OSError, TimeoutError):
+            self.abort()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, asyncio.IncompleteReadError):
+        return "the connection was closed" + (" inside a frame" if error.partial else "")
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def tune(connection: socket.socket | None) -> None:
+    """Small frames at once, dead peers noticed in seconds."""
+    if connection is None:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def connect(address: Address, seconds: float) -> FrameStream:
+    """An open connection whose peer holds the pinned key, or ConnectionLostError or PinError."""
+    context = client_context() if address.pin is not None else None
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
+    except (OSError, TimeoutError) as error:
+        raise ConnectionLostError(f"cannot connect to {address}: {_reason(error)}") from None
+    stream = FrameStream(reader, writer)
+    try:
+        _check_pin(address, writer)
+    except PinError:
+        stream.abort()
+        raise
+    return stream
+
+
+def _check_pin(address: Address, writer: asyncio.StreamWriter) -> None:
+    if address.pin is None:
+        return
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    found = pin_of(certificate) if certificate else "none"
+    if found != address.pin:
+        raise PinError(f"{address}: expected the key {address.pin}, found {found}; another machine answers")
+
+
+def pin_of(certificate: bytes) -> str:
+    """The id of an Ed25519 certificate's key; the id of another kind of key is `none`."""
+    try:
+        key = x509.load_der_x509_certificate(certificate).public_key()
+    except ValueError:
+        return "none"
+    return worker_id_of(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else "none"
+
+
+def client_context() -> ssl.SSLContext:
+    """TLS 1.3 without authorities: the pin is checked after the handshake proved the key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def server_context(identity: Identity) -> ssl.SSLContext:
+    """TLS 1.3 with a self-signed certificate of the identity's key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    # The ssl module reads keys from files only; the folder is private and gone a moment later.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stage.pem"
+        path.touch(mode=0o600)
+        path.write_bytes(key + _self_signed(identity).public_bytes(Encoding.PEM))
+        context.load_cert_chain(path)
+    return context
+
+
+def _self_signed(identity: Identity) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.worker_id)])
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(identity.private_key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=3650))
+        .sign(identity.private_key, algorithm=None)
+    )

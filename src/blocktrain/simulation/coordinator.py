@@ -1,0 +1,303 @@
+"""The coordinator's side of a simulated run: the real decisions and the real merge, in virtual time.
+
+What a database row, a blob or a request is to the service is a value here; scheduling, deadlines,
+admission and merging are the service's own functions. One thing is added: under `drop` a deadline that
+passes with nothing to merge uses up a round, as in the litepaper, where the number of rounds is fixed and
+the old snapshot stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.admission import AssignmentView, commit_refusal, ruling
+from blocktrain.coordinator.deadlines import (
+    HISTORY_ARRIVALS,
+    Deadline,
+    Lateness,
+    round_deadline,
+    should_close,
+    wanted_updates,
+)
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
+from blocktrain.coordinator.updates import COUNTED_NORMS
+from blocktrain.simulation.clock import VirtualClock
+from blocktrain.simulation.networks import Machine
+from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
+from blocktrain.training.snapshot import snapshot_hash
+from blocktrain.training.update import Weights
+from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
+from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.messages import Assignment, CommitRequest, Outcome
+from blocktrain.worker.standing import Base
+
+
+@dataclass(frozen=True)
+class Update:
+    """A payload on its way to the coordinator."""
+
+    worker: int
+    assignment: Assignment
+    base: Base
+    payload: bytes
+    payload_hash: str
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An update that waits for the next merge."""
+
+    update: Update
+    verdict: Lateness
+    norm: float
+    tensors: Weights
+
+    @property
+    def update_id(self) -> str:
+        return content_hash(f"{self.update.assignment.assignment_id}/{self.update.payload_hash}".encode())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What is remembered of an update that was merged."""
+
+    worker: int
+    payload_hash: str
+    age: int
+    weight: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What made a version: nothing, where a round of `drop` passed without an update."""
+
+    version: int
+    closed: float
+    reason: str
+    inputs: tuple[Merged, ...]
+
+
+@dataclass
+class BlockState:
+    head: Base
+    schema: Schema
+    begun: float | None = None
+    pending: list[Accepted] = field(default_factory=list)
+    merges: list[Merge] = field(default_factory=list)
+    shards: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Round to worker to data shard."""
+    begun_at: dict[int, float | None] = field(default_factory=dict)
+    """Round to its beginning, once it is closed."""
+    offsets: list[tuple[int, float]] = field(default_factory=list)
+    """Base version and seconds from the beginning of its round, in order of arrival."""
+    used_bases: set[tuple[int, int]] = field(default_factory=set)
+    """Worker and base version of every commit."""
+    verdicts: list[tuple[int, Lateness]] = field(default_factory=list)
+    """Age and verdict of every update that arrived."""
+
+    @property
+    def version(self) -> int:
+        return self.head.version
+
+    def running_median(self) -> float | None:
+        norms = [one.norm for merge in reversed(self.merges) for one in merge.inputs][:COUNTED_NORMS]
+        return statistics.median(norms) if norms else None
+
+
+@dataclass
+class SimulatedCoordinator:
+    swarm: SwarmConfig
+    codec: CodecSpec
+    clock: VirtualClock
+    blocks: list[BlockState]
+    machines: Sequence[Machine]
+    seats: dict[int, int] = field(default_factory=dict)
+    """Worker to the block it is on."""
+    watchers: list[Callable[[int], None]] = field(default_factory=list)
+    """Told of every new head."""
+
+    # --- asking
+
+    def next_decision(self, worker: int) -> Offer | Pause | Done:
+        view = WorkerView(current_block=self.seats.get(worker))
+        return next_assignment(view, [self._view(worker, b) for b in range(len(self.blocks))], self.swarm)
+
+    def _view(self, worker: int, block: int) -> BlockView:
+        state = self.blocks[block]
+        used = (round_ for round_, shards in state.shards.items() if worker in shards)
+        return BlockView(
+            block=block,
+            version=state.version,
+            seats=self._live(block, without=worker),
+            used_rounds=frozenset(round_ for round_ in used if round_ >= state.version),
+        )
+
+    def _live(self, block: int, without: int | None = None) -> int:
+        """Workers on a block whose lease has not lapsed."""
+        return sum(
+            seat == block
+            and worker != without
+            and self.machines[worker].away_seconds(self.clock.now) < self.swarm.lease_seconds
+            for worker, seat in self.seats.items()
+        )
+
+    def lend(self, worker: int, offer: Offer) -> Assignment:
+        state, now = self.blocks[offer.block], self.clock.now
+        others = self._live(offer.block, without=worker)
+        idle = state.begun is None or not (others or state.pending)
+        if offer.round == state.version and idle:
+            state.begun = now
+        self.seats[worker] = offer.block
+        shards = state.shards[offer.round]
+        free = (shard for shard in count(offer.block, len(self.blocks)) if shard not in shards.values())
+        shards[worker] = next(free)
+        self._await_deadline(offer.block)
+        return self._assignment(worker, offer, shards[worker])
+
+    def _assignment(self, worker: int, offer: Offer, shard: int) -> Assignment:
+        head = self.blocks[offer.block].head
+        return Assignment(
+            assignment_id=content_hash(f"{offer.block}/{offer.round}/{worker}".encode())[:32],
+            block=offer.block,
+            round=offer.round,
+            base_version=head.version,
+            base_hash=head.hash,
+            shard=shard,
+            first_step=offer.round * self.swarm.steps_per_round,
+            steps=self.swarm.steps_per_round,
+            total_steps=self.swarm.total_steps,
+            deadline=None,
+            deadline_reason="",
+            lease_seconds=self.swarm.lease_seconds,
+            heartbeat_seconds=self.swarm.lease_seconds / 3,
+            server_time=self.clock.now,
+            reason=offer.reason,
+        )
+
+    # --- commit and reveal
+
+    def commit(self, update: Update) -> Refusal | None:
+        assignment, state = update.assignment, self.blocks[update.assignment.block]
+        base = (update.worker, update.base.version)
+        view = AssignmentView(
+            block=assignment.block,
+            round=assignment.round,
+            returned=False,
+            committed_hash=None,
+            payload_bytes=frame_length(self.codec, state.schema),
+            base_version=update.base.version,
+            base_used=base in state.used_bases,
+            head_version=state.version,
+        )
+        request = CommitRequest(
+            payload_hash=update.payload_hash,
+            payload_bytes=len(update.payload),
+            base_hash=update.base.hash,
+        )
+        refusal = commit_refusal(view, request)
+        if refusal is None:
+            state.used_bases.add(base)
+        return refusal
+
+    def reveal(self, update: Update) -> Lateness:
+        """The verdict on a payload that has arrived."""
+        state, now = self.blocks[update.assignment.block], self.clock.now
+        age = state.version - update.base.version
+        verdict = ruling(age, state.version >= self.swarm.rounds, None, self.swarm)
+        state.verdicts.append((age, verdict))
+        begun = state.begun if age == 0 else state.begun_at.get(update.base.version)
+        if begun is not None:
+            state.offsets.append((update.base.version, max(0.0, now - begun)))
+        if verdict.outcome is not Outcome.REFUSED:
+            tensors = decode(self.codec, state.schema, update.payload)
+            norm = update_norm(self.codec, tensors, update.base.weights)
+            state.pending.append(Accepted(update, verdict, norm, tensors))
+        self._await_deadline(update.assignment.block)
+        return verdict
+
+    # --- closing rounds
+
+    def _deadline(self, state: BlockState) -> Deadline:
+        offsets = state.offsets
+        history = [offset for version, offset in offsets if version < state.version][-HISTORY_ARRIVALS:]
+        this_round = [offset for version, offset in offsets if version == state.version]
+        pending = len(state.pending) or self.swarm.policy == "drop"
+        return round_deadline(state.begun, self.clock.now, pending, history, this_round, self.swarm)
+
+    def _await_deadline(self, block: int) -> None:
+        """Close the block's round if it is due; otherwise look again when its deadline passes."""
+        state = self.blocks[block]
+        if state.version >= self.swarm.rounds or self._close_if_due(block):
+            return
+        deadline = self._deadline(state)
+        if deadline.at is not None and deadline.at > self.clock.now:
+            version = state.version
+            self.clock.at(deadline.at, lambda: self._passed(block, version))
+
+    def _passed(self, block: int, version: int) -> None:
+        if self.blocks[block].version == version:
+            self._await_deadline(block)
+
+    def _close_if_due(self, block: int) -> bool:
+        state, now = self.blocks[block], self.clock.now
+        deadline = self._deadline(state)
+        late = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.LATE}
+        on_time = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.ACCEPTED}
+        wanted = wanted_updates(self._live(block), self.swarm)
+        closing = should_close(now, len(on_time), len(late), wanted, deadline)
+        passed = deadline.at is not None and now >= deadline.at
+        if closing.close:
+            self._close(block, closing.reason)
+        elif self.swarm.policy == "drop" and passed:
+            self._close(block, "deadline passed with nothing: the old snapshot stays")
+        else:
+            return False
+        return True
+
+    def _close(self, block: int, reason: str) -> None:
+        state, now = self.blocks[block], self.clock.now
+        inputs = sorted(state.pending, key=lambda one: one.update_id)
+        weights = self._merged(state, inputs) if inputs else state.head.weights
+        merged = tuple(_merged(one, state.version) for one in inputs)
+        state.pending = []
+        state.begun_at[state.version] = state.begun
+        state.head = Base(state.version + 1, snapshot_hash(weights), weights)
+        state.merges.append(Merge(state.version, now, reason, merged))
+        state.begun = now if state.shards[state.version] else None
+        for watcher in self.watchers:
+            self.clock.at(now, partial(watcher, block))
+        self._await_deadline(block)
+
+    def _merged(self, state: BlockState, inputs: Sequence[Accepted]) -> Weights:
+        scales = clip_scales(self.codec, [one.norm for one in inputs], state.running_median())
+        values = [_merge_input(one, scale, state.head) for one, scale in zip(inputs, scales, strict=True)]
+        return merge_updates(self.codec, state.head.weights, values, self.swarm.outer_lr)
+
+    @property
+    def finished(self) -> bool:
+        return all(state.version >= self.swarm.rounds for state in self.blocks)
+
+
+def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
+    own_base = one.update.base
+    return MergeInput(
+        update_id=one.update_id,
+        weight=one.verdict.weight,
+        scale=scale,
+        tensors=one.tensors,
+        base=None if own_base.version == head.version else own_base.weights,
+    )
+
+
+def _merged(one: Accepted, version: int) -> Merged:
+    update = one.update
+    age = version - update.base.version
+    return Merged(update.worker, update.payload_hash, age, one.verdict.weight, one.norm)

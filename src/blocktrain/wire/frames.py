@@ -1,0 +1,397 @@
+"""Serving frames: what an engine and a stage say to each other, bytes in and values out.
+
+A frame is a fixed little-endian header, msgpack metadata of the frame's type, and a raw payload:
+
+    magic 4s | version u8 | type u8 | codec u8 | zero u8 | session u64 | epoch u32 | traversal u32
+    base position u32 | rows u32 | deadline ms u32 | metadata length u32 | payload length u32
+    crc32 of metadata and payload u32 | crc32 of the header so far u32
+
+A TRAVERSE carries the ids from `base` on and asks for the last `rows` rows; LOG_PROBS carries the rows.
+Ids take 1, 2 or 4 bytes each, as the vocabulary needs. Rows are fp32, fp64 or quantised (see `Codec`).
+Knows nothing of sockets, models or time: a deadline is the milliseconds that were left at sending.
+
+Covered: any bytes give values or ServingFrameError; both checksums, every length against the receiver's
+limits before anything is allocated, metadata types and sizes, payload length against rows and vocabulary,
+ids inside the vocabulary, NaN and infinite rows. Not covered: who sent it (TLS, `serving/transport.py`),
+or rows that are well formed and wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NoReturn, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktrain.errors import WireError
+
+MAGIC: Final = b"BTSF"
+VERSION: Final = 1
+_LAYOUT: Final = struct.Struct("<4sBBBBQIIIIIIII")
+_CHECKSUM: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _LAYOUT.size + _CHECKSUM.size
+MAX_METADATA_BYTES: Final = 4096
+MAX_SENTENCE: Final = 1000
+MAX_NAME: Final = 200
+MAX_NUM_BLOCKS: Final = 4096
+NO_DEADLINE: Final = 0xFFFF_FFFF
+
+
+class FrameType(enum.IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    """The connection is of no use: another model, no room, no access. Its sentence says why."""
+    TRAVERSE = 4
+    """Rows for new ids behind what the session has cached."""
+    SCORE = 5
+    """Rows for these ids alone; nothing is kept."""
+    EXACT = 6
+    """One float64 row for these ids alone."""
+    LOG_PROBS = 7
+    RESEND = 8
+    """The session's cache is gone or another than the sender thinks: send its ids from the start."""
+    FAILED = 9
+    RELEASE = 10
+    """Free the session's caches; not answered."""
+    PING = 11
+    PONG = 12
+    GOODBYE = 13
+    """The stage is draining: it finishes what it has and takes nothing new."""
+
+
+class Codec(enum.IntEnum):
+    """How rows travel. Q16 and Q8 hold, per row, an fp32 maximum m and codes c with the value
+    m - SPAN * (c / top)^2, so that likely tokens are the finest; `row_tolerance` bounds the error."""
+
+    NONE = 0
+    F32 = 1
+    F64 = 2
+    Q16 = 3
+    Q8 = 4
+
+
+_SPAN: Final = {Codec.Q16: 64.0, Codec.Q8: 32.0}
+"""Nats below a row's maximum that a code can express; what lies below reads as the end of the span."""
+_CODE: Final[dict[Codec, np.dtype[Any]]] = {
+    Codec.Q16: np.dtype("<u2"),
+    Codec.Q8: np.dtype("u1"),
+}
+
+
+class ServingFrameReason(enum.Enum):
+    MAGIC = "not a serving frame"
+    VERSION = "another version of the protocol"
+    TYPE = "a frame type or codec that does not exist"
+    CHECKSUM = "bytes changed on the way"
+    TOO_LARGE = "a length above the limit"
+    METADATA = "metadata that is not of its type"
+    PAYLOAD = "a payload that does not fit its header"
+    NOT_FINITE = "NaN or infinite log-probs"
+
+
+class ServingFrameError(WireError):
+    """Bytes that are no frame, or a frame no sound peer sends: `reason`, and a sentence as message."""
+
+    def __init__(self, reason: ServingFrameReason, sentence: str) -> None:
+        super().__init__(f"{reason.value}: {sentence}")
+        self.reason = reason
+
+
+def _refuse(reason: ServingFrameReason, sentence: str) -> NoReturn:
+    raise ServingFrameError(reason, sentence)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most a receiver takes in one frame."""
+
+    metadata_bytes: int = MAX_METADATA_BYTES
+    payload_bytes: int = 0
+
+
+GREETING_LIMITS: Final = Limits()
+"""Before HELLO and WELCOME are exchanged nobody may make the other side allocate more."""
+
+
+@dataclass(frozen=True)
+class Header:
+    type: FrameType
+    codec: Codec = Codec.NONE
+    session: int = 0
+    epoch: int = 0
+    traversal: int = 0
+    base: int = 0
+    rows: int = 0
+    deadline_ms: int = NO_DEADLINE
+    metadata_bytes: int = 0
+    payload_bytes: int = 0
+    body_checksum: int = 0
+
+    @property
+    def body_bytes(self) -> int:
+        return self.metadata_bytes + self.payload_bytes
+
+
+@dataclass(frozen=True)
+class Frame:
+    header: Header
+    metadata: bytes = b""
+    payload: bytes = b""
+
+    @property
+    def type(self) -> FrameType:
+        return self.header.type
+
+    @property
+    def num_bytes(self) -> int:
+        return HEADER_BYTES + len(self.metadata) + len(self.payload)
+
+
+def encode_frame(header: Header, metadata: bytes = b"", payload: bytes = b"") -> bytes:
+    """The frame's bytes; lengths and checksums are filled in here."""
+    checksum = zlib.crc32(payload, zlib.crc32(metadata))
+    fixed = _LAYOUT.pack(
+        MAGIC,
+        VERSION,
+        header.type,
+        header.codec,
+        0,
+        header.session,
+        header.epoch,
+        header.traversal,
+        header.base,
+        header.rows,
+        header.deadline_ms,
+        len(metadata),
+        len(payload),
+        checksum,
+    )
+    return b"".join((fixed, _CHECKSUM.pack(zlib.crc32(fixed)), metadata, payload))
+
+
+def decode_header(raw: bytes, limits: Limits) -> Header:
+    """The header in the first HEADER_BYTES of a frame; its lengths are within `limits`."""
+    if len(raw) != HEADER_BYTES:
+        _refuse(ServingFrameReason.PAYLOAD, f"expected a header of {HEADER_BYTES} bytes, found {len(raw)}")
+    if raw[:4] != MAGIC:
+        _refuse(ServingFrameReason.MAGIC, f"expected {MAGIC!r} first, found {raw[:4]!r}; check the address")
+    if raw[4] != VERSION:
+        _refuse(ServingFrameReason.VERSION, f"expected version {VERSION}, found {raw[4]}; update one side")
+    if _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0] != zlib.crc32(raw[: _LAYOUT.size]):
+        _refuse(ServingFrameReason.CHECKSUM, "the header's checksum does not match; send it again")
+    _, _, kind, codec, zero, *numbers = _LAYOUT.unpack_from(raw)
+    try:
+        header = Header(FrameType(kind), Codec(codec), *numbers)
+    except ValueError:
+        _refuse(ServingFrameReason.TYPE, f"type {kind}, codec {codec}")
+    if zero:
+        _refuse(ServingFrameReason.TYPE, f"expected 0 in the spare byte, found {zero}")
+    _check_length("metadata", header.metadata_bytes, limits.metadata_bytes)
+    _check_length("payload", header.payload_bytes, limits.payload_bytes)
+    return header
+
+
+def _check_length(part: str, found: int, limit: int) -> None:
+    if found > limit:
+        _refuse(ServingFrameReason.TOO_LARGE, f"expected {part} of at most {limit} bytes, found {found}")
+
+
+def decode_body(header: Header, body: bytes) -> Frame:
+    if len(body) != header.body_bytes:
+        _refuse(ServingFrameReason.PAYLOAD, f"expected {header.body_bytes} more bytes, found {len(body)}")
+    if zlib.crc32(body) != header.body_checksum:
+        _refuse(ServingFrameReason.CHECKSUM, "the body's checksum does not match; send it again")
+    return Frame(header, body[: header.metadata_bytes], body[header.metadata_bytes :])
+
+
+def decode_frame(raw: bytes, limits: Limits) -> Frame:
+    """A whole frame, nothing before and nothing after it."""
+    return decode_body(decode_header(raw[:HEADER_BYTES], limits), raw[HEADER_BYTES:])
+
+
+# ---- metadata -----------------------------------------------------------------------------------
+
+_Hash = Annotated[str, msgspec.Meta(max_length=64)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_BLOCKS)]
+_Blocks = Annotated[list[_Block], msgspec.Meta(max_length=256)]
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What both sides must agree on before a row means anything."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    model_hash: _Hash
+    codebook_hash: _Hash
+    vocabulary: _Count
+    width: _Count
+    context: _Count
+    num_blocks: _Count
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    client: _Hash
+    """Random; sessions belong to it, so they outlive one connection."""
+    model: ModelShape
+    token: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The secret of a stage that asks for one."""
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelShape
+    blocks: _Blocks
+    credits: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    """Requests this client may have in flight on the connection."""
+    max_rows: _Count
+    """Rows one reply may carry."""
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of TRAVERSE, SCORE and EXACT."""
+
+    blocks: _Blocks
+    prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
+    """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of LOG_PROBS: what the stage spent, to tell computing from the network."""
+
+    queue_ms: float
+    compute_ms: float
+
+
+class FailureCode(enum.Enum):
+    LATE = "late"
+    BUSY = "busy"
+    STALE = "stale"
+    BAD_REQUEST = "bad_request"
+    INTERNAL = "internal"
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of FAILED and REFUSED."""
+
+    code: FailureCode
+    sentence: _Sentence
+
+
+Metadata = TypeVar("Metadata", bound=msgspec.Struct)
+
+
+def encode_metadata(value: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def decode_metadata(frame: Frame, kind: type[Metadata]) -> Metadata:
+    try:
+        return msgspec.msgpack.decode(frame.metadata, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _refuse(ServingFrameReason.METADATA, f"expected {kind.__name__} in {frame.type.name}: {error}")
+
+
+def sentence(text: str) -> str:
+    """Cut to what a Failure may carry."""
+    return text if len(text) <= MAX_SENTENCE else text[: MAX_SENTENCE - 1] + "…"
+
+
+# ---- token ids ----------------------------------------------------------------------------------
+
+
+def id_dtype(vocabulary: int) -> np.dtype[Any]:
+    for name in ("u1", "<u2"):
+        if vocabulary <= np.iinfo(name).max + 1:
+            return np.dtype(name)
+    return np.dtype("<u4")
+
+
+def encode_ids(ids: list[int], vocabulary: int) -> bytes:
+    return np.array(ids, id_dtype(vocabulary)).tobytes()
+
+
+def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
+    dtype = id_dtype(vocabulary)
+    if len(payload) % dtype.itemsize:
+        _refuse(
+            ServingFrameReason.PAYLOAD, f"expected ids of {dtype.itemsize} bytes, found {len(payload)} bytes"
+        )
+    ids = np.frombuffer(payload, dtype)
+    if len(ids) and int(ids.max()) >= vocabulary:
+        _refuse(ServingFrameReason.PAYLOAD, f"expected ids below {vocabulary}, found {int(ids.max())}")
+    return [int(token) for token in ids]
+
+
+def prefix_checksum(ids: list[int]) -> int:
+    """Names what a cache was built from. Guards against mistakes, not against an adversary."""
+    return zlib.crc32(np.array(ids, "<u4").tobytes())
+
+
+# ---- rows of log-probs --------------------------------------------------------------------------
+
+
+def row_bytes(codec: Codec, vocabulary: int) -> int:
+    if codec == Codec.NONE:
+        return 0
+    if codec in _CODE:
+        return 4 + vocabulary * _CODE[codec].itemsize
+    return vocabulary * (4 if codec == Codec.F32 else 8)
+
+
+def encode_rows(rows: NDArray[np.float32] | NDArray[np.float64], codec: Codec) -> bytes:
+    """Rows [R, V] as they travel."""
+    if codec in _CODE:
+        return _encode_quantised(np.asarray(rows, np.float64), codec)
+    return rows.astype("<f4" if codec == Codec.F32 else "<f8").tobytes()
+
+
+def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
+    expected = rows * row_bytes(codec, vocabulary)
+    if len(payload) != expected or codec == Codec.NONE:
+        _refuse(
+            ServingFrameReason.PAYLOAD,
+            f"expected {rows} rows of {vocabulary} as {codec.name} in {expected} bytes, found {len(payload)}",
+        )
+    if codec in _CODE:
+        values = _decode_quantised(payload, codec, rows)
+    else:
+        flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
+        values = flat.astype(np.float64).reshape(rows, vocabulary)
+    if not np.isfinite(values).all():
+        _refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
+    return values
+
+
+def row_tolerance(rows: NDArray[np.float64], codec: Codec) -> NDArray[np.float64]:
+    """How far each decoded value may lie from the encoded one, rounding of fp32 aside."""
+    if codec not in _CODE:
+        return np.zeros_like(rows)
+    span, top = _SPAN[codec], np.iinfo(_CODE[codec]).max
+    codes = top * np.sqrt(np.clip(rows.max(axis=-1, keepdims=True) - rows, 0, None) / span)
+    # Half a code to either side: span * ((c + 1/2)^2 - c^2) / top^2.
+    tolerance: NDArray[np.float64] = span * (codes + 0.25) / float(top) ** 2
+    return tolerance
+
+
+def _encode_quantised(rows: NDArray[np.float64], codec: Codec) -> bytes:
+    dtype, top = _CODE[codec], np.iinfo(_CODE[codec]).max
+    maxima = rows.max(axis=-1, keepdims=True).astype("<f4")
+    below = np.clip(maxima.astype(np.float64) - rows, 0, _SPAN[codec])
+    codes = np.rint(top * np.sqrt(below / _SPAN[codec])).astype(dtype)
+    records = np.concatenate([maxima.view(np.uint8), codes.view(np.uint8)], axis=1)
+    return records.tobytes()
+
+
+def _decode_quantised(payload: bytes, codec: Codec, rows: int) -> NDArray[np.float64]:
+    dtype, top = _CODE[codec], np.iinfo(_CODE[codec]).max
+    records = np.frombuffer(payload, np.uint8).reshape(rows, -1)
+    maxima = np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float64)
+    codes = np.ascontiguousarray(records[:, 4:]).view(dtype).astype(np.float64)
+    values: NDArray[np.float64] = maxima - _SPAN[codec] * (codes / top) ** 2
+    return values

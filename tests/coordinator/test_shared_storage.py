@@ -1,0 +1,72 @@
+"""Payloads that workers put into S3 themselves: looked at before they get their lasting name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from blocktrain.coordinator.blobs import Blobs, upload_key
+from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.messages import Outcome
+from tests.coordinator.conftest import Running, served, tiny_recipe
+from tests.coordinator.peer import Peer
+
+
+@pytest.fixture
+def shared(tmp_path: Path, s3_url: str) -> Iterator[Running]:
+    with served(tmp_path, tiny_recipe(), blobs_url=s3_url) as running:
+        yield running
+
+
+def uploaded(peer: Peer, payload: bytes) -> httpx2.Response:
+    return peer.send("POST", f"/v1/updates/{content_hash(payload)}/uploaded")
+
+
+def test_uploaded_before_the_upload_is_refused(shared: Running) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    peer.commit(peer.lend(), payload)
+    response = uploaded(peer, payload)
+    assert (response.status_code, response.json()["error"]["reason"]) == (409, "not_uploaded")
+
+
+@pytest.mark.parametrize(("change", "reason"), [(b"", "wrong_length"), (b"x", "hash_mismatch")])
+def test_an_object_other_than_the_committed_one_is_refused_and_may_be_replaced(
+    shared: Running, change: bytes, reason: str
+) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    committed = peer.commit(peer.lend(), payload)
+    peer.http.put(committed.upload.url, content=payload[:-1] + change)
+    response = uploaded(peer, payload)
+    assert (response.status_code, response.json()["error"]["reason"]) == (400, reason)
+    assert peer.reveal(committed, payload).outcome == Outcome.ACCEPTED
+
+
+def test_a_presigned_upload_is_moved_to_its_lasting_name(shared: Running, s3_url: str) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    committed = peer.commit(peer.lend(), payload)
+    assert committed.upload.presigned
+    verdict = peer.reveal(committed, payload)
+    assert Blobs.from_url(s3_url).size(upload_key(verdict.update_id)) is None
+    assert uploaded(peer, payload).json()["receipt"] == verdict.receipt.model_dump()
+
+
+def test_the_coordinator_takes_payloads_itself_too(shared: Running) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    peer.commit(peer.lend(), payload)
+    assert peer.put(payload).outcome == Outcome.ACCEPTED
+
+
+def test_objects_are_served_by_presigned_address(shared: Running) -> None:
+    peer = shared.peer(join=False)
+    path = f"/v1/snapshots/{peer.run.blocks[0].initial_hash}"
+    answer = peer.http.get(shared.url + path)
+    assert answer.status_code == 307
+    assert "X-Amz-Signature" in answer.headers["location"]
+    peer.snapshot(0, peer.run.blocks[0].initial_hash)

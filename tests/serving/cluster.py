@@ -1,0 +1,74 @@
+"""Engine, stages and proxies in one event loop, and the text they make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxy import Proxy
+from stages import start_stage
+
+from blocktrain.serving.engine import Engine, EngineConfig
+from blocktrain.serving.engine_api import Generation, GenerationRequest, GenerationStats, TextEngine
+from blocktrain.serving.stage import Stage
+
+PROMPTS = [
+    b"The class of the",
+    b"def main(self):\n    ",
+    b"Note",
+    b"In this case, the value is returned as a string and the",
+    b"\n\n",
+    b"x" * 90,
+    b"If the argument is not given, " * 5,
+]
+
+
+@dataclass
+class Cluster:
+    engine: Engine
+    stages: list[Stage]
+    proxies: list[Proxy]
+
+
+@asynccontextmanager
+async def cluster(
+    path: Path,
+    groups: Sequence[Sequence[int]] = ((0,), (1,), (2,)),
+    *,
+    stage: dict[str, object] | None = None,
+    **config: object,
+) -> AsyncIterator[Cluster]:
+    """A stage per group of blocks, each behind a proxy."""
+    stages = [await start_stage(path, blocks, **(stage or {})) for blocks in groups]
+    proxies = [await Proxy(stage.address).start() for stage in stages]
+    engine = Engine(path, EngineConfig(stages=[p.address for p in proxies], **config))  # type: ignore[arg-type]
+    try:
+        await engine.start()
+        yield Cluster(engine, stages, proxies)
+    finally:
+        await engine.close()
+        for proxy in proxies:
+            await proxy.close()
+        for running in stages:
+            await running.close()
+
+
+async def drain(generation: Generation) -> list[int]:
+    return [token async for chunk in generation for token in chunk.tokens]
+
+
+async def text_of(
+    engine: TextEngine, prompt: bytes, max_tokens: int = 32, **settings: object
+) -> tuple[list[int], GenerationStats]:
+    generation = engine.generate(GenerationRequest(list(prompt), max_tokens, **settings))  # type: ignore[arg-type]
+    return await drain(generation), generation.stats
+
+
+async def until(condition: object, seconds: float = 10.0) -> None:
+    """Wait for a condition to become true, or fail."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)

@@ -1,0 +1,49 @@
+"""A tiny trained checkpoint, shared by every serving test."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from blocktrain.config import DataConfig, EvaluationConfig, ModelConfig, Recipe, TrainingConfig
+from blocktrain.training.local import LocalRun, Silent
+
+TINY = Recipe(
+    name="tiny",
+    model=ModelConfig(width=64, heads=4, blocks=3, layers_per_block=1, context=96),
+    data=DataConfig(max_bytes=200_000),
+    training=TrainingConfig(steps=60, batch=12, warmup_steps=5, reference=False),
+    evaluation=EvaluationConfig(max_bytes=5_000, noise_draws=1, pooling_bytes=10_000, sample_bytes=0),
+)
+
+
+def train_tiny(folder: Path, *, name: str = "tiny", seed: int = 0, steps: int = 60) -> Path:
+    training = dataclasses.replace(TINY.training, steps=steps)
+    run = LocalRun(
+        dataclasses.replace(TINY, name=name, seed=seed, training=training),
+        folder,
+        torch.device("cpu"),
+        Silent(),
+    )
+    run.train(resume=False)
+    run.finish()
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shapes, other weights."""
+    return train_tiny(tmp_path_factory.mktemp("other"), name="other", seed=1, steps=1)

@@ -1,0 +1,122 @@
+"""A real gateway on a free port over the tiny checkpoint, and the official client pointed at it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+import torch
+
+import blocktrain
+from blocktrain.serving.engine import Engine, EngineConfig
+from blocktrain.serving.engine_api import TextEngine
+from blocktrain.serving.gateway import GatewayConfig
+from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.main_stage import load_stage
+from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.transport import Address
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+
+    def http(self, **options: object) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=30.0, **options)
+
+    def openai(self, key: str = "none", **options: object) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60.0, **options}
+        )
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples over all labels."""
+        with self.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.split("{")[0].split(" ")[0] == name]
+        return sum(map(float, values))
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        threading.Event().wait(0.01)
+
+
+@contextmanager
+def serve_engine(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[Served]:
+    with background_gateway(engine, config) as url:
+        yield Served(url)
+
+
+class StageThread:
+    """A stage with an event loop of its own; `kill` is as abrupt as a process that ends."""
+
+    def __init__(self, checkpoint: Path, blocks: list[int]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.stage: Stage = load_stage(checkpoint, blocks, torch.device("cpu"), StageConfig())
+        asyncio.run_coroutine_threadsafe(self.stage.start(), self.loop).result(20)
+        self.address = self.stage.address
+
+    def kill(self) -> None:
+        if self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(20)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(10)
+
+
+@contextmanager
+def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
+    running = [StageThread(checkpoint, blocks) for blocks in groups]
+    try:
+        yield running
+    finally:
+        for stage in running:
+            stage.kill()
+
+
+@contextmanager
+def served_by(checkpoint: Path, addresses: list[Address], seconds: float = 10.0) -> Iterator[Served]:
+    engine = Engine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
+    with background_gateway(engine) as url:
+        yield Served(url)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_source_in_children() -> Iterator[None]:
+    """Programs that tests start run the code under test, whatever is installed."""
+    source = str(Path(blocktrain.__file__).parents[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", source, prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def engine_of(checkpoint: Path) -> Callable[[], LocalEngine]:
+    return lambda: LocalEngine(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Path) -> Iterator[Served]:
+    with serve_engine(LocalEngine(checkpoint)) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.openai() as client:
+        yield client

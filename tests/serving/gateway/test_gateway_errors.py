@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from blocktrain.serving.gateway import GatewayConfig
+from blocktrain.serving.limits import Keys, Limits
+
+from .conftest import Served, serve_engine
+
+OK = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
+    ({"model": "gpt-9"}, "model", "model_not_found"),
+    ({"model": ""}, "model", "invalid_value"),
+    ({"model": 7}, "model", "invalid_value"),
+    ({"temperature": -1}, "temperature", "invalid_value"),
+    ({"temperature": 2.5}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"temperature": True}, "temperature", "invalid_value"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.01}, "top_p", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 10**6}, "n", "invalid_value"),
+    ({"n": 10**30}, "n", "invalid_value"),
+    ({"n": 1.5}, "n", "invalid_value"),
+    ({"prompt": ["x"] * 100, "n": 2}, "n", "invalid_value"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 10**9}, "max_tokens", "invalid_value"),
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": ""}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": ["a", ""]}, "prompt", "invalid_value"),
+    ({"prompt": ["a", 1]}, "prompt", "invalid_value"),
+    ({"prompt": {"text": "a"}}, "prompt", "invalid_value"),
+    ({"prompt": [[1], []]}, "prompt", "invalid_value"),
+    ({"prompt": [256]}, None, None),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [2**70]}, None, None),
+    ({"prompt": [True]}, "prompt", "invalid_value"),
+    ({"prompt": "x" * 97}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x" * 65_537, "max_tokens": 0}, "prompt", "invalid_value"),
+    ({"prompt": "x" * 65_537, "overflow": "slide"}, "prompt", "invalid_value"),
+    ({"prompt": "x" * 97, "overflow": "explode"}, "overflow", "invalid_value"),
+    ({"prompt": "\ud800"}, "prompt", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"seed": "a"}, "seed", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"stop": "x" * 201}, "stop", "invalid_value"),
+    ({"stop": 5}, "stop", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_value"),
+    ({"suffix": "end"}, "suffix", "invalid_value"),
+    ({"best_of": 2}, "best_of", "invalid_value"),
+    ({"mode": "sweep"}, "mode", "invalid_value"),
+    ({"mode": "fast"}, "mode", "invalid_value"),
+    ({"draft_tokens": 33}, "draft_tokens", "invalid_value"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "invalid_value"),
+    ({"logit_bias": {"50": 1.0}}, "logit_bias", "invalid_value"),
+    ({"stream": "yes"}, "stream", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"colour": "red"}, "colour", "unknown_parameter"),
+    ({"\ud800\n" * 100: 1}, None, None),
+    ({"é\n" * 100: 1}, None, "unknown_parameter"),
+    ({"stop": "a\ud800"}, "stop", "invalid_value"),
+]
+
+WRONG_CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_value"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
+    ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "invalid_value"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+]
+
+
+def short(value: object) -> str:
+    return ascii(value)[:50]
+
+
+def check_error(answer: Any, status: int, param: str | None, code: str | None) -> None:
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert len(error["message"]) < 400
+    assert param is None or error["param"] == param
+    assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize(("change", "param", "code"), WRONG_COMPLETIONS, ids=short)
+def test_a_wrong_completion_is_refused_by_name(
+    served: Served, change: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    with served.http() as client:
+        body = json.dumps({**OK, **change})
+        answer = client.post(
+            "/v1/completions", content=body.encode(), headers={"content-type": "application/json"}
+        )
+    check_error(answer, 404 if code == "model_not_found" else 400, param, code)
+
+
+@pytest.mark.parametrize(("change", "param", "code"), WRONG_CHATS, ids=short)
+def test_a_wrong_chat_is_refused_by_name(
+    served: Served, change: dict[str, Any], param: str | None, code: str | None
+) -> None:
+    with served.http() as client:
+        body = json.dumps({**CHAT, **change}).encode()
+        answer = client.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+    check_error(answer, 400, param, code)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"model": "tiny", "prompt": "\xff\xfe"}',
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "top_p": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "n": 1' + b"0" * 5000 + b"}",
+        b'{"model": "tiny", "prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b"\x00" * 64,
+    ],
+    ids=short,
+)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", None])
+def test_a_body_that_is_no_json_object_is_refused(served: Served, body: bytes, kind: str | None) -> None:
+    with served.http() as client:
+        headers = {"content-type": kind} if kind else {}
+        check_error(client.post("/v1/completions", content=body, headers=headers), 400, None, None)
+
+
+def test_neutral_fields_of_openai_are_accepted(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny",
+        prompt="x",
+        max_tokens=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        best_of=1,
+        user="me",
+        suffix="",
+    )
+    assert answer.choices
+
+
+def test_an_unknown_route_and_method_have_the_error_shape(served: Served) -> None:
+    with served.http() as client:
+        check_error(client.get("/v1/engines"), 404, None, "unknown_url")
+        check_error(client.get("/v1/completions"), 405, None, "method_not_allowed")
+        assert client.get("/v1/completions").headers["allow"] == "POST"
+        check_error(client.get("/v1/models/other"), 404, "model", "model_not_found")
+
+
+def test_the_clients_error_classes_fit(served: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-9", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt=[999], stream=True)
+
+
+def test_a_body_beyond_the_limit_is_refused_without_reading_it(engine_of: Any) -> None:
+    config = GatewayConfig(limits=Limits(max_body_bytes=1000))
+    with serve_engine(engine_of(), config) as served, served.http() as client:
+        declared = client.post("/v1/completions", json={**OK, "prompt": "x" * 2000})
+        check_error(declared, 413, None, "request_too_large")
+
+        def pieces() -> Any:
+            for _ in range(40):
+                yield b" " * 100
+
+        undeclared = client.post("/v1/completions", content=pieces())
+        check_error(undeclared, 413, None, "request_too_large")
+        assert client.post("/v1/completions", json=OK).status_code == 200
+
+
+def test_keys_open_the_door_and_nothing_else_does(engine_of: Any) -> None:
+    config = GatewayConfig(keys=Keys([("alice", "sk-alice-1")]))
+    with serve_engine(engine_of(), config) as served:
+        assert served.openai("sk-alice-1").models.list().data
+        with pytest.raises(openai.AuthenticationError) as refusal:
+            served.openai("sk-mallory").models.list()
+        assert refusal.value.code == "invalid_api_key"
+        with served.http() as client:
+            for header in ({}, {"authorization": "Basic sk-alice-1"}, {"authorization": "Bearer"}):
+                answer = client.post("/v1/completions", json=OK, headers=header)
+                check_error(answer, 401, None, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+            for open_to_all in ("/healthz", "/readyz", "/metrics"):
+                assert client.get(open_to_all).status_code == 200
+
+
+def test_a_rate_beyond_the_limit_is_429_with_retry_after(engine_of: Any) -> None:
+    config = GatewayConfig(
+        limits=Limits(requests_per_minute=2), keys=Keys([("a", "sk-aaaaaaaa"), ("b", "sk-bbbbbbbb")])
+    )
+    with serve_engine(engine_of(), config) as served:
+        first, second = served.openai("sk-aaaaaaaa"), served.openai("sk-bbbbbbbb")
+        for _ in range(2):
+            first.models.list()
+        with pytest.raises(openai.RateLimitError) as refusal:
+            first.models.list()
+        assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
+        assert second.models.list().data
+        assert served.metric("blocktrain_gateway_refusals_total") == 1
+
+
+def test_a_browser_may_call_from_a_named_page_only(engine_of: Any) -> None:
+    config = GatewayConfig(keys=Keys([("a", "sk-aaaaaaaa")]), origins=("http://dashboard:8080",))
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with serve_engine(engine_of(), config) as served, served.http() as client:
+        allowed = client.options("/v1/completions", headers={"origin": "http://dashboard:8080", **asked})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "http://dashboard:8080"
+        refused = client.options("/v1/completions", headers={"origin": "http://elsewhere", **asked})
+        assert "access-control-allow-origin" not in refused.headers

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from blocktrain.errors import UserError
+from blocktrain.serving.limits import Bucket, Door, Keys, Limits, Rates, Refusal, after_request, load_keys
+
+
+def test_keys_of_a_file_have_names(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# staff\nalice = sk-alice-123\n\nsk-nameless-1  # a robot\n")
+    keys = load_keys(file)
+    assert keys.owner("sk-alice-123") == "alice"
+    assert keys.owner("sk-nameless-1") == "key-4"
+    assert keys.owner("sk-alice-124") is None
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "short\n", "a = with space\n", "ключ-ключ-ключ\n"])
+def test_a_useless_key_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(UserError, match="keys"):
+        load_keys(file)
+
+
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the key file"):
+        load_keys(tmp_path / "none")
+
+
+def test_no_key_opens_an_empty_set() -> None:
+    assert Keys([]).owner("") is None
+
+
+def test_a_bucket_refills_evenly() -> None:
+    bucket, wait = after_request(Bucket(1.0, 0.0), 0.0, 60)
+    assert (bucket.left, wait) == (0.0, 0.0)
+    bucket, wait = after_request(bucket, 0.25, 60)
+    assert wait == pytest.approx(0.75)
+    bucket, wait = after_request(bucket, 1.0, 60)
+    assert wait == 0.0
+
+
+def test_each_caller_has_a_rate_of_its_own() -> None:
+    rates = Rates(2)
+    for caller in ("a", "a", "b"):
+        rates.check(caller, 0.0)
+    with pytest.raises(Refusal) as refusal:
+        rates.check("a", 0.0)
+    assert refusal.value.retry_after_seconds == 30
+    rates.check("b", 0.0)
+    rates.check("a", 31.0)
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="max_active"):
+        Limits(max_active=0)
+
+
+async def _enter(door: Door, count: int, inside: list[int], leave: asyncio.Event) -> None:
+    async with door.places(count):
+        inside.append(count)
+        await leave.wait()
+
+
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_the_door_lets_in_by_order_of_arrival_and_refuses_beyond_its_queue() -> None:
+    async def scene() -> None:
+        door = Door(Limits(max_active=4, max_waiting=2))
+        inside: list[int] = []
+        leave = [asyncio.Event() for _ in range(3)]
+        tasks = [
+            asyncio.create_task(_enter(door, n, inside, e)) for n, e in zip((3, 2, 1), leave, strict=True)
+        ]
+        await _settle()
+        assert (inside, door.active, door.waiting) == ([3], 3, 2)
+        with pytest.raises(Refusal):
+            await _enter(door, 1, inside, leave[0])
+        leave[0].set()
+        await _settle()
+        assert (inside, door.active, door.waiting) == ([3, 2, 1], 3, 0)
+        leave[1].set()
+        leave[2].set()
+        await asyncio.gather(*tasks)
+        assert door.active == 0
+
+    asyncio.run(scene())
+
+
+def test_waiting_ends_with_a_refusal_and_leaves_nothing_behind() -> None:
+    async def scene() -> None:
+        door = Door(Limits(max_active=1, max_waiting=5, wait_seconds=0.01))
+        leave = asyncio.Event()
+        first = asyncio.create_task(_enter(door, 1, [], leave))
+        await _settle()
+        with pytest.raises(Refusal, match="no place became free"):
+            await _enter(door, 1, [], leave)
+        assert door.waiting == 0
+        leave.set()
+        await first
+        assert door.active == 0
+
+    asyncio.run(scene())
+
+
+def test_a_cancelled_waiter_gives_its_turn_away() -> None:
+    async def scene() -> None:
+        door = Door(Limits(max_active=2))
+        leave, inside = asyncio.Event(), []
+        tasks = [asyncio.create_task(_enter(door, n, inside, leave)) for n in (1, 2, 1)]
+        await _settle()
+        assert inside == [1]
+        tasks[1].cancel()
+        await _settle()
+        assert inside == [1, 1]
+        leave.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (door.active, door.waiting) == (0, 0)
+
+    asyncio.run(scene())
+
+
+def test_a_waiter_cancelled_in_the_moment_of_its_turn_gives_the_place_back() -> None:
+    async def scene() -> None:
+        door = Door(Limits(max_active=1))
+        leave = asyncio.Event()
+        first = asyncio.create_task(_enter(door, 1, [], leave))
+        second = asyncio.create_task(_enter(door, 1, [], asyncio.Event()))
+        await _settle()
+        leave.set()
+        await first  # the place is now the second's, which has not run yet
+        assert door.active == 1
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert (door.active, door.waiting) == (0, 0)
+
+    asyncio.run(scene())

@@ -1,0 +1,91 @@
+"""The gateway over real stages on loopback: the same text, and what a client is told when one is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from blocktrain.serving.engine import StageRefusedError
+
+from .conftest import Served, served_by, stages, wait_until
+
+
+def complete(served: Served, **fields: object) -> openai.types.Completion:
+    with served.openai() as client:
+        return client.completions.create(model="tiny", prompt="The value ", seed=5, **fields)  # type: ignore[call-overload]
+
+
+def test_stages_give_the_text_of_one_process(checkpoint: Path, served: Served) -> None:
+    with (
+        stages(checkpoint, [0], [1, 2]) as running,
+        served_by(checkpoint, [stage.address for stage in running]) as remote,
+    ):
+        for fields in ({"max_tokens": 40}, {"max_tokens": 24, "n": 3, "top_p": 0.9}):
+            texts = [choice.text for choice in complete(remote, **fields).choices]
+            assert texts == [choice.text for choice in complete(served, **fields).choices]
+        rows = complete(remote, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
+        local = complete(served, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
+        assert rows.token_logprobs[1:] == pytest.approx(local.token_logprobs[1:], abs=1e-4)
+
+
+def test_wire_bytes_are_reported(checkpoint: Path) -> None:
+    with stages(checkpoint, [0, 1, 2]) as running, served_by(checkpoint, [running[0].address]) as remote:
+        cost = complete(remote, max_tokens=16).usage.model_extra["blocktrain"]
+        assert cost["wire_bytes_sent"] > 0
+        assert cost["wire_bytes_received"] > cost["traversals"] * 256
+
+
+def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
+    with (
+        stages(checkpoint, [0], [1], [2]) as running,
+        served_by(checkpoint, [stage.address for stage in running]) as remote,
+        remote.http() as client,
+    ):
+        running[1].kill()
+        wait_until(lambda: "degraded" in client.get("/readyz").json()["reason"])
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 8}
+        whole = client.post("/v1/completions", json=body)
+        assert whole.headers["x-blocktrain-degraded"] == "without blocks 1"
+        assert whole.json()["usage"]["blocktrain"]["degraded_blocks"] == [1]
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            assert stream.headers["x-blocktrain-degraded"] == "without blocks 1"
+        assert remote.metric("blocktrain_gateway_degraded_total") >= 1
+
+
+def test_a_block_nobody_serves_is_a_503_by_name(checkpoint: Path) -> None:
+    with (
+        stages(checkpoint, [0, 2]) as running,
+        served_by(checkpoint, [running[0].address], seconds=0.5) as remote,
+        remote.http() as client,
+    ):
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
+        assert "block 1" in ready.json()["reason"]
+        with pytest.raises(openai.InternalServerError, match="no stage serves block 1") as failure:
+            complete(remote, max_tokens=4)
+        assert (failure.value.status_code, failure.value.code) == (503, "stages_unavailable")
+        assert failure.value.response.headers["retry-after"]
+
+
+def test_two_stages_with_the_same_block_are_spares(checkpoint: Path, served: Served) -> None:
+    with (
+        stages(checkpoint, [0, 1, 2], [0, 1, 2]) as running,
+        served_by(checkpoint, [stage.address for stage in running]) as remote,
+    ):
+        expected = complete(served, max_tokens=30).choices[0].text
+        assert complete(remote, max_tokens=30).choices[0].text == expected
+        running[0].kill()
+        answer = complete(remote, max_tokens=30)
+        assert answer.choices[0].text == expected
+        assert answer.usage.model_extra["blocktrain"]["degraded_blocks"] == []
+
+
+def test_a_stage_of_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:
+    with (
+        stages(other_checkpoint, [0, 1, 2]) as running,
+        pytest.raises(StageRefusedError, match=str(running[0].address)),
+        served_by(checkpoint, [running[0].address]),
+    ):
+        pass

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from blocktrain.errors import UserError
+from blocktrain.serving.launcher import LaunchConfig, Launcher, block_groups, restart_pause
+from blocktrain.serving.limits import parse_limits
+from blocktrain.serving.main_gateway import open_port
+
+from .conftest import Served, wait_until
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "groups"),
+    [
+        (3, 3, [[0], [1], [2]]),
+        (5, 2, [[0, 1], [2, 3, 4]]),
+        (4, 1, [[0, 1, 2, 3]]),
+        (2, 5, [[0], [1], [0], [1], [0]]),
+    ],
+)
+def test_blocks_are_spread_evenly_and_more_stages_are_spares(
+    blocks: int, stages: int, groups: list[list[int]]
+) -> None:
+    assert block_groups(blocks, stages) == groups
+
+
+def test_blocks_that_feed_each_other_stay_together() -> None:
+    assert block_groups(3, 2, chained=True) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_program_that_never_stays_up_is_given_up() -> None:
+    assert [restart_pause(n) for n in (0, 1, 3, 5, 6)] == [0.0, 0.25, 1.0, 4.0, None]
+
+
+def test_limits_are_set_by_name() -> None:
+    limits = parse_limits(["max_active=7", "requests_per_minute=none", "wait_seconds=1.5"])
+    assert (limits.max_active, limits.requests_per_minute, limits.wait_seconds) == (7, None, 1.5)
+    for wrong in ("colour=1", "max_active=none", "max_active=1.5", "max_active", "wait_seconds=inf"):
+        with pytest.raises(UserError, match="limit"):
+            parse_limits([wrong])
+
+
+def test_a_port_in_use_is_told_in_a_sentence() -> None:
+    taken = open_port("127.0.0.1", 0)
+    taken.listen()
+    with pytest.raises(UserError, match="choose another --port"):
+        open_port("127.0.0.1", taken.getsockname()[1])
+    taken.close()
+
+
+@pytest.fixture
+def launched(checkpoint: Path) -> Iterator[tuple[Launcher, Served]]:
+    launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0))
+    stop = threading.Event()
+    try:
+        served = Served(launcher.start())
+        watching = threading.Thread(target=launcher.watch, args=(stop,), daemon=True)
+        watching.start()
+        yield launcher, served
+        stop.set()
+        watching.join(5)
+    finally:
+        launcher.end()
+
+
+@pytest.mark.slow
+def test_processes_serve_and_a_killed_one_comes_back(
+    launched: tuple[Launcher, Served], served: Served
+) -> None:
+    launcher, remote = launched
+    fields = {"model": "tiny", "prompt": "The value ", "seed": 5, "max_tokens": 40}
+    with remote.openai(max_retries=5) as client, served.openai() as local:
+        expected = local.completions.create(**fields).choices[0].text
+        assert client.completions.create(**fields).choices[0].text == expected
+        for program in launcher.programs:
+            killed = program.pid
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: program.pid != killed, 20)  # noqa: B023
+            wait_until(lambda: is_ready(remote), 60)
+            assert client.completions.create(**fields).choices[0].text == expected
+
+
+def is_ready(remote: Served) -> bool:
+    import httpx2
+
+    try:
+        with remote.http() as client:
+            return bool(client.get("/readyz").json()["reason"] == "ready")
+    except httpx2.HTTPError:
+        return False
+
+
+@contextmanager
+def verb(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "blocktrain", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def output(*arguments: str, text: str = "") -> str:
+    command = [sys.executable, "-m", "blocktrain", *arguments]
+    done = subprocess.run(command, input=text.encode(), capture_output=True, check=True, timeout=120)
+    return done.stdout.decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_the_verbs_work_together_and_ctrl_c_ends_everything(checkpoint: Path, served: Served) -> None:
+    with verb("serve", str(checkpoint), "--stages", "2", "--port", "0") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        url = re.search(r"http://\S+", first).group()  # type: ignore[union-attr]
+        pid = int(re.search(r"pid (\d+)", first).group(1))  # type: ignore[union-attr]
+        text = output("generate", "--url", url, "--prompt", "The value ", "--max-bytes", "20")
+        same = output("generate", str(checkpoint), "--prompt", "The value ", "--max-bytes", "20")
+        assert text.startswith("The value ")
+        assert text == same
+        said = output("chat", "--url", url, "--seed", "1", "--max-bytes", "9", text="hello\n\n/new\nhello\n")
+        answers = said.split("model> ")[1:]
+        assert len(answers) == 2
+        assert answers[0] == answers[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_chat_in_one_process(checkpoint: Path) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    done = CliRunner().invoke(app, ["chat", str(checkpoint), "--max-bytes", "8"], input="hello\n")
+    assert done.exit_code == 0, done.output
+    assert "model> " in done.stdout
+
+
+def test_generate_and_chat_need_one_source(checkpoint: Path) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    for arguments in (
+        ["chat"],
+        ["generate", "--prompt", "x"],
+        ["chat", str(checkpoint), "--url", "http://x"],
+    ):
+        failure = CliRunner().invoke(app, arguments).exception
+        assert isinstance(failure, UserError)
+        assert "either a checkpoint folder or --url" in str(failure)
+
+
+def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
+    from blocktrain.serving.client import GatewayClient, GatewayError
+
+    free = open_port("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with GatewayClient(url) as client, pytest.raises(GatewayError, match="no answer from the gateway"):
+        client.model()
+    free.close()
+    with pytest.raises(UserError, match="expected an address"):
+        GatewayClient("127.0.0.1:8000")
+
+
+def test_refusals_of_the_gateway_reach_the_command_line(served: Served) -> None:
+    from blocktrain.serving.client import GatewayClient, GatewayError
+
+    with GatewayClient(served.url + "/v1") as client, pytest.raises(GatewayError, match="temperature"):
+        list(client.complete({"model": client.model(), "prompt": "x", "temperature": -1}))

@@ -1,0 +1,70 @@
+"""Stages for tests: inside this process, or as real processes that can be killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from blocktrain.serving.main_stage import load_stage
+from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.transport import Address
+
+RUN_STAGE = """
+import sys, typer
+from blocktrain.cli.main import app, main
+from blocktrain.cli.serving import stage
+if 'stage' not in {c.name or c.callback.__name__ for c in app.registered_commands}:
+    app.command()(stage)
+main()
+"""
+
+
+async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
+    stage = load_stage(path, blocks, torch.device("cpu"), StageConfig(**settings))  # type: ignore[arg-type]
+    await stage.start()
+    return stage
+
+
+@dataclass
+class StageProcess:
+    process: subprocess.Popen[str]
+    address: Address
+    line: str
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        os.kill(self.process.pid, signal.SIGTERM)
+        return self.process.wait(20)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def spawn(path: Path, blocks: str, *flags: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RUN_STAGE, "stage", str(path), "--blocks", blocks, "--listen", listen]
+    return subprocess.Popen(
+        [*command, "--threads", "1", *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def wait_ready(process: subprocess.Popen[str]) -> StageProcess:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.match(r"stage ready listen=(\S+) blocks=(\S+)", line)
+    assert found, f"the stage did not start: {line!r}"
+    return StageProcess(process, Address.parse(found[1]), line)

@@ -1,0 +1,138 @@
+"""The pure decisions of serving: sessions, routes, draft lengths, look-ups, addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.errors import UserError
+from blocktrain.serving.drafting import DraftTiming, Lookup, best_length
+from blocktrain.serving.main_stage import parse_blocks
+from blocktrain.serving.routing import Candidate, cheapest_route
+from blocktrain.serving.scoring import windows
+from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
+from blocktrain.serving.transport import Address
+from blocktrain.wire.frames import prefix_checksum
+
+
+def session(**changes: object) -> Session:
+    values = {"epoch": 2, "blocks": (0, 1), "caches": {}, "ids": [1, 2, 3, 4], "traversal": 5}
+    return Session(**(values | changes))  # type: ignore[arg-type]
+
+
+def asked(**changes: object) -> Asked:
+    values = {"epoch": 2, "traversal": 6, "base": 3, "blocks": (0, 1), "prefix": prefix_checksum([1, 2, 3])}
+    return Asked(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("held", "request_", "step"),
+    [
+        (session(), asked(), Step.RUN),
+        (session(), asked(traversal=5), Step.REPLAY),
+        (session(), asked(traversal=4), Step.STALE),
+        (session(), asked(epoch=1), Step.STALE),
+        (session(), asked(epoch=3, base=0, traversal=1), Step.RUN),
+        (session(), asked(epoch=3), Step.RESEND),
+        (session(), asked(base=9), Step.RESEND),
+        (session(), asked(prefix=1), Step.RESEND),
+        (session(), asked(blocks=(0,)), Step.RESEND),
+        (None, asked(), Step.RESEND),
+        (None, asked(base=0), Step.RUN),
+    ],
+)
+def test_next_step_of_a_session(held: Session | None, request_: Asked, step: Step) -> None:
+    assert next_step(held, request_) is step
+
+
+def test_least_recently_used_session_makes_room() -> None:
+    store = SessionStore(max_sessions=2, max_positions=100, idle_seconds=60)
+    for number in range(2):
+        store.put(("c", number), session(ids=[0] * 10), now=number)
+    kept = store.get(("c", 0))
+    assert kept is not None
+    store.put(("c", 0), kept, now=2)
+    store.put(("c", 2), session(ids=[0] * 10), now=3)
+    assert store.get(("c", 1)) is None
+    assert len(store) == 2
+    assert store.num_evicted == 1
+
+
+def test_positions_and_idle_time_are_bounded() -> None:
+    store = SessionStore(max_sessions=10, max_positions=25, idle_seconds=60)
+    for number in range(3):
+        store.put(("c", number), session(ids=[0] * 10), now=number)
+    assert store.num_positions == 20
+    assert store.expire(now=1000) == 2
+    assert len(store) == 0
+
+
+links = st.lists(st.frozensets(st.integers(0, 4), max_size=5), max_size=6)
+
+
+@given(links, st.integers(0, 2**63))
+def test_a_route_asks_every_reachable_block_once(blocks: list[frozenset[int]], spread: int) -> None:
+    candidates = [Candidate(i, held) for i, held in enumerate(blocks)]
+    route = cheapest_route(range(5), candidates, spread)
+    served = [block for _, part in route.legs for block in part]
+    assert sorted([*served, *route.missing]) == list(range(5))
+    reachable = frozenset().union(*blocks) if blocks else frozenset()
+    assert set(route.missing) == set(range(5)) - reachable
+    assert all(set(part) <= blocks[link] for link, part in route.legs)
+
+
+def test_a_route_prefers_quick_then_warm_stages() -> None:
+    everything = frozenset({0, 1})
+    slow, cold, warm = (
+        Candidate(0, everything, slow=True, warm=True),
+        Candidate(1, everything),
+        Candidate(2, everything, warm=True),
+    )
+    assert cheapest_route([0, 1], [slow, cold, warm]).legs == [(2, (0, 1))]
+    assert cheapest_route([0, 1], [slow, cold]).legs == [(1, (0, 1))]
+
+
+def test_sessions_spread_over_equal_stages() -> None:
+    candidates = [Candidate(i, frozenset({0})) for i in range(3)]
+    used = {cheapest_route([0], candidates, spread).legs[0][0] for spread in range(30)}
+    assert used == {0, 1, 2}
+
+
+def test_drafts_grow_with_latency_and_with_acceptance() -> None:
+    def length(acceptance: float, seconds: float) -> int:
+        return best_length(DraftTiming(100, 100 * acceptance, 0.002, seconds))
+
+    assert length(0.9, 0.001) < length(0.9, 0.02) < length(0.9, 0.2)
+    assert length(0.3, 0.1) < length(0.9, 0.1)
+    assert length(0.0, 10.0) <= 32
+
+
+def test_lookup_finds_what_followed_last_time() -> None:
+    lookup = Lookup()
+    text = list(b"the university of the univers")
+    assert bytes(lookup.guess(text, 3)) == b"ity"
+    assert bytes(lookup.guess([*text, *b"ity of"], 4)) == b" the"
+    assert Lookup().guess(list(b"abcdefgh"), 4) == []
+
+
+@given(st.integers(2, 50), st.integers(1, 9))
+def test_scoring_windows_hold_every_token_but_the_first_once(length: int, context: int) -> None:
+    tokens = list(range(length))
+    pairs = list(windows(tokens, context))
+    assert [t for _, targets in pairs for t in targets] == tokens[1:]
+    assert all(len(x) == len(y) <= context for x, y in pairs)
+    assert np.all([x[1:] == y[:-1] for x, y in pairs])
+
+
+def test_addresses_and_blocks_are_parsed_or_refused() -> None:
+    assert Address.parse("example.org:7001#ab") == Address("example.org", 7001, "ab")
+    assert Address.parse("[::1]:7001") == Address("::1", 7001)
+    assert parse_blocks("0,2-3") == [0, 2, 3]
+    for wrong in ("host", "host:port", "host:70000", ""):
+        with pytest.raises(UserError):
+            Address.parse(wrong)
+    for wrong in ("", "a", "1-", "-1"):
+        with pytest.raises(UserError):
+            parse_blocks(wrong)

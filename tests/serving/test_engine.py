@@ -1,0 +1,332 @@
+"""A model served as stages equals the whole model: log-probs, scores and text, in every mode."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster import PROMPTS, cluster, drain, text_of, until
+from stages import start_stage
+
+from blocktrain.config import EvaluationConfig
+from blocktrain.model.generation import LocalModel, generate
+from blocktrain.serving import engine as engine_module
+from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
+from blocktrain.serving.engine_api import (
+    DeadlineError,
+    GenerationRequest,
+    RequestError,
+    StagesUnavailableError,
+)
+from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.transport import Address
+from blocktrain.training.checkpoint import load_checkpoint
+from blocktrain.training.evaluation import Evaluator
+from blocktrain.wire.frames import Codec
+from blocktrain.wire.identity import Identity
+
+LENGTHS = [None, 0, 1, 2, 3, 7, 16, 32]
+
+
+def test_served_log_probs_equal_the_local_model(checkpoint: Path) -> None:
+    loaded = load_checkpoint(checkpoint, torch.device("cpu"))
+
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+            for prompt, mode in itertools.product(PROMPTS, ("ar", "verify")):
+                request = GenerationRequest(list(prompt), 8, mode=mode, logprobs=256, draft_tokens=3)  # type: ignore[arg-type]
+                tokens = list(prompt)
+                model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
+                async for chunk in c.engine.generate(request):
+                    assert chunk.logprobs is not None
+                    for token, found in zip(chunk.tokens, chunk.logprobs, strict=True):
+                        expected = model.next_log_probs(tokens).numpy()
+                        row = np.empty(256)
+                        row[[t for t, _ in found.top]] = [p for _, p in found.top]
+                        np.testing.assert_allclose(row, expected, atol=1e-4)
+                        assert found.logprob == row[found.token]
+                        tokens.append(token)
+
+    asyncio.run(served())
+
+
+def test_scores_equal_training_evaluation(checkpoint: Path) -> None:
+    loaded = load_checkpoint(checkpoint, torch.device("cpu"))
+    text = (b"The value of the expression is a new list. " * 9)[:350]
+    tokens = loaded.tokenizer.encode(text)
+    evaluator = Evaluator(loaded.objective, loaded.codebook_VD, EvaluationConfig(), seed=0)
+    expected = evaluator.score(loaded.blocks, loaded.pooling, tokens, euler=False).consensus.ce
+
+    async def served() -> tuple[float, float]:
+        local = LocalEngine(checkpoint)
+        await local.start()
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            scores = [await engine.score(list(text), top=2) for engine in (c.engine, local)]
+        await local.close()
+        assert all(len(score) == len(text) - 1 for score in scores)
+        assert [s.token for s in scores[0]] == list(text[1:])
+        return tuple(-float(np.mean([s.logprob for s in score])) for score in scores)  # type: ignore[return-value]
+
+    for ce in asyncio.run(served()):
+        assert ce == pytest.approx(expected, abs=1e-5)
+
+
+def test_verify_is_ar_for_any_draft_length_and_both_are_the_local_model(checkpoint: Path) -> None:
+    loaded = load_checkpoint(checkpoint, torch.device("cpu"))
+
+    async def served() -> None:
+        lengths = itertools.cycle(LENGTHS)
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            for seed, (prompt, temperature) in enumerate(itertools.product(PROMPTS, (0.0, 1.0))):
+                settings = {"seed": seed, "temperature": temperature}
+                model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
+                local = list(generate(model, list(prompt), max_tokens=24, **settings))  # type: ignore[arg-type]
+                ar, stats = await text_of(c.engine, prompt, 24, mode="ar", **settings)
+                assert ar == local
+                assert stats.traversals == 24 + stats.exact_passes
+                for _ in range(2):
+                    k = next(lengths)
+                    verify, _ = await text_of(c.engine, prompt, 24, draft_tokens=k, **settings)
+                    assert verify == ar, f"K = {k}, temperature {temperature}"
+
+    asyncio.run(served())
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.7}, {"temperature": 0.5}, {"logprobs": 1}])
+def test_verify_is_ar_with_other_sampling(checkpoint: Path, settings: dict[str, object]) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+            for prompt in PROMPTS[:3]:
+                ar, _ = await text_of(c.engine, prompt, 24, mode="ar", seed=5, **settings)
+                verify, _ = await text_of(c.engine, prompt, 24, seed=5, draft_tokens=6, **settings)
+                assert verify == ar
+
+    asyncio.run(served())
+
+
+@pytest.mark.parametrize("codec", [Codec.F32, Codec.Q16, Codec.Q8])
+def test_text_does_not_depend_on_the_codec(checkpoint: Path, codec: Codec) -> None:
+    async def served() -> None:
+        local = LocalEngine(checkpoint)
+        await local.start()
+        async with cluster(checkpoint, [[0], [1, 2]], codec=codec) as c:
+            for seed, prompt in enumerate(PROMPTS[:4]):
+                expected, _ = await text_of(local, prompt, 32, mode="ar", seed=seed)
+                for mode in ("ar", "verify"):
+                    found, stats = await text_of(c.engine, prompt, 32, mode=mode, seed=seed)
+                    assert found == expected
+                    if codec == Codec.F32:
+                        assert stats.exact_passes <= 1
+        await local.close()
+
+    asyncio.run(served())
+
+
+def test_exact_passes_settle_near_ties_to_the_same_text(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def text(tolerance: float) -> tuple[list[int], int]:
+        monkeypatch.setattr(engine_module, "FLOAT32_TOLERANCE", tolerance)
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            tokens, stats = await text_of(c.engine, PROMPTS[0], 60, seed=1)
+            return tokens, stats.exact_passes
+
+    usual, _ = asyncio.run(text(1e-4))
+    careful, passes = asyncio.run(text(0.2))
+    assert careful == usual
+    assert passes > 3
+
+
+def test_concurrent_requests_share_passes_and_keep_their_texts(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0], [1, 2]]) as c:
+            seeds = range(12)
+            alone = [await text_of(c.engine, PROMPTS[s % 7], 16, seed=s) for s in seeds]
+            together = await asyncio.gather(*(text_of(c.engine, PROMPTS[s % 7], 16, seed=s) for s in seeds))
+            assert [t for t, _ in together] == [t for t, _ in alone]
+            batches = c.stages[0].metrics.batch_sessions
+            samples = {s.name.rsplit("_", 1)[1]: s.value for m in batches.collect() for s in m.samples}
+            assert samples["sum"] > samples["count"], "some forward pass held more than one session"
+
+    asyncio.run(served())
+
+
+def test_evicted_sessions_resend_their_ids_and_keep_their_text(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            expected = [(await text_of(c.engine, p, 16, seed=3))[0] for p in PROMPTS[:4]]
+        async with cluster(checkpoint, [[0, 1, 2]], stage={"max_sessions": 2}) as c:
+            found = await asyncio.gather(*(text_of(c.engine, p, 16, seed=3) for p in PROMPTS[:4]))
+            assert [tokens for tokens, _ in found] == expected
+            assert sum(stats.retries for _, stats in found) > 0
+            assert c.stages[0].sessions.num_evicted > 0
+
+    asyncio.run(served())
+
+
+def test_stats_count_what_crossed_the_wire(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0], [1], [2]]) as c:
+            _, ar = await text_of(c.engine, PROMPTS[0], 20, mode="ar")
+            _, verify = await text_of(c.engine, PROMPTS[0], 20, draft_tokens=8)
+            assert verify.traversals < ar.traversals
+            assert verify.tokens == ar.tokens == 20
+            assert verify.accepted == 20 + verify.exact_passes - verify.traversals
+            rows = 3 * (verify.drafted + verify.traversals - verify.exact_passes)
+            assert verify.wire_bytes_received >= rows * 512
+
+    asyncio.run(served())
+
+
+def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+            generation = c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500))
+            await anext(generation)
+            assert all(len(stage.sessions) == 1 for stage in c.stages)
+            await generation.aclose()
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            task = asyncio.create_task(drain(c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500))))
+            await until(lambda: all(len(stage.sessions) == 1 for stage in c.stages))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            assert c.engine.num_running == 0
+
+    asyncio.run(served())
+
+
+def test_many_requests_leak_nothing(checkpoint: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            await text_of(c.engine, PROMPTS[2], 2)
+            tasks, files = len(asyncio.all_tasks()), open_files()
+            for wave in range(15):
+                requests = (text_of(c.engine, PROMPTS[2], 2, seed=wave * 10 + i) for i in range(10))
+                await asyncio.gather(*requests)
+            await until(lambda: not len(c.stages[0].sessions))
+            await until(lambda: len(asyncio.all_tasks()) <= tasks)
+            assert open_files() <= files
+            assert not c.engine.links[0]._pending
+            assert c.engine.num_running == 0
+
+    asyncio.run(served())
+
+
+def test_deadline_ends_a_request_and_says_how_far_it_came(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.1
+            with pytest.raises(DeadlineError, match="of 500 tokens"):
+                await text_of(c.engine, PROMPTS[0], 500, deadline_seconds=0.7)
+            with pytest.raises(DeadlineError):
+                await c.engine.score(list(b"abc" * 100), deadline_seconds=0.05)
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.0
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+
+    asyncio.run(served())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [256]}, "outside 0..255"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"draft_tokens": 33}, "draft_tokens"),
+        ({"logprobs": 300}, "logprobs"),
+        ({"mode": "sweep"}, "mode"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_sentence(
+    checkpoint: Path, settings: dict[str, object], words: str
+) -> None:
+    values = {"prompt": [1], "max_tokens": 1} | settings
+    with pytest.raises(RequestError, match=words):
+        GenerationRequest(**values).check(256)  # type: ignore[arg-type]
+
+
+def test_a_stage_with_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:
+    async def served() -> None:
+        stage = await start_stage(other_checkpoint, [0, 1, 2])
+        engine = Engine(checkpoint, EngineConfig(stages=[stage.address]))
+        with pytest.raises(StageRefusedError, match=r"'other'.*'tiny'.*same checkpoint"):
+            await engine.start()
+        await stage.close()
+
+    asyncio.run(served())
+
+
+def test_a_missing_block_is_named(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0], [2]]) as c:
+            ready, sentence = c.engine.ready
+            assert not ready
+            assert "no stage serves block 1 of 3" in sentence
+            with pytest.raises(StagesUnavailableError, match="--blocks 1"):
+                c.engine.generate(GenerationRequest([1], 1))
+
+    asyncio.run(served())
+
+
+def test_an_unreachable_stage_is_named(checkpoint: Path) -> None:
+    async def served() -> None:
+        engine = Engine(checkpoint, EngineConfig(stages=[Address("127.0.0.1", 1)], start_seconds=0.3))
+        await engine.start()
+        ready, sentence = engine.ready
+        assert not ready
+        assert "127.0.0.1:1" in sentence
+        await engine.close()
+
+    asyncio.run(served())
+
+
+def test_a_token_is_asked_for(checkpoint: Path) -> None:
+    async def served() -> None:
+        stage = await start_stage(checkpoint, [0, 1, 2], token="correct horse battery")
+        wrong = Engine(checkpoint, EngineConfig(stages=[stage.address], token="guess"))
+        with pytest.raises(StageRefusedError, match="token"):
+            await wrong.start()
+        right = Engine(checkpoint, EngineConfig(stages=[stage.address], token="correct horse battery"))
+        await right.start()
+        assert right.ready == (True, "ready")
+        await right.close()
+        await stage.close()
+
+    asyncio.run(served())
+
+
+def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
+    async def served() -> None:
+        identity, stranger = Identity.generate(), Identity.generate()
+        stage = await start_stage(checkpoint, [0, 1, 2], identity=identity)
+        host, port = stage.address.host, stage.address.port
+
+        def engine(pin: str | None) -> Engine:
+            return Engine(checkpoint, EngineConfig(stages=[Address(host, port, pin)], start_seconds=0.5))
+
+        pinned = engine(identity.worker_id)
+        await pinned.start()
+        tokens, _ = await text_of(pinned, PROMPTS[0], 8)
+        assert len(tokens) == 8
+        await pinned.close()
+        for pin in (stranger.worker_id, None):
+            refused = engine(pin)
+            await refused.start()
+            assert not refused.ready[0]
+            await refused.close()
+        await stage.close()
+
+    asyncio.run(served())

@@ -1,0 +1,138 @@
+"""Lossless at length: 200 held-out prompts, every draft length, two temperatures, failures on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from cluster import cluster, drain, text_of, until
+from stages import StageProcess, spawn, wait_ready
+
+from blocktrain.config import DataConfig
+from blocktrain.data.corpora import load_corpus
+from blocktrain.serving.engine import Engine, EngineConfig
+from blocktrain.serving.engine_api import GenerationRequest
+from blocktrain.serving.local_engine import LocalEngine
+
+NUM_PROMPTS = 200
+TOKENS = 40
+
+
+def held_out_prompts(count: int) -> list[bytes]:
+    valid = load_corpus(DataConfig(max_bytes=200_000), 10_000).valid
+    step = len(valid) // count
+    return [valid[i * step :][: 10 + (37 * i) % 120] for i in range(count)]
+
+
+async def write_all(
+    engine: Engine | LocalEngine, prompts: list[bytes], **settings: object
+) -> list[list[int]]:
+    """A few at a time, so that texts are written among each other's rows."""
+    gate = asyncio.Semaphore(6)
+    lengths = random.Random(0)
+
+    async def one(i: int, prompt: bytes) -> list[int]:
+        async with gate:
+            drawn = {"draft_tokens": lengths.randint(0, 32)} if settings.get("mode") == "verify" else {}
+            tokens, stats = await text_of(
+                engine,
+                prompt,
+                TOKENS,
+                seed=i,
+                temperature=float(i % 2),
+                deadline_seconds=600,
+                **settings,
+                **drawn,
+            )
+            assert stats.degraded_blocks == []
+            return tokens
+
+    return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+
+
+@pytest.mark.slow
+def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) -> None:
+    prompts = held_out_prompts(NUM_PROMPTS)
+
+    async def local() -> list[list[int]]:
+        engine = LocalEngine(checkpoint)
+        await engine.start()
+        texts = await write_all(engine, prompts, mode="ar")
+        await engine.close()
+        return texts
+
+    async def served(stages: list[StageProcess]) -> tuple[list[list[int]], list[list[int]]]:
+        engine = Engine(checkpoint, EngineConfig(stages=[stage.address for stage in stages]))
+        await engine.start()
+        ar = await write_all(engine, prompts, mode="ar")
+        writing = asyncio.create_task(write_all(engine, prompts, mode="verify"))
+        for victim in (0, 1):
+            await asyncio.sleep(2)
+            assert not writing.done(), "the stage must die while texts are being written"
+            stages[victim].kill()
+        verify = await writing
+        await engine.close()
+        return ar, verify
+
+    stages = [wait_ready(p) for p in [spawn(checkpoint, blocks) for blocks in ("0", "1-2", "0-1", "1-2")]]
+    try:
+        expected = asyncio.run(local())
+        ar, verify = asyncio.run(served(stages))
+    finally:
+        for stage in stages:
+            stage.stop()
+    assert ar == expected
+    assert verify == expected
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_leak_nothing(checkpoint: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0], [1, 2]]) as c:
+            await text_of(c.engine, b"warm", 4)
+            tasks, files = len(asyncio.all_tasks()), open_files()
+            chance = random.Random(1)
+            for wave in range(100):
+                if wave % 10 == 5:
+                    c.proxies[wave // 10 % 2].cut()
+                await asyncio.gather(*(one(c.engine, chance, wave) for _ in range(10)))
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until(lambda: len(asyncio.all_tasks()) <= tasks)
+            await until(lambda: open_files() <= files)
+            assert c.engine.num_running == 0
+
+    async def one(engine: Engine, chance: random.Random, seed: int) -> None:
+        generation = engine.generate(GenerationRequest(list(b"The value"), 8, seed=seed))
+        if chance.random() < 0.3:
+            await anext(generation)
+            await generation.aclose()
+        else:
+            assert len(await drain(generation)) == 8
+
+    asyncio.run(served())
+
+
+@pytest.mark.slow
+def test_200_streams_at_once_make_fair_progress(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0], [1, 2]]) as c:
+            loop = asyncio.get_running_loop()
+            finished: list[float] = []
+
+            async def stream(seed: int) -> None:
+                tokens, stats = await text_of(c.engine, b"The class", 24, seed=seed, deadline_seconds=300)
+                assert len(tokens) == 24
+                assert stats.degraded_blocks == []
+                finished.append(loop.time())
+
+            began = loop.time()
+            await asyncio.gather(*(stream(seed) for seed in range(200)))
+            times = sorted(t - began for t in finished)
+            assert times[0] > 0.2 * times[-1], "no stream waits for the others to end"
+
+    asyncio.run(served())

@@ -1,0 +1,263 @@
+"""What a stage says to strangers, clumsy clients and operators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import torch
+from cluster import PROMPTS, text_of, until
+from stages import spawn, start_stage, wait_ready
+
+from blocktrain.errors import CheckpointError, UserError
+from blocktrain.serving.engine import Engine, EngineConfig
+from blocktrain.serving.main_stage import load_stage
+from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
+from blocktrain.wire.frames import (
+    Ask,
+    Codec,
+    Failure,
+    FailureCode,
+    Frame,
+    FrameType,
+    Header,
+    Hello,
+    Limits,
+    decode_metadata,
+    decode_rows,
+    encode_frame,
+    encode_ids,
+    encode_metadata,
+    prefix_checksum,
+)
+
+LIMITS = Limits(payload_bytes=1 << 20)
+
+
+@asynccontextmanager
+async def running(path: Path, **settings: object) -> AsyncIterator[Stage]:
+    stage = await start_stage(path, [0, 1, 2], **settings)
+    try:
+        yield stage
+    finally:
+        await stage.close()
+
+
+async def greeted(stage: Stage, client: str = "test") -> FrameStream:
+    stream = await connect(stage.address, 5)
+    hello = encode_metadata(Hello(client, stage.shape))
+    await stream.write(encode_frame(Header(FrameType.HELLO), hello))
+    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
+    return stream
+
+
+TRAVERSE = Header(FrameType.TRAVERSE, Codec.F32, session=1, epoch=0, traversal=1, base=0, rows=1)
+
+
+def ask(
+    header: Header, ids: list[int], blocks: list[int] | None = None, prefix: list[int] | None = None
+) -> bytes:
+    metadata = encode_metadata(Ask([0, 1, 2] if blocks is None else blocks, prefix_checksum(prefix or [])))
+    return encode_frame(header, metadata, encode_ids(ids, 256))
+
+
+async def reply(stream: FrameStream, raw: bytes) -> Frame:
+    async with asyncio.timeout(10):
+        await stream.write(raw)
+        return await stream.read(LIMITS)
+
+
+def failure(frame: Frame) -> Failure:
+    assert frame.type in (FrameType.FAILED, FrameType.REFUSED), frame.type
+    return decode_metadata(frame, Failure)
+
+
+def test_strangers_are_turned_away_and_do_not_disturb(checkpoint: Path) -> None:
+    huge = bytearray(encode_frame(Header(FrameType.HELLO)))
+    strangers = [b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(500), bytes(huge[:20]), b"\0" * 100]
+
+    async def served() -> None:
+        async with running(checkpoint, hello_seconds=0.2) as stage:
+            for raw in strangers:
+                stream = await connect(stage.address, 5)
+                await stream.write(raw)
+                with pytest.raises(ConnectionLostError):
+                    await stream.read(LIMITS)
+                await stream.close()
+            not_hello = await connect(stage.address, 5)
+            refused = await reply(not_hello, encode_frame(Header(FrameType.PING)))
+            assert "HELLO" in failure(refused).sentence
+            await not_hello.close()
+            fine = await greeted(stage)
+            assert (await reply(fine, ask(TRAVERSE, [1, 2]))).type == FrameType.LOG_PROBS
+            await fine.close()
+            await until(lambda: not stage._connections)
+
+    asyncio.run(served())
+
+
+NOT_AN_ASK = Failure(FailureCode.BUSY, "")
+BAD = {
+    "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),
+    "no block": lambda: ask(TRAVERSE, [1], blocks=[]),
+    "no ids": lambda: ask(TRAVERSE, []),
+    "more rows than ids": lambda: ask(replace(TRAVERSE, rows=3), [1, 2]),
+    "no rows": lambda: ask(replace(TRAVERSE, rows=0), [1, 2]),
+    "past the context": lambda: ask(replace(TRAVERSE, base=90), [1] * 20),
+    "no codec": lambda: ask(replace(TRAVERSE, codec=Codec.NONE), [1]),
+    "metadata of another type": lambda: encode_frame(
+        TRAVERSE, encode_metadata(Failure(FailureCode.BUSY, ""))
+    ),
+    "not a request": lambda: encode_frame(Header(FrameType.WELCOME)),
+}
+
+
+def test_requests_that_make_no_sense_get_a_sentence(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream = await greeted(stage)
+            for name, make in BAD.items():
+                found = failure(await reply(stream, make()))
+                assert found.code is FailureCode.BAD_REQUEST, name
+                assert found.sentence
+            assert (await reply(stream, encode_frame(Header(FrameType.PING)))).type == FrameType.PONG
+            await stream.close()
+
+    asyncio.run(served())
+
+
+def test_the_same_traversal_again_is_answered_from_memory(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream = await greeted(stage)
+            raw = ask(TRAVERSE, [5, 6, 7])
+            first, again = await reply(stream, raw), await reply(stream, raw)
+            assert first.payload == again.payload
+            other_connection = await greeted(stage)
+            assert (await reply(other_connection, raw)).payload == first.payload
+            assert stage.metrics.tokens._value.get() == 3, "computed once"
+            newer = await reply(stream, ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[5, 6, 7]))
+            assert newer.type == FrameType.LOG_PROBS
+            assert failure(await reply(stream, raw)).code is FailureCode.STALE
+            for open_stream in (stream, other_connection):
+                await open_stream.close()
+
+    asyncio.run(served())
+
+
+def test_another_client_cannot_touch_a_session(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            mine, theirs = await greeted(stage, "mine"), await greeted(stage, "theirs")
+            await reply(mine, ask(TRAVERSE, [5, 6, 7]))
+            next_one = ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[5, 6, 7])
+            assert (await reply(theirs, next_one)).type == FrameType.RESEND
+            await theirs.write(encode_frame(Header(FrameType.RELEASE, session=1)))
+            assert (await reply(mine, next_one)).type == FrameType.LOG_PROBS
+            for stream in (mine, theirs):
+                await stream.close()
+
+    asyncio.run(served())
+
+
+def test_a_cache_that_differs_asks_for_all_ids(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream = await greeted(stage)
+            await reply(stream, ask(TRAVERSE, [5, 6, 7]))
+            differs = ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[9, 9, 9])
+            assert (await reply(stream, differs)).type == FrameType.RESEND
+            fresh = replace(TRAVERSE, epoch=1, rows=2)
+            rows = await reply(stream, ask(fresh, [9, 9, 9, 8]))
+            assert decode_rows(rows.payload, Codec.F32, 2, 256).shape == (2, 256)
+            await stream.close()
+
+    asyncio.run(served())
+
+
+def test_late_requests_are_not_computed(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream = await greeted(stage)
+            late = await reply(stream, ask(replace(TRAVERSE, deadline_ms=0), [1, 2]))
+            assert failure(late).code is FailureCode.LATE
+            assert stage.metrics.tokens._value.get() == 0
+            assert len(stage.sessions) == 0
+            await stream.close()
+
+    asyncio.run(served())
+
+
+def test_requests_past_the_credits_are_told_so(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint, credits=2) as stage:
+            stream = await greeted(stage)
+            score = replace(TRAVERSE, type=FrameType.SCORE, rows=1)
+            await stream.write(b"".join(ask(replace(score, session=i), [1] * 90) for i in range(20)))
+            replies = [await stream.read(LIMITS) for _ in range(20)]
+            busy = [frame for frame in replies if frame.type == FrameType.FAILED]
+            assert busy
+            assert all(failure(frame).code is FailureCode.BUSY for frame in busy)
+            assert len(busy) < 20
+            await stream.close()
+
+    asyncio.run(served())
+
+
+def test_exact_rows_come_in_float64(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream = await greeted(stage)
+            rows = await reply(stream, ask(TRAVERSE, [5, 6, 7]))
+            exact = await reply(stream, ask(replace(TRAVERSE, type=FrameType.EXACT, session=2), [5, 6, 7]))
+            close = decode_rows(rows.payload, Codec.F32, 1, 256)
+            np.testing.assert_allclose(close, decode_rows(exact.payload, Codec.F64, 1, 256), atol=2e-5)
+            await stream.close()
+
+    asyncio.run(served())
+
+
+def test_a_damaged_block_file_is_refused_at_start(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    raw = bytearray((copy / "block-01.safetensors").read_bytes())
+    raw[-5] ^= 1
+    (copy / "block-01.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="sha256"):
+        load_stage(copy, [1], torch.device("cpu"), StageConfig())
+    with pytest.raises(UserError, match="blocks 0 to 2"):
+        load_stage(checkpoint, [3], torch.device("cpu"), StageConfig())
+
+
+def test_the_verb_serves_metrics_tls_and_drains(checkpoint: Path, tmp_path: Path) -> None:
+    key = tmp_path / "stage.key"
+    stage = wait_ready(spawn(checkpoint, "0-2", "--metrics-port", "0", "--identity", str(key)))
+    try:
+        words = dict(word.split("=") for word in stage.line.split()[2:])
+        assert words["blocks"] == "0,1,2"
+
+        async def served() -> None:
+            address = replace(stage.address, pin=words["pin"])
+            engine = Engine(checkpoint, EngineConfig(stages=[address]))
+            await engine.start()
+            tokens, _ = await text_of(engine, PROMPTS[0], 5)
+            assert len(tokens) == 5
+            await engine.close()
+
+        asyncio.run(served())
+        with urlopen(f"http://127.0.0.1:{words['metrics']}/metrics", timeout=5) as page:
+            text = page.read().decode()
+        assert 'blocktrain_stage_requests_total{outcome="ok",type="traverse"}' in text
+        assert stage.terminate() == 0
+    finally:
+        stage.stop()

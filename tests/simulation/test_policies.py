@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulation_kit import LATE, MakeRecipe, MakeScenario
+
+from blocktrain.errors import RecipeError
+from blocktrain.simulation.coordinator import Update
+from blocktrain.simulation.networks import NETWORKS
+from blocktrain.simulation.run import Simulation, check_recipe, participation
+from blocktrain.simulation.workers import CarryWorker, Steps
+from blocktrain.training.snapshot import tensors_of
+from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
+from blocktrain.wire.messages import Outcome
+
+
+def same(left: Weights, right: Weights) -> bool:
+    return all(np.allclose(left[name], right[name], atol=1e-5) for name in left)
+
+
+@pytest.mark.parametrize("policy", ["drop", "carry"])
+def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeScenario) -> None:
+    first, second, other = (Simulation(make_scenario("bad-edge", policy, seed)).run() for seed in (5, 5, 6))
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("policy", ["drop", "carry"])
+def test_every_network_runs_to_the_last_round(network: str, policy: str, make_scenario: MakeScenario) -> None:
+    report = Simulation(make_scenario(network, policy)).run()
+    assert report["ce"][-1]["round"] == report["rounds"]
+    assert 0 <= report["participation"] <= report["merged_share"]
+    assert report["wall_seconds"] > 0
+
+
+def test_without_delays_both_policies_do_the_same(make_scenario: MakeScenario) -> None:
+    runs = [Simulation(make_scenario("lockstep", policy)) for policy in ("drop", "carry")]
+    reports = [run.run() for run in runs]
+    assert [report["participation"] for report in reports] == [1.0, 1.0]
+    assert reports[0]["final_ce"] == pytest.approx(reports[1]["final_ce"], abs=1e-3)
+
+
+def test_participation_counts_pairs_of_worker_and_round(make_scenario: MakeScenario) -> None:
+    assert participation(12, rounds=4, num_workers=6) == 0.5
+    simulation = Simulation(make_scenario(LATE, "drop"))
+    report = simulation.run()
+    merges = [merge for state in simulation.coordinator.blocks for merge in state.merges]
+    merged = sum(len(merge.inputs) for merge in merges)
+    assert report["participation"] == merged / (4 * 4)
+    assert report["assigned"] == 4 * 4
+    assert len(merges) == 4 * 2
+
+
+def test_drop_loses_what_is_late(make_scenario: MakeScenario) -> None:
+    """The head holds the sum of what was on time, and nothing of what was not."""
+    scenario = make_scenario(LATE, "drop", model={"blocks": 1}, swarm={"rounds": 8})
+    simulation = Simulation(scenario)
+    initial = simulation.coordinator.blocks[0].head.weights
+    revealed = watch_reveals(simulation)
+    simulation.run()
+    (state,) = simulation.coordinator.blocks
+    late = [update for update, outcome, _ in revealed if outcome is Outcome.REFUSED]
+    assert late
+    assert all(one.age == 0 and one.weight == 1.0 for merge in state.merges for one in merge.inputs)
+    merged = {one.payload_hash for merge in state.merges for one in merge.inputs}
+    assert not merged & {update.payload_hash for update in late}
+    empty = [merge.version for merge in state.merges if not merge.inputs]
+    if len(empty) < len(state.merges):
+        assert not same(initial, state.head.weights)
+
+
+def watch_reveals(simulation: Simulation) -> list[tuple[Update, Outcome, float]]:
+    """Every update that arrives, with its outcome and weight."""
+    seen: list[tuple[Update, Outcome, float]] = []
+    coordinator = simulation.coordinator
+    judge = coordinator.reveal
+
+    def reveal(update: Update):  # type: ignore[no-untyped-def]
+        verdict = judge(update)
+        seen.append((update, verdict.outcome, verdict.weight))
+        return verdict
+
+    coordinator.reveal = reveal  # type: ignore[method-assign]
+    return seen
+
+
+class RecordedWorker(CarryWorker):
+    """Keeps the sum of all steps, as it stood when each update's last step was done."""
+
+    trained: Weights
+    trained_at: dict[str, Weights]
+    formed: str
+
+    def _begin(self, assignment):  # type: ignore[no-untyped-def]
+        super()._begin(assignment)
+        if not hasattr(self, "trained"):
+            zero = tensors_of(self._trainers[0].block)
+            self.trained = {name: np.zeros_like(value) for name, value in zero.items()}
+            self.trained_at = {}
+        assert self._steps is not None
+        if not hasattr(self._steps.trainer, "recorded"):
+            self._record(self._steps)
+
+    def _record(self, steps: Steps) -> None:
+        trainer = steps.trainer
+        step = trainer.step
+
+        def recorded(number: int, shard: int):  # type: ignore[no-untyped-def]
+            before = tensors_of(trainer.block)
+            ce = step(number, shard)
+            self.trained = fold_back(self.trained, difference(before, tensors_of(trainer.block)))
+            return ce
+
+        trainer.step = recorded  # type: ignore[method-assign]
+        trainer.recorded = True  # type: ignore[attr-defined]
+
+    def _finish(self, steps):  # type: ignore[no-untyped-def]
+        if self._steps is steps:
+            steps.catch_up()
+            self.trained_at[steps.assignment.assignment_id] = self.trained
+        super()._finish(steps)
+
+    def _form(self, standing, flight):  # type: ignore[no-untyped-def]
+        self.formed = flight.assignment.assignment_id
+        return super()._form(standing, flight)
+
+
+def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
+    """All steps of a worker = what counted of its updates + what its error feedback still holds."""
+    scenario = make_scenario(
+        LATE,
+        "carry",
+        model={"blocks": 1},
+        swarm={"rounds": 10, "error_feedback": 1.0, "age_decay": 0.25, "deadline_quantile": 0.3},
+    )
+    simulation = Simulation(scenario)
+    simulation.coordinator.watchers.clear()
+    workers = [RecordedWorker(site) for site in simulation.sites]
+    simulation.workers = list(workers)
+    revealed = watch_reveals(simulation)
+    simulation.run()
+    while simulation.clock.now < 1e9 and any(worker._sending for worker in workers):
+        simulation.clock.run(until=lambda: not any(worker._sending for worker in workers))
+    assert any(outcome is Outcome.LATE for _, outcome, _ in revealed)
+    for worker in workers:
+        own = [(update, weight) for update, _, weight in revealed if update.worker == worker.site.index]
+        standing = worker.standings[0]
+        held = standing.feedback
+        coordinator = simulation.coordinator
+        for update, weight in own:
+            schema = coordinator.blocks[0].schema
+            delta = decoded_delta(coordinator.codec, schema, update.payload, update.base.weights)
+            held = fold_back(held, delta, weight)
+        assert held is not None
+        assert same(worker.trained_at[worker.formed], held)
+
+
+def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
+    for codec in ("sign", "sparse:16"):
+        report = Simulation(make_scenario("wan-mid", "carry", swarm={"codec": codec})).run()
+        dense = Simulation(make_scenario("wan-mid", "carry")).run()
+        assert report["bytes_up"] < dense["bytes_up"] / 3
+
+
+def test_a_recipe_that_no_swarm_can_train_is_refused(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match="codebook"):
+        check_recipe(make_recipe(objective={"codebook": "learned"}, training={"order": "turns"}))

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import inspect
+
+from blocktrain import errors
+from blocktrain.ids import derive_seed
+
+
+def test_the_drawn_tree_is_the_tree() -> None:
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    drawn = {
+        word
+        for line in (errors.__doc__ or "").splitlines()
+        for word in [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()[:1]]
+        for word in word
+        if word.endswith("Error")
+    }
+    assert drawn == classes
+
+
+def test_misuse_exits_with_two_and_failure_with_one() -> None:
+    two = {errors.UserError, errors.RecipeError, errors.DataError, errors.CheckpointError, errors.DeviceError}
+    assert {error.exit_code for error in two | {errors.StorageError}} == {2}
+    assert {errors.BlocktrainError.exit_code, errors.DivergedError.exit_code, errors.WireError.exit_code} == {
+        1
+    }
+
+
+def test_derived_seeds_are_the_same_for_ever() -> None:
+    assert derive_seed("noise", 0, 1, 2) == 1712716875110715877
+    assert derive_seed("init", 7, "reference") == 8403015446578364587
+
+
+def test_derived_seeds_tell_their_parts_apart() -> None:
+    parts: list[tuple[str | int, ...]] = [
+        ("a", "b"), ("ab",), ("a", 1), ("a", "1"), ("b", "a"), ("a",), ("a", 1, 0), ("a", 10)
+    ]  # fmt: skip
+    seeds = [derive_seed(*one) for one in parts]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,45 @@
+"""Matrices orthogonalised together move as torch.optim.Muon moves them one by one."""
+
+from __future__ import annotations
+
+import torch
+from tiny import some_noise
+
+from blocktrain.training.muon import BatchedMuon, orthogonalised
+
+SHAPES = [(32, 32), (128, 32), (32, 128), (32, 32), (128, 32), (16, 16)]
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(some_noise(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
+
+
+def test_every_step_is_the_librarys_bit_for_bit() -> None:
+    ours, theirs = matrices(), matrices()
+    batched, library = BatchedMuon(ours, **OPTIONS), torch.optim.Muon(theirs, **OPTIONS)  # type: ignore[arg-type]
+    for step in range(5):
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = some_noise(*one.shape, seed=100 * step + i)
+            other.grad = one.grad.clone()
+        batched.step()
+        library.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_matrix_without_a_gradient_stays_where_it_is() -> None:
+    weights = matrices()
+    before = weights[0].detach().clone()
+    for weight in weights[1:]:
+        weight.grad = torch.ones_like(weight)
+    BatchedMuon(weights, **OPTIONS).step()  # type: ignore[arg-type]
+    assert torch.equal(weights[0], before)
+    assert not torch.equal(weights[3].detach(), matrices()[3].detach())
+
+
+def test_an_orthogonalised_stack_has_singular_values_near_one() -> None:
+    stack = some_noise(3, 64, 32)
+    found = orthogonalised(stack, (3.4445, -4.775, 2.0315), steps=5, eps=1e-7)
+    values = torch.linalg.svdvals(found.float())
+    assert float(values.min()) > 0.5
+    assert float(values.max()) < 1.5

@@ -1,0 +1,185 @@
+"""Serving frames: every value comes back, and no bytes crash the reader or make it allocate."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocktrain.wire import frames
+from blocktrain.wire.frames import (
+    HEADER_BYTES,
+    Answer,
+    Ask,
+    Codec,
+    Failure,
+    FailureCode,
+    Frame,
+    FrameType,
+    Header,
+    Hello,
+    Limits,
+    ModelShape,
+    ServingFrameError,
+    ServingFrameReason,
+    Welcome,
+    decode_frame,
+    decode_header,
+    decode_ids,
+    decode_metadata,
+    decode_rows,
+    encode_frame,
+    encode_ids,
+    encode_metadata,
+    encode_rows,
+    row_bytes,
+    row_tolerance,
+)
+
+LIMITS = Limits(payload_bytes=1 << 16)
+SHAPE = ModelShape("tiny", "a" * 64, "b" * 64, 256, 64, 96, 3)
+METADATA = [
+    Hello("c" * 32, SHAPE, "secret"),
+    Welcome(SHAPE, [0, 2], 64, 1024),
+    Ask([1], 7),
+    Answer(0.5, 1.5),
+    Failure(FailureCode.BUSY, "no room"),
+]
+
+u32 = st.integers(0, 2**32 - 1)
+headers = st.builds(
+    Header,
+    type=st.sampled_from(FrameType),
+    codec=st.sampled_from(Codec),
+    session=st.integers(0, 2**64 - 1),
+    epoch=u32,
+    traversal=u32,
+    base=u32,
+    rows=u32,
+    deadline_ms=u32,
+)
+
+
+def valid_frame() -> bytes:
+    header = Header(FrameType.TRAVERSE, Codec.F32, 9, 1, 2, 3, 4, 500)
+    return encode_frame(header, encode_metadata(METADATA[2]), encode_ids([1, 2, 3], 256))
+
+
+@given(headers, st.binary(max_size=64), st.binary(max_size=300))
+def test_frame_round_trips(header: Header, metadata: bytes, payload: bytes) -> None:
+    frame = decode_frame(encode_frame(header, metadata, payload), LIMITS)
+    assert (frame.metadata, frame.payload) == (metadata, payload)
+    for name in ("type", "codec", "session", "epoch", "traversal", "base", "rows", "deadline_ms"):
+        assert getattr(frame.header, name) == getattr(header, name)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_give_a_typed_error(raw: bytes) -> None:
+    with pytest.raises(ServingFrameError):
+        decode_frame(raw, LIMITS)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(place: int, change: int) -> None:
+    raw = bytearray(valid_frame())
+    raw[place % len(raw)] ^= change
+    with pytest.raises(ServingFrameError):
+        decode_frame(bytes(raw), LIMITS)
+
+
+@given(st.integers(0, 10_000))
+def test_truncated_and_extended_frames_are_refused(cut: int) -> None:
+    raw = valid_frame()
+    for damaged in (raw[: cut % len(raw)], raw + b"\0" * (1 + cut % 9)):
+        with pytest.raises(ServingFrameError):
+            decode_frame(damaged, LIMITS)
+
+
+@given(st.binary(min_size=HEADER_BYTES - 4, max_size=HEADER_BYTES - 4))
+def test_headers_with_a_right_checksum_give_a_value_or_a_typed_error(fixed: bytes) -> None:
+    fixed = frames.MAGIC + bytes([frames.VERSION]) + fixed[5:]
+    raw = fixed + struct.pack("<I", zlib.crc32(fixed))
+    try:
+        header = decode_header(raw, LIMITS)
+    except ServingFrameError:
+        return
+    assert header.payload_bytes <= LIMITS.payload_bytes
+
+
+def test_a_length_above_the_limit_is_refused_before_anything_is_allocated() -> None:
+    fixed = bytearray(encode_frame(Header(FrameType.TRAVERSE))[: HEADER_BYTES - 4])
+    struct.pack_into("<I", fixed, HEADER_BYTES - 12, 2**32 - 1)
+    raw = bytes(fixed) + struct.pack("<I", zlib.crc32(fixed))
+    tracemalloc.start()
+    with pytest.raises(ServingFrameError) as caught:
+        decode_header(raw, LIMITS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert caught.value.reason is ServingFrameReason.TOO_LARGE
+    assert peak < 100_000
+
+
+@given(st.sampled_from(METADATA), st.integers(0, 10_000), st.binary(max_size=40))
+def test_mutated_metadata_gives_a_value_or_a_typed_error(value: object, place: int, noise: bytes) -> None:
+    raw = bytearray(encode_metadata(value))  # type: ignore[arg-type]
+    raw[place % len(raw) : place % len(raw) + len(noise)] = noise
+    frame = Frame(Header(FrameType.HELLO), bytes(raw))
+    for kind in (Hello, Welcome, Ask, Answer, Failure):
+        with contextlib.suppress(ServingFrameError):
+            assert isinstance(decode_metadata(frame, kind), kind)
+
+
+@pytest.mark.parametrize("value", METADATA, ids=lambda v: type(v).__name__)
+def test_metadata_round_trips(value: object) -> None:
+    frame = Frame(Header(FrameType.HELLO), encode_metadata(value))  # type: ignore[arg-type]
+    assert decode_metadata(frame, type(value)) == value  # type: ignore[type-var]
+
+
+def test_nested_metadata_cannot_exhaust_the_stack() -> None:
+    frame = Frame(Header(FrameType.HELLO), b"\x91" * 4000)
+    with pytest.raises(ServingFrameError):
+        decode_metadata(frame, Ask)
+
+
+@given(st.integers(2, 100_000).flatmap(lambda v: st.tuples(st.just(v), st.lists(st.integers(0, v - 1)))))
+def test_ids_round_trip(case: tuple[int, list[int]]) -> None:
+    vocabulary, ids = case
+    assert decode_ids(encode_ids(ids, vocabulary), vocabulary) == ids
+
+
+@given(st.binary(max_size=65), st.sampled_from([7, 256, 300, 70_000]))
+def test_any_ids_payload_gives_known_ids_or_a_typed_error(raw: bytes, vocabulary: int) -> None:
+    try:
+        ids = decode_ids(raw, vocabulary)
+    except ServingFrameError:
+        return
+    assert all(0 <= token < vocabulary for token in ids)
+
+
+@pytest.mark.parametrize("codec", [Codec.F32, Codec.F64, Codec.Q16, Codec.Q8])
+def test_rows_come_back_within_their_stated_tolerance(codec: Codec) -> None:
+    random = np.random.default_rng(0)
+    rows = -np.abs(random.normal(0, 4, (20, 256))).astype(np.float32)
+    payload = encode_rows(rows, codec)
+    assert len(payload) == 20 * row_bytes(codec, 256)
+    decoded = decode_rows(payload, codec, 20, 256)
+    assert (np.abs(decoded - rows) <= row_tolerance(decoded, codec) + 1e-5).all()
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=80), st.sampled_from(Codec), st.integers(1, 4))
+def test_any_rows_payload_gives_finite_rows_or_a_typed_error(raw: bytes, codec: Codec, rows: int) -> None:
+    vocabulary = 4
+    raw = (raw * 40)[: rows * row_bytes(codec, vocabulary)] if len(raw) % 2 else raw
+    try:
+        decoded = decode_rows(raw, codec, rows, vocabulary)
+    except ServingFrameError:
+        return
+    assert decoded.shape == (rows, vocabulary)
+    assert np.isfinite(decoded).all()
