@@ -174,6 +174,7 @@ def test_stats_count_what_crossed_the_wire(checkpoint: Path) -> None:
             _, ar = await text_of(c.engine, PROMPTS[0], 20, mode="ar")
             _, verify = await text_of(c.engine, PROMPTS[0], 20, draft_tokens=8)
             assert verify.traversals < ar.traversals
+            assert verify.drafted <= 8 * verify.traversals
             assert verify.tokens == ar.tokens == 20
             assert verify.accepted == 20 + verify.exact_passes - verify.traversals
             rows = 3 * (verify.drafted + verify.traversals - verify.exact_passes)

@@ -210,16 +210,22 @@ def test_a_run_without_hints_reports_no_euler(text: Path, tmp_path: Path) -> Non
     assert list(report["composed"]) == ["consensus"]
 
 
-def test_the_loss_curve_has_at_most_two_hundred_points_and_ends_at_the_end(
-    text: Path, tmp_path: Path
-) -> None:
+def test_the_loss_curve_has_some_two_hundred_points_stopped_or_not(text: Path, tmp_path: Path) -> None:
+    """Points are means over the steps since the last one, so state is saved at points only."""
     small = ("model.blocks=1", "model.mixer=none", "model.width=2", "model.heads=1", "model.context=1")
     plain = ("objective.hint_probability=0", "training.optimizer=adamw", "training.reference=false")
-    run = local_run(text, tmp_path, *small, *plain, "training.steps=403")
-    run.train(resume=False)
-    for unit in run.units:
-        steps = [step for step, _ in unit.curve]
-        assert steps == [*range(2, 403, 2), 403]
+    overrides = (*small, *plain, "training.steps=403")
+    whole = local_run(text, tmp_path / "whole", *overrides)
+    whole.train(resume=False)
+    curve = whole.units[0].curve
+    assert [step for step, _ in curve] == [*range(2, 403, 2), 403]
+    with pytest.raises(Stopped):
+        local_run(text, tmp_path / "run", *overrides, *SEQUENTIAL, observer=StopAt("block 0", 20)).train(
+            resume=False
+        )
+    resumed = local_run(text, tmp_path / "run", *overrides, *SEQUENTIAL)
+    resumed.train(resume=True)
+    assert resumed.units[0].curve == curve
 
 
 def test_resuming_what_was_never_started_is_refused(text: Path, tmp_path: Path) -> None:

@@ -117,8 +117,10 @@ def builtin_text() -> bytes:
 
 
 def _topics_text() -> bytes:
-    from pydoc_data import topics
-
+    try:
+        from pydoc_data import topics
+    except ImportError:
+        raise DataError("this Python comes without its own documentation; use data.corpus=FILE") from None
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
 
 

@@ -48,28 +48,11 @@ class Scorer(Protocol):
 
 
 class Draft(Protocol):
-    async def draft(self, tokens: Sequence[int], count: int) -> list[int]: ...
+    """What guesses the next tokens; `drafting.Drafter`."""
 
+    async def draft(self, tokens: Sequence[int], most: int) -> list[int]: ...
 
-class DraftLength(Protocol):
-    """How many tokens to draft next, learning from what came of the last draft."""
-
-    def next(self) -> int: ...
-
-    def observe(
-        self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None: ...
-
-
-class FixedLength:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def next(self) -> int:
-        return self.length
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        pass
+    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None: ...
 
 
 class Decoder:
@@ -82,11 +65,10 @@ class Decoder:
         context: int,
         scorer: Scorer,
         drafter: Draft | None,
-        length: DraftLength,
         stats: GenerationStats,
     ) -> None:
         self.request, self.context, self.stats = request, context, stats
-        self.scorer, self.drafter, self.length = scorer, drafter, length
+        self.scorer, self.drafter = scorer, drafter
         self.sampler = Sampler(request.seed, request.temperature, request.top_p)
         self.tokens = list(request.prompt)
 
@@ -108,17 +90,17 @@ class Decoder:
         accepted = len(chunk.tokens) - 1
         self.stats.drafted += len(draft)
         self.stats.accepted += accepted
-        self.length.observe(len(draft), accepted, drafted - began, scored - drafted)
+        if self.drafter is not None:
+            self.drafter.observe(accepted, drafted - began, scored - drafted)
         return chunk
 
     async def _draft(self, most: int) -> list[int]:
         """Never past the point where the visible context slides: a traversal has one window."""
         length = len(self.tokens)
         room = window_start(length, self.context) + self.context - length
-        count = min(self.length.next(), room, most)
-        if self.drafter is None or count <= 0:
+        if self.drafter is None:
             return []
-        return await self.drafter.draft(self.tokens, count)
+        return await self.drafter.draft(self.tokens, max(0, min(room, most)))
 
     async def _accept(self, draft: list[int], rows: Rows) -> Chunk:
         accepted: list[int] = []

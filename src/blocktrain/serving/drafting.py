@@ -8,20 +8,24 @@ draft costs time, never a different text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from blocktrain.model.block import Cache
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
+from blocktrain.serving.engine_api import MAX_DRAFT_TOKENS
 from blocktrain.serving.held import Work
 from blocktrain.serving.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 
 DRAFT_BLOCK = 0
 NGRAM = 5
 """Tokens that must repeat before the look-up guesses: a byte-level word start; shorter ones rarely hold."""
+GUESS = 6
+"""Tokens guessed at a time: each is a row more in a pass, about a tenth of its cost."""
 
 
 class Lookup:
@@ -31,49 +35,133 @@ class Lookup:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last occurrence of the text's final n-gram; `tokens` only ever grows."""
-        if len(tokens) < NGRAM:
-            return []
-        self._extend(tokens)
-        end = self._ends.get(tuple(tokens[-NGRAM:]))
-        return [] if end is None else list(tokens[end : end + count])
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Index every n-gram but the final one, which would only find itself."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in the text, which only ever grows. Its final n-gram would only find itself: not yet."""
         first = max(len(self._tokens), NGRAM)
         for end in range(first, len(tokens)):
             self._ends[tuple(tokens[end - NGRAM : end])] = end
         self._tokens = list(tokens)
 
+    def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """What followed the last occurrence of this text's final n-gram."""
+        end = self._ends.get(tuple(text[-NGRAM:]))
+        return [] if end is None else self._tokens[end : end + max(0, count)]
+
+
+class DraftLength(Protocol):
+    """When to stop drafting, learning from what came of earlier drafts."""
+
+    @property
+    def most(self) -> int:
+        """No draft is longer."""
+
+    def go_on(self, margins: Sequence[float]) -> bool:
+        """Whether to draft one more token behind tokens that won by these margins."""
+
+    def observe(
+        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
+    ) -> None: ...
+
+
+class FixedLength:
+    def __init__(self, length: int) -> None:
+        self.most = length
+
+    def go_on(self, margins: Sequence[float]) -> bool:
+        return True
+
+    def observe(
+        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
+    ) -> None:
+        pass
+
+
+class AdaptiveLength:
+    """Draft on while the next token is worth its time; shared by all requests of an engine.
+
+    A token that block 0 chose by a wide margin is seldom wrong, so the chance of acceptance is counted by
+    margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
+    time of a draft, in which the engine makes `rate` tokens by going on as usual.
+    """
+
+    most = MAX_DRAFT_TOKENS
+
+    def __init__(self) -> None:
+        self.tries = np.full(len(MARGINS) + 1, 2.0)
+        self.hits = self.tries * np.linspace(0.5, 0.98, len(MARGINS) + 1)
+        self.draft_seconds = 0.002
+        """Per drafted token."""
+        self.tokens, self.seconds = 1.0, 0.05
+        """Of recent traversals, older ones counting less."""
+
+    def chance(self, margin: float) -> float:
+        bucket = int(np.searchsorted(MARGINS, margin))
+        return float(self.hits[bucket] / self.tries[bucket])
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def go_on(self, margins: Sequence[float]) -> bool:
+        usual = float(self.hits.sum() / self.tries.sum())
+        gain = usual * math.prod(self.chance(margin) for margin in margins)
+        return gain > self.draft_seconds * self.rate
+
+    def observe(
+        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
+    ) -> None:
+        for i, margin in enumerate(margins[: accepted + 1]):
+            bucket = int(np.searchsorted(MARGINS, margin))
+            self.tries[bucket] = _KEEP * self.tries[bucket] + 1
+            self.hits[bucket] = _KEEP * self.hits[bucket] + (i < accepted)
+        if margins:
+            self.draft_seconds += 0.1 * (draft_seconds / len(margins) - self.draft_seconds)
+        self.tokens = 0.9 * self.tokens + accepted + 1
+        self.seconds = 0.9 * self.seconds + draft_seconds + traversal_seconds
+
+
+MARGINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Borders, in nats, between the classes of margins that chances are counted for."""
+_KEEP = 0.99
+
 
 class Drafter:
     """Drafts for one request; its cache follows the text."""
 
-    def __init__(self, batcher: Batcher, sampler: Sampler) -> None:
-        self.batcher, self.sampler = batcher, sampler
+    def __init__(self, batcher: Batcher, sampler: Sampler, length: DraftLength) -> None:
+        self.batcher, self.sampler, self.length = batcher, sampler, length
         self.held = batcher.held
         self.lookup = Lookup()
+        self.margins: list[float] = []
         self.seen: list[int] = []
         self.start = 0
         self.caches: dict[int, Cache] = self.held.new_caches([DRAFT_BLOCK])
 
-    async def draft(self, tokens: Sequence[int], count: int) -> list[int]:
+    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens, as many as seem worth it."""
         drafted: list[int] = []
-        guess = self.lookup.guess(tokens, count - 1)
-        while len(drafted) < count:
-            drafted += await self._extend([*tokens, *drafted], guess)
-            guess = []
-        return drafted[:count]
+        most = min(most, self.length.most)
+        self.margins = []
+        self.lookup.extend(tokens)
+        while len(drafted) < most and self.length.go_on(self.margins):
+            text = [*tokens, *drafted]
+            guess = self.lookup.guess(text, min(GUESS, most - len(drafted) - 1))
+            drafted += await self._extend(text, guess)
+        return drafted
+
+    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
+        """What came of the last draft."""
+        self.length.observe(self.margins, accepted, draft_seconds, traversal_seconds)
 
     async def _extend(self, tokens: list[int], guess: list[int]) -> list[int]:
         """One pass: the guessed tokens that block 0 agrees with, and the one it chooses after them."""
         rows = await self._rows(tokens, guess)
         agreed: list[int] = []
         for i, row in enumerate(rows):
-            token = choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE).token
-            agreed.append(token)
-            if i == len(guess) or token != guess[i]:
+            choice = choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE)
+            agreed.append(choice.token)
+            self.margins.append(choice.margin)
+            if i == len(guess) or choice.token != guess[i]:
                 break
         return agreed
 
@@ -94,51 +182,3 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
         if a != b:
             return i
     return min(len(first), len(second))
-
-
-MAX_LENGTH = 32
-_DECAY = 0.97
-
-
-@dataclass
-class DraftTiming:
-    """What drafting has paid so far, over all requests of an engine: the start of every new one."""
-
-    tries: float = 10.0
-    hits: float = 8.0
-    draft_seconds: float = 0.002
-    """Per drafted token."""
-    traversal_seconds: float = 0.05
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        self.traversal_seconds += 0.2 * (traversal_seconds - self.traversal_seconds)
-        if drafted:
-            self.tries = _DECAY * self.tries + min(accepted + 1, drafted)
-            self.hits = _DECAY * self.hits + accepted
-            self.draft_seconds += 0.2 * (draft_seconds / drafted - self.draft_seconds)
-
-    @property
-    def acceptance(self) -> float:
-        return min(0.99, self.hits / self.tries)
-
-
-def best_length(timing: DraftTiming) -> int:
-    """The draft length of most expected tokens per second: (1 - a^(K+1)) / (1 - a) over T + K d."""
-    a = timing.acceptance
-    lengths = np.arange(MAX_LENGTH + 1)
-    tokens = (1 - a ** (lengths + 1)) / (1 - a)
-    seconds = timing.traversal_seconds + lengths * timing.draft_seconds
-    return int(np.argmax(tokens / seconds))
-
-
-class AdaptiveLength:
-    """Draft as many tokens as have been worth it lately."""
-
-    def __init__(self, timing: DraftTiming) -> None:
-        self.timing = timing
-
-    def next(self) -> int:
-        return best_length(self.timing)
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        self.timing.observe(drafted, accepted, draft_seconds, traversal_seconds)

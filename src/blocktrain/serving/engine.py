@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
-from blocktrain.serving.decoding import DecodedGeneration, Decoder, DraftLength, FixedLength, Rows
-from blocktrain.serving.drafting import DRAFT_BLOCK, AdaptiveLength, Drafter, DraftTiming
+from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
+from blocktrain.serving.drafting import DRAFT_BLOCK, AdaptiveLength, Drafter, DraftLength, FixedLength
 from blocktrain.serving.engine_api import (
     GenerationRequest,
     GenerationStats,
@@ -85,7 +85,7 @@ class Engine:
         self._model = model_info(checkpoint, self.shape)
         self._held = HeldBlocks(checkpoint, [DRAFT_BLOCK])
         self.weights = np.array(checkpoint.pooling)
-        self.timing = DraftTiming()
+        self._adaptive = AdaptiveLength()
         self._generations: weakref.WeakSet[_RemoteScorer] = weakref.WeakSet()
         self._started = False
 
@@ -179,8 +179,7 @@ class Engine:
             request,
             context=self._model.context,
             scorer=_RemoteScorer(self, request, stats),
-            drafter=Drafter(self._batcher, sampler) if verify else None,
-            length=self._draft_length(request),
+            drafter=Drafter(self._batcher, sampler, self._draft_length(request)) if verify else None,
             stats=stats,
         )
         return DecodedGeneration(decoder)
@@ -188,7 +187,7 @@ class Engine:
     def _draft_length(self, request: GenerationRequest) -> DraftLength:
         if request.draft_tokens is not None:
             return FixedLength(request.draft_tokens)
-        return AdaptiveLength(self.timing)
+        return self._adaptive
 
     async def score(
         self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0
