@@ -52,6 +52,7 @@ class Sender:
         self.stop, self.beta, self.account, self.join = stop, beta, account, join
         self._queue: queue.Queue[tuple[Standing, Flight]] = queue.Queue()
         self._unsettled: dict[int, list[Unsettled]] = {}
+        self._saving = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
 
@@ -115,7 +116,7 @@ class Sender:
         before = self._unsettled.get(standing.block, [])
         kept = [one for one in before if one.payload_hash in flying] + [update]
         self._unsettled[standing.block] = kept
-        self.state.save_feedback(standing.block, standing.feedback, kept)
+        self.keep_feedback(standing)
 
     # --- an update of a previous process
 
@@ -196,7 +197,7 @@ class Sender:
         standing.returned(decoded_delta(layout.codec, layout.schema, payload, weights), share)
         kept = [one for one in self._unsettled.get(standing.block, []) if one.payload_hash != payload_hash]
         self._unsettled[standing.block] = kept
-        self.state.save_feedback(standing.block, standing.feedback, kept)
+        self.keep_feedback(standing)
 
     def keep_receipt(self, *receipts: Receipt) -> None:
         """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`."""
@@ -212,5 +213,7 @@ class Sender:
                 self.keep_feedback(standing)
 
     def keep_feedback(self, standing: Standing) -> None:
-        unsettled = self._unsettled.get(standing.block, [])
-        self.state.save_feedback(standing.block, standing.feedback, unsettled)
+        """Write what error feedback and updates on their way are now; the trainer does so too."""
+        with self._saving:
+            unsettled = self._unsettled.get(standing.block, [])
+            self.state.save_feedback(standing.block, standing.feedback, unsettled)

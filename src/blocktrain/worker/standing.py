@@ -73,6 +73,7 @@ class Standing:
         self._settling = threading.Lock()
         self._base = base
         self._feedback = feedback
+        self._taken: Weights | None = None
         self._flights: list[Flight] = []
         self._pending: Place | None = None
         self._closed = False
@@ -119,8 +120,8 @@ class Standing:
     def draft(self, flight: Flight) -> Draft:
         """What the update is formed from; the error feedback goes into it, so it is taken."""
         with self._changed:
-            feedback, self._feedback = self._feedback, None
-            return Draft(self._base, self._origin(flight), flight.place, feedback)
+            self._taken, self._feedback = self._feedback, None
+            return Draft(self._base, self._origin(flight), flight.place, self._taken)
 
     def _origin(self, flight: Flight) -> Place:
         index = self._flights.index(flight)
@@ -128,7 +129,7 @@ class Standing:
 
     def formed(self, flight: Flight, sent: Sent, feedback: Weights | None) -> None:
         with self._changed:
-            flight.sent = sent
+            flight.sent, self._taken = sent, None
             if feedback is not None:
                 self._feedback = fold_back(self._feedback, feedback)
             self._changed.notify_all()
@@ -185,8 +186,11 @@ class Standing:
 
     @property
     def feedback(self) -> Weights | None:
+        """All of it, also what is just going into an update that is not formed yet."""
         with self._changed:
-            return self._feedback
+            if self._taken is None:
+                return self._feedback
+            return fold_back(self._feedback, self._taken)
 
     def flights(self) -> list[Flight]:
         with self._changed:

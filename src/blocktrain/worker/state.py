@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class _Outbox(BaseModel):
 class StateFolder:
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self.folder, self.report = folder, report
+        self._writing = threading.Lock()
 
     def lock(self) -> int:
         """Keep a second worker out of this folder for as long as the returned descriptor is open."""
@@ -136,8 +138,9 @@ class StateFolder:
         """Write beside and rename, so that a kill leaves the old file or the new one."""
         draft = self.folder / f".{name}.new"
         try:
-            write(draft)
-            os.replace(draft, self.folder / name)
+            with self._writing:
+                write(draft)
+                os.replace(draft, self.folder / name)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"cannot write {self.folder / name}: {error}; free some space or name another --data-dir"
