@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
-from blocktrain.serving.drafting import DRAFT_BLOCK, AdaptiveLength, Drafter, DraftLength, FixedLength
+from blocktrain.serving.draft_length import AdaptiveLength, DraftLength, FixedLength
+from blocktrain.serving.drafting import DRAFT_BLOCK, Drafter
 from blocktrain.serving.engine_api import (
     GenerationRequest,
     GenerationStats,
