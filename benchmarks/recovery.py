@@ -73,7 +73,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[float]:
             with ending(*([] if number < options.repeats else [worker])):
                 worker.line(ACCEPTED, 120)
                 found.append(time.monotonic() - started)
-            print(f"restart {number}: accepted after {found[-1]:.1f} s", flush=True)
+                cpu = worker.cpu_seconds()
+            print(f"restart {number}: accepted after {found[-1]:.1f} s ({cpu:.1f} s of one core)", flush=True)
     return found
 
 

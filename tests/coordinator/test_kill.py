@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
+from blocktrain.coordinator.audit import audit
 from blocktrain.coordinator.service import KEY_FILE
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, Outcome
@@ -149,7 +150,9 @@ def test_kill_nine_at_random_moments_with_two_processes_on_postgresql(
             for thread in threads:
                 thread.join()
             peer = workers[0][0]
-            while (open_ := peer.block(0)).round.accepted + open_.round.late:
+            while (open_ := peer.block(0)).round.merging or open_.round.accepted + open_.round.late:
                 wait_for_head(peer, open_.head_version + 1)
             check_all_merged(peer, acknowledged)
+            report = audit(one.url)
+            assert report.ok, report.reason
             assert len(acknowledged) > 10

@@ -50,8 +50,9 @@ def test_a_worker_runs_ahead_of_its_block_only_so_far() -> None:
 
 def test_saving_takes_a_small_share_of_the_time() -> None:
     assert saving_is_due(now=0.0, saved_at=None, cost_seconds=0.0)
-    assert not saving_is_due(now=10.0, saved_at=0.0, cost_seconds=1.0)
-    assert saving_is_due(now=50.0, saved_at=0.0, cost_seconds=1.0)
+    assert not saving_is_due(now=60.0, saved_at=0.0, cost_seconds=0.0, least_seconds=120.0)
+    assert saving_is_due(now=120.0, saved_at=0.0, cost_seconds=1.0, least_seconds=120.0)
+    assert not saving_is_due(now=120.0, saved_at=0.0, cost_seconds=10.0, least_seconds=120.0)
 
 
 def test_what_does_not_count_returns() -> None:

@@ -112,6 +112,7 @@ class Context:
             late=late,
             wanted=wanted_updates(seats, self.run.swarm),
             workers=seats,
+            merging=row.closing_version is not None,
         )
         return state, deadline
 

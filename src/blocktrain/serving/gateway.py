@@ -102,7 +102,7 @@ class Gateway:
             ("/v1/completions", self.completions, Completion),
             ("/v1/chat/completions", self.chat, ChatCompletion),
         ):
-            answers: Answers = {200: {"model": shape}, **REFUSED}
+            answers: Answers = {200: {"model": shape, "content": {"text/event-stream": {}}}, **REFUSED}
             add(path, route, methods=["POST"], response_model=None, responses=answers)
         add("/healthz", self.health, methods=["GET"])
         add("/readyz", self.readiness, methods=["GET"], responses={503: {"model": Readiness}})

@@ -382,6 +382,8 @@ class RoundState(BaseModel):
     """Updates that close the round before its deadline."""
     workers: Count
     """Live workers on this block."""
+    merging: bool = False
+    """The round is over and its merge under way; `accepted` and `late` are those for the next one."""
 
 
 class BlockAnswer(Answer):

@@ -18,6 +18,10 @@ PREFETCH_SECONDS = 5.0
 PREFETCH_SHARE = 0.8
 ASLEEP_SECONDS = 20.0
 SAVING_SHARE = 0.02
+OPTIMIZER_SAVING_SECONDS = 120.0
+"""The trainer pauses while its state is copied; and state two minutes old is about as good, because the
+momenta forget within some twenty steps."""
+SNAPSHOT_SAVING_SECONDS = 5.0
 MERGES_PER_DOWNLOAD = 16
 FIRST_WATCH_SECONDS = 0.05
 IDLE_WATCH_SECONDS = 2.0
@@ -59,9 +63,11 @@ def may_step(*, step: int, steps: int, version: int, round_: int, run_ahead: flo
     return version >= round_ or step < run_ahead * steps
 
 
-def saving_is_due(*, now: float, saved_at: float | None, cost_seconds: float) -> bool:
-    """Whether to write training state again: always at first, then a small share of the time."""
-    return saved_at is None or now - saved_at >= cost_seconds / SAVING_SHARE
+def saving_is_due(
+    *, now: float, saved_at: float | None, cost_seconds: float, least_seconds: float = 0.0
+) -> bool:
+    """Whether to write to disk again: at first, then after a while, and for a small share of the time."""
+    return saved_at is None or now - saved_at >= max(least_seconds, cost_seconds / SAVING_SHARE)
 
 
 def share_to_return(outcome: Outcome, weight: float) -> float:

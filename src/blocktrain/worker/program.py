@@ -30,7 +30,7 @@ from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
 from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.client import CoordinatorClient
-from blocktrain.worker.decisions import saving_is_due
+from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.progress import Progress, make_progress
 from blocktrain.worker.sender import Sender
@@ -218,7 +218,12 @@ class Worker:
             flight = task.standing.finish(task.assignment, self.training.weights(), loss)
             self.sender.send(task.standing, flight)
             now = time.monotonic()
-            if saving_is_due(now=now, saved_at=self._saved_at, cost_seconds=self._saving_seconds):
+            if saving_is_due(
+                now=now,
+                saved_at=self._saved_at,
+                cost_seconds=self._saving_seconds,
+                least_seconds=OPTIMIZER_SAVING_SECONDS,
+            ):
                 self._saved_at = now
                 state = self.training.optimizer_state()
                 self.crew.start("saving", lambda: self._save_optimizer(task.standing.block, state))

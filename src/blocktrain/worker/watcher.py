@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from blocktrain.wire.identity import WorkerId
-from blocktrain.worker.decisions import saving_is_due, watch_seconds
+from blocktrain.worker.decisions import SNAPSHOT_SAVING_SECONDS, saving_is_due, watch_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.sender import Sender
 from blocktrain.worker.snapshots import Snapshots
@@ -71,7 +71,12 @@ class Watcher:
 
     def _save(self, base: Base) -> None:
         now = time.monotonic()
-        if not saving_is_due(now=now, saved_at=self._saved_at, cost_seconds=self._saving_seconds):
+        if not saving_is_due(
+            now=now,
+            saved_at=self._saved_at,
+            cost_seconds=self._saving_seconds,
+            least_seconds=SNAPSHOT_SAVING_SECONDS,
+        ):
             return
         self.snapshots.keep(base)
         self.state.save_snapshot_name(self.standing.block, base.version, base.hash)

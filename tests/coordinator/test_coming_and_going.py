@@ -1,0 +1,76 @@
+"""Workers come and go freely: replicas follow within a round, and an empty run waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from blocktrain.wire.messages import Outcome
+from tests.coordinator.conftest import Place, Running, tiny_recipe
+from tests.coordinator.peer import Peer
+
+
+def one_round(running: Running, peers: list[Peer], seed: int) -> Counter[int]:
+    """Every worker asks and delivers once; how many went to each block."""
+    lent = [(peer, peer.lend()) for peer in peers]
+    for number, (peer, assignment) in enumerate(lent):
+        peer.deliver(assignment, 100 * seed + number)
+    for _, assignment in lent:
+        running.wait_for_version(assignment.block, assignment.round + 1)
+    return Counter(assignment.block for _, assignment in lent)
+
+
+def test_a_worker_that_leaves_is_replaced_within_one_round(local: Place) -> None:
+    with local.serve(tiny_recipe(replicas=2, rounds=50)) as running:
+        peers = [running.peer() for _ in range(4)]
+        assert one_round(running, peers, 1) == {0: 2, 1: 2}
+        block_of = {peer.identity.worker_id: peer.lend() for peer in peers}
+        leaving = [peer for peer in peers if block_of[peer.identity.worker_id].block == 0]
+        for peer in leaving:
+            peer.hand_back(block_of[peer.identity.worker_id])
+        staying = [peer for peer in peers if peer not in leaving]
+        for number, peer in enumerate(staying):
+            peer.deliver(block_of[peer.identity.worker_id], 900 + number)
+        running.wait_for_version(1, 2)
+        assert {peer.lend().block for peer in staying} == {0, 1}
+
+
+def test_a_worker_that_dies_is_replaced_after_its_lease(local: Place) -> None:
+    with local.serve(tiny_recipe(replicas=1, rounds=50)) as running:
+        peers = [running.peer() for _ in range(4)]
+        lent = {peer: peer.lend() for peer in peers}
+        dead = [peer for peer in peers if lent[peer].block == 0]
+        alive = [peer for peer in peers if peer not in dead]
+        running.advance(running.coordinator.context.run.swarm.lease_seconds + 1)
+        for number, peer in enumerate(alive):
+            peer.deliver(lent[peer], number)
+        running.wait_for_version(1, 1)
+        assert {peer.lend().block for peer in alive} == {0, 1}
+
+
+def test_a_worker_that_joins_late_has_an_accepted_update_in_its_first_round(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1, rounds=60)) as running:
+        first = running.peer()
+        for round_ in range(8):
+            first.deliver(first.lend(), round_)
+            running.wait_for_version(0, round_ + 1)
+        newcomer = running.peer()
+        assignment = newcomer.lend()
+        assert (assignment.round, assignment.first_step) == (8, 16)
+        newcomer.snapshot(0, assignment.base_hash)
+        assert newcomer.deliver(assignment, 99).outcome == Outcome.ACCEPTED
+
+
+def test_without_workers_the_run_waits_and_goes_on_with_the_next_one(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1)) as running:
+        gone = running.peer()
+        gone.deliver(gone.lend())
+        running.wait_for_version(0, 1)
+        gone.lend()
+        running.advance(100_000)
+        comer = running.peer()
+        assignment = comer.lend()
+        assert (assignment.round, assignment.base_version) == (1, 1)
+        state = comer.block(0).round
+        assert (state.begun, state.workers) == (running.clock.now, 1)
+        assert comer.deliver(assignment, 5).outcome == Outcome.ACCEPTED
+        running.wait_for_version(0, 2)
