@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from pathlib import Path
 
@@ -224,6 +225,22 @@ def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
     asyncio.run(served())
 
 
+def test_a_forgotten_generation_frees_its_caches(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+
+            async def forget() -> None:
+                async for _ in c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500)):
+                    break
+
+            await forget()
+            gc.collect()
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            assert c.engine.num_running == 0
+
+    asyncio.run(served())
+
+
 def test_many_requests_leak_nothing(checkpoint: Path) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -301,6 +318,19 @@ def test_a_missing_block_is_named(checkpoint: Path) -> None:
             assert "no stage serves block 1 of 3" in sentence
             with pytest.raises(StagesUnavailableError, match="--blocks 1"):
                 c.engine.generate(GenerationRequest([1], 1))
+
+    asyncio.run(served())
+
+
+def test_a_dead_spare_does_not_hold_up_the_start(checkpoint: Path) -> None:
+    async def served() -> None:
+        stage = await start_stage(checkpoint, [0, 1, 2])
+        engine = Engine(checkpoint, EngineConfig(stages=[stage.address, Address("127.0.0.1", 1)]))
+        async with asyncio.timeout(5):
+            await engine.start()
+        assert engine.ready == (True, "ready")
+        await engine.close()
+        await stage.close()
 
     asyncio.run(served())
 

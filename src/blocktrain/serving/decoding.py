@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,12 +75,16 @@ class Decoder:
         self.sampler = Sampler(request.seed, request.temperature, request.top_p)
         self.tokens = list(request.prompt)
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Frees the scorer's caches at the end, also when the consumer closes or forgets the generator."""
         end = len(self.request.prompt) + self.request.max_tokens
-        while len(self.tokens) < end:
-            chunk = await self._traverse(end - len(self.tokens))
-            self.stats.tokens += len(chunk.tokens)
-            yield chunk
+        try:
+            while len(self.tokens) < end:
+                chunk = await self._traverse(end - len(self.tokens))
+                self.stats.tokens += len(chunk.tokens)
+                yield chunk
+        finally:
+            await self.scorer.close()
 
     async def _traverse(self, remaining: int) -> Chunk:
         began = time.monotonic()
@@ -186,5 +190,4 @@ class DecodedGeneration:
         if self._closed:
             return
         self._closed = True
-        await self._iterator.aclose()  # type: ignore[attr-defined]
-        await self._decoder.scorer.close()
+        await self._iterator.aclose()

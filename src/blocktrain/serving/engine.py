@@ -58,6 +58,8 @@ from blocktrain.wire.frames import (
 )
 
 SCORING_WINDOWS_AT_ONCE = 4
+SPARE_SECONDS = 1.0
+"""How long start() waits for stages that are not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,11 @@ class Engine:
 
     async def _wait_for_stages(self) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.config.start_seconds
+        began = loop.time()
+        until = began + self.config.start_seconds
         while loop.time() < until and any(link.problem is not None for link in self.links):
+            if loop.time() - began > SPARE_SECONDS and self.ready[0]:
+                return
             refused = [link.problem for link in self.links if link.refused and link.problem]
             if refused:
                 await self.close()
