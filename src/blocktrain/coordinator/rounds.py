@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
@@ -28,7 +30,7 @@ from blocktrain.coordinator.updates import running_median
 from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
-from blocktrain.training.snapshot import snapshot_hash, to_safetensors
+from blocktrain.training.snapshot import blank_file, snapshot_hash
 from blocktrain.wire.messages import MergeInputRecord, MergeRecord, RoundReport
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,14 @@ class Claim:
     record: MergeRecord
     """With an empty result hash, until it is known."""
     reason: str
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The next snapshot as its file, and its tensors as views into it."""
+
+    file: NDArray[np.uint8]
+    tensors: Weights
 
 
 UNKNOWN_HASH = "0" * 64
@@ -110,8 +120,7 @@ class Rounds:
         claim = self._claim(block)
         if claim is None:
             return False
-        tensors = self._merge(claim)
-        if self._publish(claim, tensors):
+        if self._publish(claim, self._merge(claim)):
             self._published(claim.block, claim.version, time.perf_counter() - started)
             self._context.changes.notify()
         return True
@@ -179,7 +188,7 @@ class Rounds:
 
     # --- merge ---
 
-    def _merge(self, claim: Claim) -> Weights:
+    def _merge(self, claim: Claim) -> Merged:
         weights = self._context.weights
         decoded = {
             one.payload_hash: weights.update(claim.block, one.payload_hash) for one in claim.record.inputs
@@ -189,23 +198,24 @@ class Rounds:
             late = {one.base_hash for one in claim.record.inputs} - {claim.base_hash}
             bases = {wanted: weights.snapshot(claim.block, wanted) for wanted in late}
         base = weights.snapshot(claim.block, claim.base_hash)
-        return replay_merge(claim.record, base, decoded, bases, self._threads)
+        file, views = blank_file(self._context.run.schemas[claim.block])
+        replay_merge(claim.record, base, decoded, bases, self._threads, views)
+        return Merged(file, views)
 
     # --- publish ---
 
-    def _publish(self, claim: Claim, tensors: Weights) -> bool:
+    def _publish(self, claim: Claim, merged: Merged) -> bool:
         """Write the snapshot, then move the head; False where another process was first."""
-        content = self._threads.submit(to_safetensors, tensors)
-        digest = snapshot_hash(tensors)
-        self._context.blobs.put(snapshot_key(digest), content.result())
+        digest = snapshot_hash(merged.tensors)
+        self._context.blobs.put(snapshot_key(digest), merged.file.data)
         record = claim.record.model_copy(update={"result_hash": digest})
         now = self._context.clock()
         with self._context.store.write() as session:
             row = self._context.block(session, claim.block, lock=True)
             if row.closing_version != claim.version:
                 return False
-            self._move_head(session, row, record, len(content.result()), now)
-        self._remember(claim, digest, tensors)
+            self._move_head(session, row, record, merged.file.nbytes, now)
+        self._remember(claim, digest, merged.tensors)
         log.info(
             "merged block=%d version=%d updates=%d hash=%s why=%r",
             claim.block, claim.version, len(record.inputs), digest[:12], claim.reason,
