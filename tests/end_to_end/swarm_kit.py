@@ -48,6 +48,7 @@ TINY = {
         "lease_seconds": 10.0,
         "evaluate_every_seconds": 600.0,
     },
+    "trust": {"judge": "off", "stamp_bits": 0},
 }
 
 

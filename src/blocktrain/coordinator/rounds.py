@@ -20,18 +20,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import func, select
+from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.blobs import snapshot_key
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import should_close
+from blocktrain.coordinator.deadlines import Lateness, should_close
+from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
 from blocktrain.coordinator.updates import running_median
 from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
 from blocktrain.training.snapshot import blank_file, snapshot_hash
-from blocktrain.wire.messages import MergeInputRecord, MergeRecord, RoundReport
+from blocktrain.validation.verdicts import guard_decision
+from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ CLAIM_SECONDS = 15.0
 POLL_SECONDS = 0.5
 """How soon a deadline, or what another process wrote, is noticed; arrivals here wake the thread at once."""
 MERGE_THREADS = 2
+SKETCHED_ROUNDS = 8
+"""Rounds for which an update's sketch is kept."""
 
 Published = Callable[[int, int, float], None]
 """Told of a new head: block, version, seconds from the claim."""
@@ -69,8 +74,13 @@ UNKNOWN_HASH = "0" * 64
 
 
 class Rounds:
-    def __init__(self, context: Context, published: Published = lambda block, version, seconds: None) -> None:
-        self._context, self._published = context, published
+    def __init__(
+        self,
+        context: Context,
+        published: Published = lambda block, version, seconds: None,
+        judging: Judging | None = None,
+    ) -> None:
+        self._context, self._published, self._judging = context, published, judging
         self._owner = secrets.token_hex(16)
         self._threads = ThreadPoolExecutor(MERGE_THREADS, thread_name_prefix="merge")
 
@@ -120,7 +130,13 @@ class Rounds:
         claim = self._claim(block)
         if claim is None:
             return False
-        if self._publish(claim, self._merge(claim)):
+        merged = self._merge(claim)
+        if self._judging is not None and self._judging.guards:
+            guarded = self._guarded(claim, merged, self._judging)
+            if guarded is None:
+                return True
+            claim, merged = guarded
+        if self._publish(claim, merged):
             self._published(claim.block, claim.version, time.perf_counter() - started)
             self._context.changes.notify()
         return True
@@ -142,6 +158,8 @@ class Rounds:
         seats = self._context.seats(session, now).get(row.block, 0)
         state, deadline = self._context.round(session, row, seats, now)
         closing = should_close(now, state.accepted, state.late, state.wanted, deadline)
+        if closing.close and self._context.waits_for_judge(session, row.block, deadline, now):
+            return None
         return closing.reason if closing.close else None
 
     def _claim(self, block: int) -> Claim | None:
@@ -202,6 +220,51 @@ class Rounds:
         replay_merge(claim.record, base, decoded, bases, self._threads, views)
         return Merged(file, views)
 
+    # --- guard ---
+
+    def _guarded(self, claim: Claim, merged: Merged, judging: Judging) -> tuple[Claim, Merged] | None:
+        """The merge without the updates that make it harmful; None where nothing is left: the block holds."""
+        while True:
+            inputs = claim.record.inputs
+            gain = judging.guard(claim.block, claim.version, claim.base_hash, merged.tensors, len(inputs))
+            decision = guard_decision(gain, self._gains(claim))
+            if decision.publish:
+                return claim, merged
+            assert decision.drop is not None
+            kept = self._drop(claim, decision.drop, decision.sentence)
+            if kept is None:
+                return None
+            claim, merged = kept, self._merge(kept)
+
+    def _gains(self, claim: Claim) -> dict[str, float]:
+        with self._context.store.read() as session:
+            rows = _inputs(session, claim.block, claim.version)
+            return {row.update_id: -1e9 if row.gain is None else row.gain for row in rows}
+
+    def _drop(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
+        """Take an update out of a merge under way; None where it was the last, or the merge is another's."""
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = self._context.block(session, claim.block, lock=True)
+            update = session.get(UpdateRow, update_id)
+            if (
+                row.closing_version != claim.version
+                or update is None
+                or update.merge_version != claim.version
+            ):
+                return None
+            update.merge_version = update.scale = None
+            refusal = Lateness(Outcome.REFUSED, 0.0, VerdictReason.GUARD, sentence)
+            self._context.write_verdict(session, update, refusal, now, {})
+            session.flush()
+            log.warning("dropped update=%s block=%d why=%r", update_id[:12], claim.block, sentence)
+            record = self._record(session, row)
+            if record.inputs:
+                return Claim(claim.block, claim.version, claim.base_hash, record, claim.reason)
+            row.closing_version = row.claim_owner = row.claim_until = None
+            row.begun = now
+            return None
+
     # --- publish ---
 
     def _publish(self, claim: Claim, merged: Merged) -> bool:
@@ -248,12 +311,21 @@ class Rounds:
         )
         for update in updates:
             update.state = "merged"
+        self._forget_sketches(session, row.block, record.version)
         row.version, row.head_hash, row.closing_version = record.version, record.result_hash, None
         row.claim_owner = row.claim_until = None
         row.begun = now if self._assigned(session, row.block, row.version) else None
         self._context.ledger.append(session, now, "merge", record.model_dump(mode="json"))
         snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
         self._context.ledger.append(session, now, "snapshot", snapshot)
+
+    def _forget_sketches(self, session: Session, block: int, version: int) -> None:
+        old = UpdateRow.base_version < version - SKETCHED_ROUNDS
+        session.execute(
+            sql_update(UpdateRow)
+            .where(UpdateRow.block == block, old, UpdateRow.sketch.is_not(None))
+            .values(sketch=None)
+        )
 
     def _report(
         self, session: Session, row: BlockRow, version: int, updates: list[UpdateRow], now: float

@@ -136,6 +136,11 @@ def cheapest_route(*, wanted: int, held: int, chain_bytes: int, snapshot_bytes: 
     return Route.CHAIN, f"{chain_bytes} B of payloads instead of {snapshot_bytes} B"
 
 
+def verdict_wait_seconds(asked: int) -> float:
+    """How long until a verdict is asked for again: soon at first, then seldom."""
+    return min(IDLE_WATCH_SECONDS, FIRST_WATCH_SECONDS * 1.5 ** min(asked, 20))
+
+
 def watch_seconds(*, waiting: bool, quiet_seconds: float) -> float:
     """How long until the head is looked at again: often while an own update is about to be merged."""
     if not waiting:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Account, CommitRequest, Outcome, Verdict
-from blocktrain.worker.client import CoordinatorClient, Refusal
-from blocktrain.worker.decisions import Sent, share_to_return
+from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
+from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
+from blocktrain.worker.decisions import Sent, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.snapshots import Layout, Snapshots
 from blocktrain.worker.standing import Base, Flight, Standing
@@ -152,13 +152,27 @@ class Sender:
         while True:
             try:
                 answer = self.client.commit(update.assignment_id, request)
-                return answer.verdict or self.client.reveal(update.payload_hash, parcel.payload, answer)
+                verdict = answer.verdict or self.client.reveal(update.payload_hash, parcel.payload, answer)
+                self.keep_receipt(answer.receipt, verdict.receipt)
+                return self._settled(update.payload_hash, verdict)
             except Refusal as refusal:
                 if refusal.reason == "not_joined":
                     self.join()
                     continue
                 self.progress.judged(parcel.layout.block, parcel.round, "refused", 0, str(refusal))
                 return None
+
+    def _settled(self, payload_hash: str, verdict: Verdict) -> Verdict | None:
+        """The verdict once a judge has given it; the round cannot close before, so nothing is held up."""
+        asked = 0
+        while verdict.outcome is Outcome.PENDING:
+            if self.stop.wait(verdict_wait_seconds(asked)):
+                raise Stopped("the worker is stopping")
+            verdict = self.client.verdict(payload_hash)
+            asked += 1
+        if asked:
+            self.keep_receipt(verdict.receipt)
+        return verdict
 
     def _account_for(
         self, standing: Standing, parcel: Parcel, base: Base | None, verdict: Verdict | None
@@ -183,6 +197,11 @@ class Sender:
         kept = [one for one in self._unsettled.get(standing.block, []) if one.payload_hash != payload_hash]
         self._unsettled[standing.block] = kept
         self.state.save_feedback(standing.block, standing.feedback, kept)
+
+    def keep_receipt(self, *receipts: Receipt) -> None:
+        """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`."""
+        for receipt in receipts:
+            self.state.save_receipt(receipt)
 
     def abandon(self) -> None:
         """At the end: updates that were never formed go to error feedback, and it to disk."""

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from blocktrain.errors import StorageError, UserError
 from blocktrain.training.update import Weights
+from blocktrain.wire.messages import Receipt
+
+RECEIPTS_FILE = "receipts.jsonl"
 
 
 class Unsettled(BaseModel):
@@ -114,6 +117,17 @@ class StateFolder:
             return int(json.loads((self.folder / "last-block").read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+    def save_receipt(self, receipt: Receipt) -> None:
+        """One JSON line each, in the order they came."""
+        try:
+            with (self.folder / RECEIPTS_FILE).open("a") as file:
+                file.write(receipt.model_dump_json() + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.folder / RECEIPTS_FILE}: {error}; free some space or name another "
+                "--data-dir"
+            ) from None
 
     def save_report(self, report: dict[str, object]) -> None:
         self._replace("report.json", lambda path: path.write_text(json.dumps(report, indent=1)))
