@@ -88,14 +88,15 @@ def _toml(value: Any) -> str:
 
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["swarm_kit_preload"])
+processes.set_forkserver_preload(["tests.end_to_end.swarm_kit_preload"])
 
 
-def run_program(log: Path, arguments: list[str]) -> None:
+def run_program(log: Path, arguments: list[str], environment: dict[str, str]) -> None:
     """`blocktrain ARGUMENTS…` in a process forked from one that has imported torch: starts are quick."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes this one starts
     torch.set_num_threads(1)
     sys.argv = ["blocktrain", *arguments]
@@ -106,9 +107,9 @@ def run_program(log: Path, arguments: list[str]) -> None:
 class Program:
     """One process and its log."""
 
-    def __init__(self, log: Path, arguments: list[str]) -> None:
+    def __init__(self, log: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.log, self._log_start = log, log.stat().st_size if log.exists() else 0
-        self._process = processes.Process(target=run_program, args=(log, arguments))
+        self._process = processes.Process(target=run_program, args=(log, arguments, environment))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -150,8 +151,8 @@ class Kit:
     folder: Path
     programs: list[Program] = field(default_factory=list)
 
-    def start(self, name: str, arguments: list[str]) -> Program:
-        program = Program(self.folder / f"{name}.log", arguments)
+    def start(self, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> Program:
+        program = Program(self.folder / f"{name}.log", arguments, environment or {})
         self.programs.append(program)
         return program
 
@@ -170,6 +171,7 @@ class Coordinator:
     recipe: Recipe
     port: int = 0
     options: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     program: Program | None = None
 
     @property
@@ -184,7 +186,7 @@ class Coordinator:
         recipe = write_recipe(self.recipe, self.kit.folder / "recipe.toml")
         arguments = ["coordinator", str(recipe), "--data-dir", str(self.data_dir), "--port", str(self.port)]
         arguments += self.options
-        program = self.kit.start("coordinator-program", arguments)
+        program = self.kit.start("coordinator-program", arguments, self.environment)
         self.program = program
 
         def listening() -> str:

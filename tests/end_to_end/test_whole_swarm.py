@@ -87,3 +87,20 @@ def test_two_replicas_per_block_reach_the_loss_of_one_process(kit: Kit, text: Pa
     )
     report = run_swarm(kit, recipe, workers=4)
     assert report["final"]["consensus_ce"] < one_process_ce(recipe, tmp_path / "local") + 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interrupted_swarm_goes_on_where_it_stopped(kit: Kit, text: Path) -> None:
+    recipe = tiny_recipe(text, swarm={"rounds": 12, "steps_per_round": 20, "codec": "sparse:64"})
+    path = write_recipe(recipe, kit.folder / "recipe.toml")
+    out = kit.folder / "out"
+    swarm = kit.start("first", ["swarm", str(path), "--workers", "1", "--out", str(out), "--device", "cpu"])
+    log = out / "logs" / "worker-0.log"
+    until("a round is merged", lambda: log.exists() and "rebase block=0 version=2" in log.read_text())
+    swarm.send(signal.SIGTERM)
+    assert swarm.wait(60) == 1, swarm.text()
+    report = run_swarm(kit, recipe, workers=1)
+    assert report["finished"]
+    assert len(report["workers"]) == 1
+    assert sorted(one["version"] for one in report["rounds"]) == list(range(1, 13))

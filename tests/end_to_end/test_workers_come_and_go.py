@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
+from moto.server import ThreadedMotoServer
 from swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
 
 from blocktrain.wire.identity import load_or_create
@@ -33,7 +36,9 @@ def first_line(program: Program, pattern: str) -> str:
     return until(f"{pattern!r} in {program.log.name}", found)
 
 
-def test_a_killed_worker_delays_nobody_and_returns_as_itself(kit: Kit, text: Path) -> None:
+def test_a_killed_worker_delays_nobody_and_returns_as_itself_and_a_joiner_counts_at_once(
+    kit: Kit, text: Path
+) -> None:
     recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 2})
     coordinator = Coordinator(kit, recipe).start()
     steady, victim = kit.worker(coordinator.url, "steady"), kit.worker(coordinator.url, "victim")
@@ -55,6 +60,10 @@ def test_a_killed_worker_delays_nobody_and_returns_as_itself(kit: Kit, text: Pat
     kit.worker(coordinator.url, "victim")
     until("the victim delivers again", lambda: accepted(coordinator, names[1]) > count)
     assert len(coordinator.status().workers) == 2
+
+    late = kit.worker(coordinator.url, "late")
+    verdict = first_line(late, r"verdict .*")
+    assert "outcome=accepted age=0" in verdict, verdict
     steady.stop()
     coordinator.verify()
 
@@ -69,7 +78,7 @@ def worker_id_when_there(kit: Kit, name: str) -> str:
     return worker_id(kit, name)
 
 
-def test_late_joiner_leaver_and_a_run_without_workers(kit: Kit, text: Path) -> None:
+def test_joiner_and_leaver_shift_replicas_and_a_run_without_workers(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 1}, model={"blocks": 2})
     coordinator = Coordinator(kit, recipe).start()
     first = kit.worker(coordinator.url, "first")
@@ -77,8 +86,6 @@ def test_late_joiner_leaver_and_a_run_without_workers(kit: Kit, text: Path) -> N
     coordinator.reach(4, block=1)
 
     late = kit.worker(coordinator.url, "late")
-    verdict = first_line(late, r"verdict .*")
-    assert "outcome=accepted age=0" in verdict, verdict
     until("each has a block", lambda: blocks_of(coordinator) == {0, 1})
 
     assert first.stop() == 0, first.text()
@@ -126,3 +133,50 @@ def test_a_worker_joining_at_round_fifty_counts_in_its_first_round(kit: Kit, tex
     coordinator.reach(50, seconds=120)
     late = kit.worker(coordinator.url, "late")
     assert "outcome=accepted age=0" in first_line(late, r"verdict .*")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_slept_for_many_rounds_goes_on_by_itself(kit: Kit, text: Path) -> None:
+    """Like a laptop: stopped in the middle of a round, woken when its work is too old to count."""
+    recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 2, "min_deadline_seconds": 0.2})
+    coordinator = Coordinator(kit, recipe).start()
+    kit.worker(coordinator.url, "steady")
+    sleeper = kit.worker(coordinator.url, "sleeper")
+    name = worker_id_when_there(kit, "sleeper")
+    until("the sleeper delivers", lambda: accepted(coordinator, name) >= 2)
+    sleeper.send(signal.SIGSTOP)
+    coordinator.reach(coordinator.version() + recipe.swarm.max_age + 3)
+    count = accepted(coordinator, name)
+    sleeper.send(signal.SIGCONT)
+    until("it delivers again", lambda: accepted(coordinator, name) > count)
+    assert re.search(r"cancelled|outcome=(late|refused)", sleeper.text()), sleeper.text()
+    assert sleeper.stop() == 0
+    coordinator.verify()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_swarm_on_shared_storage_sends_payloads_straight_to_it(kit: Kit, text: Path) -> None:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    httpx2.put(f"{endpoint}/bucket").raise_for_status()
+    storage = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+    }
+    recipe = tiny_recipe(text, swarm={"replicas": 2, "codec": "sign", "rounds": 5})
+    coordinator = Coordinator(
+        kit, recipe, options=["--blobs", "s3://bucket/run"], environment=storage
+    ).start()
+    workers = [kit.worker(coordinator.url, "one"), kit.worker(coordinator.url, "two")]
+    coordinator.finished()
+    assert [worker.wait(30) for worker in workers] == [0, 0], workers[0].text()
+    assert all("outcome=accepted" in worker.text() for worker in workers)
+    coordinator.verify()
+    server.stop()

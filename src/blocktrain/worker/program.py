@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import threading
@@ -211,10 +212,21 @@ class Worker:
         waited = self.training.waiting_seconds - waited
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
         self.traffic.add_seconds(Spent.WAITING, waited)
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):
             self._finish(task, loss)
+        elif loss is not None:
+            self._start_over(task)
         elif task.cancelled:
             self.desk.give_up(task)
+
+    def _start_over(self, task: Task) -> None:
+        """Weights that are no numbers help nobody: take the snapshot again, with fresh optimizer state."""
+        block = task.assignment.block
+        self.progress.line(f"diverged block={block} round={task.assignment.round}; starting over")
+        with contextlib.suppress(BlocktrainError):
+            self.client.hand_back(task.assignment.assignment_id)
+        self.desk.give_up(task)
+        self.training.begin(task.standing, task.assignment.total_steps, None)
 
     def _change_block(self, task: Task) -> None:
         """Leave a block with everything it needs to be taken up again, and begin another."""
