@@ -147,7 +147,7 @@ def wait_for_version(replica: Replica, version: int) -> str:
         block = BlockAnswer.model_validate_json(replica.http.get(f"{replica.url}/v1/blocks/0").content)
         if block.head_version >= version:
             return block.head_hash
-        time.sleep(0.02)
+        time.sleep(0.04)
 
 
 def main() -> None:

@@ -254,6 +254,59 @@ class SwarmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrustConfig:
+    """Who may join and what an update must show before it counts; used by the coordinator and its judges."""
+
+    admission: Literal["open", "invite", "allowlist"] = "open"
+    """`open`: a proof-of-work stamp; `invite`: a token from `blocktrain invite`, used once; `allowlist`: ids
+    in allowlist.txt of the coordinator's data folder."""
+    stamp_bits: int = 20
+    """Leading zero bits of the stamp of an `open` run; 20 is about 2 s of one core in Python. 0 for none."""
+    judge: Literal["coordinator", "external", "off"] = "coordinator"
+    """Who scores updates: a thread of the coordinator (other judges may help), `blocktrain judge` processes
+    only, or nobody: then every well-formed update counts."""
+    guard: bool = True
+    """Compare held-out loss before and after each merge, and leave out the worst update if it rose."""
+    private_text: str | None = None
+    """File of held-out text that only coordinator and judges have; None takes the recipe's held-out part,
+    which workers can read too."""
+    compute_share: float = 0.1
+    """Compute of judging as a share of the compute it judges; the number of scored windows follows."""
+    norm_low: float = 0.1
+    """An update with a norm below this many running medians is refused."""
+    norm_high: float = 10.0
+    """An update with a norm above this many running medians is refused."""
+    probation_verdicts: int = 3
+    """Good verdicts before a newcomer's updates are merged, where established workers are at the block."""
+    judge_lease_seconds: float = 20.0
+    """A judge that has not answered for this long loses the update to another."""
+    judge_patience_seconds: float = 120.0
+    """How long a round waits for a verdict; an update judged later counts as late."""
+    max_workers_per_address: int = 64
+    """Identities admitted from one IPv4 address or IPv6 /64."""
+    max_workers_per_block: int = 64
+    """Seats of one block; further workers are sent elsewhere or wait."""
+    ban_below: float = 0.2
+    """A worker whose rating falls below this, after enough verdicts, is banned for `ban_seconds`."""
+    ban_seconds: float = 3600.0
+    """Length of such a ban."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.stamp_bits <= 32, "trust.stamp_bits must be between 0 and 32")
+        _require(0 < self.compute_share <= 1, "trust.compute_share must be in (0, 1]")
+        _require(
+            0 <= self.norm_low < 1 < self.norm_high,
+            "trust.norm_low must be below 1 and trust.norm_high above",
+        )
+        _require(self.probation_verdicts >= 0, "trust.probation_verdicts must not be negative")
+        _require(0 <= self.ban_below < 0.5, "trust.ban_below must be in [0, 0.5)")
+        for key in ("max_workers_per_address", "max_workers_per_block"):
+            _require(getattr(self, key) >= 1, f"trust.{key} must be at least 1, found {getattr(self, key)}")
+        for key in ("judge_lease_seconds", "judge_patience_seconds", "ban_seconds"):
+            _require(getattr(self, key) > 0, f"trust.{key} must be above 0, found {getattr(self, key)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     name: str = "run"
     """Shown in reports."""
@@ -265,6 +318,7 @@ class Recipe:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")

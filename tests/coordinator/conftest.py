@@ -20,7 +20,15 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from blocktrain.config import DataConfig, EvaluationConfig, ModelConfig, Recipe, SwarmConfig, TrainingConfig
+from blocktrain.config import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    Recipe,
+    SwarmConfig,
+    TrainingConfig,
+    TrustConfig,
+)
 from blocktrain.coordinator.main import bind, make_server, url_of
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
@@ -44,6 +52,7 @@ def tiny_recipe(blocks: int = 2, **swarm: Any) -> Recipe:
         training=TrainingConfig(batch=2),
         evaluation=EvaluationConfig(noise_draws=1, batch=4),
         swarm=SwarmConfig(**{**defaults, **swarm}),
+        trust=TrustConfig(judge="off", stamp_bits=0),
     )
 
 

@@ -18,6 +18,7 @@ name = "tiny"
 model = { width = 16, heads = 2, blocks = 1, layers_per_block = 1, context = 16, condition_width = 4 }
 training = { batch = 2 }
 swarm = { steps_per_round = 2, rounds = 500, replicas = 1, codec = "sparse:4", lease_seconds = 5.0 }
+trust = { judge = "off", stamp_bits = 0 }
 """
 
 

@@ -22,10 +22,12 @@ from blocktrain.wire.messages import (
     CommitRequest,
     ErrorAnswer,
     ErrorReason,
+    EvidenceReport,
     HeartbeatAnswer,
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
+    JudgeTask,
     LedgerEntry,
     MergesAnswer,
     Outcome,
@@ -77,6 +79,7 @@ def test_every_example_is_a_valid_message() -> None:
                 HeartbeatRequest,
                 HeartbeatAnswer,
             ),
+            *(EvidenceReport, JudgeTask),
             *(CommitRequest, CommitAnswer, Verdict, RunAnswer, BlockAnswer, MergesAnswer, ErrorAnswer),
         )
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ def run_swarm(kit: Kit, recipe: Recipe, workers: int) -> dict[str, Any]:
     path = write_recipe(recipe, kit.folder / "recipe.toml")
     arguments = ["swarm", str(path), "--workers", str(workers), "--out", str(out), "--device", "cpu"]
     program = kit.start("swarm", arguments)
-    assert program.process.wait(200) == 0, program.text()
+    assert program.wait(200) == 0, program.text()
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert "final CE" in program.text()
     return report
@@ -66,13 +65,13 @@ def test_ctrl_c_ends_every_process_of_a_swarm(kit: Kit, text: Path) -> None:
     until("the worker trains", lambda: log.exists() and "train block=0" in log.read_text())
     children = _children(swarm)
     assert len(children) == 2
-    os.kill(swarm.process.pid, signal.SIGINT)
-    assert swarm.process.wait(60) == 1, swarm.text()
+    swarm.send(signal.SIGINT)
+    assert swarm.wait(60) == 1, swarm.text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def _children(program: Program) -> list[int]:
-    pid = program.process.pid
+    pid = program.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_hands_the_lease_back_and_another_text_is_refused(
     assert worker.stop() == 0, worker.text()
     kinds = [entry.kind for entry in coordinator.ledger()]
     assert kinds.count("return") == kinds.count("assign") >= 1
-    assert stranger.process.wait(60) == 2
+    assert stranger.wait(60) == 2
     assert "this machine's text is not the run's" in stranger.text()
 
 

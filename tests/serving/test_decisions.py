@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
-from blocktrain.serving.drafting import DraftTiming, Lookup, best_length
+from blocktrain.serving.draft_length import AdaptiveLength
+from blocktrain.serving.drafting import Branch, Lookup, likely_texts
 from blocktrain.serving.main_stage import parse_blocks
 from blocktrain.serving.routing import Candidate, cheapest_route
+from blocktrain.serving.sampling import Choice
 from blocktrain.serving.scoring import windows
 from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address
@@ -100,21 +102,56 @@ def test_sessions_spread_over_equal_stages() -> None:
     assert used == {0, 1, 2}
 
 
-def test_drafts_grow_with_latency_and_with_acceptance() -> None:
-    def length(acceptance: float, seconds: float) -> int:
-        return best_length(DraftTiming(100, 100 * acceptance, 0.002, seconds))
+def taught(chance: float, traversal_seconds: float) -> AdaptiveLength:
+    """A policy that has seen drafts accepted with this chance."""
+    length = AdaptiveLength()
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        accepted = int(min(random.geometric(1 - chance) - 1, 8))
+        length.observe([2.5] * 8, accepted, 8 * 0.002, traversal_seconds)
+    return length
 
-    assert length(0.9, 0.001) < length(0.9, 0.02) < length(0.9, 0.2)
-    assert length(0.3, 0.1) < length(0.9, 0.1)
-    assert length(0.0, 10.0) <= 32
+
+def drafted(length: AdaptiveLength, margin: float = 2.5) -> int:
+    return next((k for k in range(99) if not length.go_on([margin] * k)), 99)
+
+
+def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
+    assert drafted(taught(0.9, 0.002)) < drafted(taught(0.9, 0.02)) < drafted(taught(0.9, 0.2))
+    assert drafted(taught(0.4, 0.1)) < drafted(taught(0.9, 0.1))
+    usual = taught(0.9, 0.05)
+    assert drafted(usual, margin=0.1) < drafted(usual, margin=9.0)
+    assert drafted(taught(0.98, 100.0)) > 32
 
 
 def test_lookup_finds_what_followed_last_time() -> None:
     lookup = Lookup()
     text = list(b"the university of the univers")
+    lookup.extend(text)
     assert bytes(lookup.guess(text, 3)) == b"ity"
     assert bytes(lookup.guess([*text, *b"ity of"], 4)) == b" the"
-    assert Lookup().guess(list(b"abcdefgh"), 4) == []
+    assert lookup.guess(list(b"never"), 4) == []
+    assert lookup.guess(text, -1) == []
+    fresh = Lookup()
+    fresh.extend(list(b"abcdefgh"))
+    assert fresh.guess(list(b"abcdefgh"), 4) == [], "the end of a text does not find itself"
+
+
+def test_likely_texts_come_likeliest_first() -> None:
+    draft = [Choice(10, True, 3.0, 11), Choice(20, True, 0.1, 21), Choice(30, True, 3.0, 31)]
+    chance = {3.0: 0.95, 0.1: 0.3}.__getitem__
+    assert likely_texts([1], draft, chance) == [[1, 10, 21], [1, 10, 20, 30], [1, 11]]
+    assert likely_texts([1], [], chance) == [[1]]
+
+
+def test_a_branch_is_used_where_the_text_went_its_way() -> None:
+    choices = [Choice(token, True, 1.0, 0) for token in (5, 6, 7)]
+    branch = Branch([1, 2], choices)
+    assert branch.behind([1, 2]) == choices
+    assert branch.behind([1, 2, 5]) == choices[1:]
+    assert branch.behind([1, 2, 9]) == []
+    assert branch.behind([1]) == []
+    assert branch.behind([1, 2, 5, 6, 7, 8]) == []
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,10 @@ def test_weights_survive_the_file_and_the_block() -> None:
     load_into(two, tensors)
     assert snapshot_hash(tensors_of(two)) == snapshot_hash(tensors_of(one))
     assert snapshot_hash(tensors_of(one)) != snapshot_hash(tensors_of(block(2)))
+
+
+def test_the_file_is_the_one_the_library_writes() -> None:
+    assert safetensors.numpy.save(tensors_of(block())) == CONTENT
 
 
 def test_the_schema_is_in_order_of_name_and_without_buffers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -74,3 +75,11 @@ def test_two_workers_cannot_share_a_folder(tmp_path: Path) -> None:
         StateFolder(tmp_path, print).lock()
     os.close(first)
     os.close(StateFolder(tmp_path, print).lock())
+
+
+def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path, print)
+    feedback = {"w": np.zeros(100_000, np.float32)}
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: state.save_feedback(0, feedback, []), range(40)))
+    assert state.load_feedback(0)[0] is not None

@@ -176,3 +176,16 @@ def test_a_dense_move_of_zero_keeps_the_snapshot_object() -> None:
     second = trainer.finish(1)
     draft = standing.draft(second)
     assert draft.origin.now() is new.weights
+
+
+def test_feedback_that_is_going_into_an_update_is_still_there_to_be_saved() -> None:
+    standing = Standing(0, base(0, 0.0), weights(0.25), 3)
+    trainer = Trainer(standing)
+    trainer.train(1.0)
+    flight = trainer.finish(0)
+    draft = standing.draft(flight)
+    assert value(draft.feedback) == 0.25
+    standing.returned({"w": np.full(4, 1.0, np.float32)}, 0.5)
+    assert value(standing.feedback) == 0.75
+    standing.formed(flight, Sent("a", 0), weights(0.125))
+    assert value(standing.feedback) == 0.625

@@ -126,7 +126,7 @@ def serve(
     stop = threading.Event()
     with stopping(stop):
         try:
-            url = launcher.start()
+            url = launcher.start(stop)
             print(serving_message(url, launcher.model, launcher.gateway_pid, keys is not None), flush=True)
             launcher.watch(stop)
         finally:

@@ -28,6 +28,8 @@ from blocktrain.wire.messages import StatusAnswer
 from blocktrain.worker.client import CoordinatorClient, Stopped
 from blocktrain.worker.traffic import Traffic
 
+OWN_WORKERS = "trust.stamp_bits=0"
+"""Nobody else can reach this coordinator, so its workers need no proof of work."""
 READY_LINE = r"coordinator ready url=(\S+)"
 READY_SECONDS = 120.0
 ENDING_SECONDS = 60.0
@@ -56,7 +58,8 @@ class LocalSwarm:
 
     def start(self) -> None:
         data_dir = self.options.out / "coordinator"
-        settings = [flag for one in self.options.overrides for flag in ("--set", one)]
+        changes = (OWN_WORKERS, *self.options.overrides)
+        settings = [flag for one in changes for flag in ("--set", one)]
         verb = [
             "coordinator",
             str(self.options.recipe),

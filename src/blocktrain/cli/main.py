@@ -18,6 +18,7 @@ from blocktrain.cli.serving import stage
 from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import demo, train
+from blocktrain.cli.trust import contributions, invite, judge, ledger_verbs, worker_verbs
 from blocktrain.errors import BlocktrainError
 
 app = typer.Typer(
@@ -39,6 +40,11 @@ app.command()(coordinator)
 app.command()(worker)
 app.command()(swarm)
 app.command()(status)
+app.command()(judge)
+app.command()(invite)
+app.command()(contributions)
+app.add_typer(worker_verbs, name="workers")
+app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)
 
 

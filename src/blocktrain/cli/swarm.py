@@ -29,6 +29,9 @@ def worker(
     corpus: Annotated[
         str | None, typer.Option(help="Where the run's text lies on this machine, if elsewhere.")
     ] = None,
+    invite: Annotated[
+        str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
+    ] = None,
     cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
@@ -41,6 +44,7 @@ def worker(
         device=find_device(device),
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
+        invite=invite,
     )
     run_worker(options, stop_on_signals())
 

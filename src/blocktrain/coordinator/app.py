@@ -41,24 +41,33 @@ from blocktrain.wire.messages import (
     MAX_COUNT,
     Assignment,
     AssignmentRequest,
+    BanRequest,
     BlockAnswer,
+    ChallengeAnswer,
     CommitAnswer,
     CommitRequest,
+    ContributionsAnswer,
     ErrorAnswer,
     ErrorReason,
+    EvidenceReport,
     Finished,
     HealthAnswer,
     HeartbeatAnswer,
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
+    JudgeTask,
+    JudgeWait,
     LedgerAnswer,
     MergesAnswer,
+    OperatorAnswer,
     ReturnAnswer,
     RunAnswer,
     StatusAnswer,
     Verdict,
     Wait,
+    WorkerAnswer,
+    WorkersAnswer,
 )
 from blocktrain.wire.signing import Reason, VerifiedRequest
 
@@ -74,6 +83,8 @@ Service = Annotated[Coordinator, Depends(coordinator_of)]
 BlockPath = Annotated[int, Path(ge=0, lt=MAX_BLOCKS)]
 HashPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 AssignmentPath = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+WorkerPath = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+UpdatePath = HashPath
 Since = Annotated[int, Query(ge=0, le=MAX_COUNT)]
 
 
@@ -102,7 +113,7 @@ def refuses(*reasons: str) -> dict[int | str, dict[str, Any]]:
 
 
 def signed_refusals(*reasons: str) -> dict[int | str, dict[str, Any]]:
-    return refuses(*SIGNATURE_REASONS, *BODY_REASONS, ErrorReason.NOT_JOINED, *reasons)
+    return refuses(*SIGNATURE_REASONS, *BODY_REASONS, ErrorReason.NOT_JOINED, ErrorReason.BANNED, *reasons)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
@@ -133,13 +144,30 @@ def get_run(service: Service) -> RunAnswer:
 
 
 @router.post(
-    "/v1/join", responses=signed_refusals(ErrorReason.CORPUS_MISMATCH), openapi_extra=takes(JoinRequest)
+    "/v1/join",
+    responses=signed_refusals(
+        ErrorReason.CORPUS_MISMATCH,
+        ErrorReason.STAMP_REQUIRED,
+        ErrorReason.INVITE_REQUIRED,
+        ErrorReason.NOT_LISTED,
+        ErrorReason.ADDRESS_FULL,
+    ),
+    openapi_extra=takes(JoinRequest),
 )
 def post_join(
-    service: Service, signed: Annotated[Signed[JoinRequest], Depends(SignedBody(JoinRequest))]
+    request: Request,
+    service: Service,
+    signed: Annotated[Signed[JoinRequest], Depends(SignedBody(JoinRequest))],
 ) -> JoinAnswer:
     """Become a worker of this run; doing it again is safe."""
-    return service.assignments.join(signed.worker_id, signed.public_key, signed.message)
+    address = None if request.client is None else request.client.host
+    return service.assignments.join(signed.worker_id, signed.public_key, signed.message, address)
+
+
+@router.get("/v1/challenge/{worker_id}", responses=refuses(ErrorReason.INVALID_MESSAGE))
+def get_challenge(service: Service, worker_id: WorkerPath) -> ChallengeAnswer:
+    """What this worker must stamp before it joins, and how hard that is."""
+    return service.door.challenge(worker_id, service.context.clock())
 
 
 @router.post(
@@ -254,6 +282,113 @@ async def _decoding(request: Request, judge: Callable[..., Verdict], *arguments:
     return await to_thread.run_sync(judge, *arguments, limiter=limiter)
 
 
+@router.get(
+    "/v1/updates/{payload_hash}/verdict",
+    responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.NOT_UPLOADED),
+)
+def get_verdict(
+    service: Service, payload_hash: HashPath, signed: Annotated[VerifiedRequest, Depends(signed_empty)]
+) -> Verdict:
+    """What has become of this worker's payload so far."""
+    return service.updates.verdict(signed.worker_id, payload_hash)
+
+
+# --- judges ------------------------------------------------------------------------------------------
+
+
+def judge_of(service: Service, signed: Annotated[VerifiedRequest, Depends(signed_empty)]) -> str:
+    _refuse_non_judge(service, signed.worker_id, signed.public_key)
+    return signed.worker_id
+
+
+def _is_operator(service: Coordinator, public_key: bytes) -> bool:
+    return public_key.hex() == service.context.run.coordinator_key
+
+
+def _refuse_non_judge(service: Coordinator, worker_id: str, public_key: bytes) -> None:
+    if not _is_operator(service, public_key) and not service.door.is_judge(worker_id):
+        raise Refusal(
+            ErrorReason.NOT_JUDGE,
+            f"key {worker_id} may not judge this run",
+            "ask the operator to add the id to judges.txt in the coordinator's data folder",
+        )
+
+
+@router.post("/v1/judge/lease", responses=signed_refusals(ErrorReason.NOT_JUDGE))
+def post_judge_lease(service: Service, judge: Annotated[str, Depends(judge_of)]) -> JudgeTask | JudgeWait:
+    """The update that has waited longest for a verdict."""
+    return service.judging.lease(judge)
+
+
+@router.get(
+    "/v1/judge/tasks/{update_id}/payload",
+    response_class=Response,
+    responses={
+        200: {"description": "the payload", "content": {"application/octet-stream": {}}},
+        **signed_refusals(ErrorReason.NOT_JUDGE, ErrorReason.NOT_FOUND, ErrorReason.LEASE_LOST),
+    },
+)
+def get_judge_payload(
+    service: Service, update_id: UpdatePath, judge: Annotated[str, Depends(judge_of)]
+) -> Response:
+    """The payload of an update lent to this judge; nobody else sees it before it is merged."""
+    key = payload_key(service.judging.lent_payload(judge, update_id))
+    return Response(service.context.blobs.get(key), media_type="application/octet-stream")
+
+
+@router.post(
+    "/v1/judge/tasks/{update_id}",
+    responses=signed_refusals(ErrorReason.NOT_JUDGE, ErrorReason.NOT_FOUND, ErrorReason.LEASE_LOST),
+    openapi_extra=takes(EvidenceReport),
+)
+def post_judge_report(
+    service: Service,
+    update_id: UpdatePath,
+    signed: Annotated[Signed[EvidenceReport], Depends(SignedBody(EvidenceReport))],
+) -> OperatorAnswer:
+    """What this judge found; the verdict follows from it."""
+    _refuse_non_judge(service, signed.worker_id, signed.public_key)
+    return service.judging.report(signed.worker_id, update_id, signed.message)
+
+
+# --- the operator ------------------------------------------------------------------------------------
+
+
+def _refuse_non_operator(service: Coordinator, public_key: bytes) -> None:
+    if not _is_operator(service, public_key):
+        raise Refusal(
+            ErrorReason.NOT_OPERATOR,
+            "this is for the run's operator",
+            "sign with coordinator.key of the coordinator's data folder",
+        )
+
+
+@router.post(
+    "/v1/workers/{worker_id}/ban",
+    responses=signed_refusals(ErrorReason.NOT_OPERATOR),
+    openapi_extra=takes(BanRequest),
+)
+def post_ban(
+    service: Service,
+    worker_id: WorkerPath,
+    signed: Annotated[Signed[BanRequest], Depends(SignedBody(BanRequest))],
+) -> OperatorAnswer:
+    """Ban a worker for some time; 0 seconds lift a ban."""
+    _refuse_non_operator(service, signed.public_key)
+    return service.people.ban(worker_id, signed.message)
+
+
+@router.delete(
+    "/v1/workers/{worker_id}", responses=signed_refusals(ErrorReason.NOT_OPERATOR, ErrorReason.NOT_FOUND)
+)
+def delete_worker(
+    service: Service, worker_id: WorkerPath, signed: Annotated[VerifiedRequest, Depends(signed_empty)]
+) -> OperatorAnswer:
+    """Forget a worker; it may join again as a newcomer."""
+    _refuse_non_operator(service, signed.public_key)
+    return service.people.remove(worker_id)
+
+
 # --- blobs -------------------------------------------------------------------------------------------
 
 BLOB_ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -347,6 +482,24 @@ def get_block(service: Service, block: BlockPath) -> BlockAnswer:
 def get_merges(service: Service, block: BlockPath, since: Since = 0) -> MergesAnswer:
     """How the versions after `since` came about: enough to rebuild them from payloads."""
     return service.reports.merges(block, since)
+
+
+@router.get("/v1/workers", responses=refuses())
+def get_workers(service: Service) -> WorkersAnswer:
+    """Standing and contribution of every worker, the most useful first."""
+    return service.people.workers()
+
+
+@router.get("/v1/workers/{worker_id}", responses=refuses(ErrorReason.NOT_FOUND, ErrorReason.INVALID_MESSAGE))
+def get_worker(service: Service, worker_id: WorkerPath) -> WorkerAnswer:
+    """One worker's standing and its latest verdicts, each with its reason."""
+    return service.people.worker(worker_id)
+
+
+@router.get("/v1/contributions", responses=refuses())
+def get_contributions(service: Service) -> ContributionsAnswer:
+    """Who trained what of the current snapshots, signed by the coordinator."""
+    return service.people.contributions()
 
 
 @router.get("/v1/ledger", responses=refuses(ErrorReason.INVALID_MESSAGE))

@@ -11,9 +11,11 @@ from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.deadlines import lateness
+from blocktrain.coordinator.doors import Door
 from blocktrain.coordinator.ledger import receipt_of
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
+from blocktrain.coordinator.standings import refuse_banned, seen, withheld
 from blocktrain.coordinator.store import LIVE_STATES, AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
@@ -33,25 +35,42 @@ from blocktrain.wire.messages import (
 )
 
 HEARTBEATS_PER_LEASE = 3
+FULL_SECONDS = 30.0
+"""How long a worker waits where all seats are taken."""
 
 
 class Assignments:
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, door: Door) -> None:
+        self._context, self._door = context, door
 
     # --- joining ---
 
-    def join(self, worker_id: WorkerId, public_key: bytes, request: JoinRequest) -> JoinAnswer:
+    def join(
+        self, worker_id: WorkerId, public_key: bytes, request: JoinRequest, address: str | None = None
+    ) -> JoinAnswer:
         """Joining again is safe: it updates what the operator sees and returns the first receipt."""
         self._refuse_other_text(request)
         now = self._context.clock()
+        self._refuse_stranger(worker_id, request, now)
         with self._context.store.write() as session:
+            refuse_banned(session, worker_id, now)
             row = session.get(WorkerRow, worker_id, with_for_update=True)
             if row is None:
-                row = self._new_worker(session, worker_id, public_key, request, now)
+                row = self._new_worker(session, worker_id, public_key, request, address, now)
+            else:
+                seen(row, now)
             row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
             row.versions = canonical_json(request.versions).decode()
             return JoinAnswer(worker_id=worker_id, receipt=receipt_of(session, row.join_sequence))
+
+    def _refuse_stranger(self, worker_id: WorkerId, request: JoinRequest, now: float) -> None:
+        """A worker that has joined before needs no stamp, invitation or listing again."""
+        refusal = self._door.precheck(worker_id, request, now)
+        if refusal is None:
+            return
+        with self._context.store.read() as session:
+            if session.get(WorkerRow, worker_id) is None:
+                raise refusal
 
     def _refuse_other_text(self, request: JoinRequest) -> None:
         expected = self._context.run.corpus_sha256
@@ -63,11 +82,18 @@ class Assignments:
             )
 
     def _new_worker(
-        self, session: Session, worker_id: WorkerId, public_key: bytes, request: JoinRequest, now: float
+        self,
+        session: Session,
+        worker_id: WorkerId,
+        public_key: bytes,
+        request: JoinRequest,
+        address: str | None,
+        now: float,
     ) -> WorkerRow:
         self._context.lock_run(session)  # of two processes that see no row, the second finds the first's
         if (found := session.get(WorkerRow, worker_id)) is not None:
             return found
+        network = self._door.enter(session, worker_id, request, address, now)
         body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
         receipt = self._context.ledger.append(session, now, "join", body)
         row = WorkerRow(
@@ -76,9 +102,12 @@ class Assignments:
             joined=now,
             join_sequence=receipt.sequence,
             account=Account().model_dump_json(),
+            address=network,
             accepted=0,
             late=0,
             refused=0,
+            standing="{}",
+            established=False,
         )
         session.add(row)
         return row
@@ -91,7 +120,9 @@ class Assignments:
             worker = self._context.worker(session, worker_id, now)
             after = self._after(session, worker_id, request)
             if after is None:
-                self._release_withheld(session, worker_id, now)
+                self._release_withheld(session, worker, now)
+            if self._context.judged:
+                self._free_refused(session, worker_id, now)
             open_ = self._open(session, worker_id, after)
             if open_ is not None:
                 worker.block = open_.block
@@ -119,13 +150,54 @@ class Assignments:
                 return row
         return None
 
-    def _release_withheld(self, session: Session, worker_id: WorkerId, now: float) -> None:
+    def _free_refused(self, session: Session, worker_id: str, now: float) -> None:
+        """A round that passed its deadline with nothing to merge may be tried again by who was refused."""
+        rows = session.execute(
+            select(AssignmentRow, UpdateRow.revealed)
+            .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
+            .join(BlockRow, BlockRow.block == AssignmentRow.block)
+            .where(
+                AssignmentRow.worker_id == worker_id,
+                AssignmentRow.state == "committed",
+                UpdateRow.state == "refused",
+                AssignmentRow.round >= BlockRow.version,
+            )
+        )
+        for assignment, revealed in rows.all():
+            if self._is_freed(session, assignment.block, revealed, now):
+                assignment.state = "refused"
+        session.flush()
+
+    def _runs_ahead_of_refusal(
+        self, session: Session, row: AssignmentRow, block: BlockRow, now: float
+    ) -> bool:
+        """Whether the worker waits for a version that only its own second try can bring."""
+        if row.round <= block.version or row.state != "leased":
+            return False
+        refused = session.scalars(
+            select(UpdateRow).where(
+                UpdateRow.worker_id == row.worker_id,
+                UpdateRow.block == row.block,
+                UpdateRow.round == block.version,
+                UpdateRow.state == "refused",
+            )
+        )
+        return any(self._is_freed(session, row.block, update.revealed, now) for update in refused.all())
+
+    def _is_freed(self, session: Session, block: int, revealed: float | None, now: float) -> bool:
+        row = self._context.block(session, block)
+        seats = self._context.seats(session, now).get(block, 0)
+        _, deadline = self._context.round(session, row, seats, now)
+        return revealed is not None and deadline.since is not None and revealed < deadline.since
+
+    def _release_withheld(self, session: Session, worker: WorkerRow, now: float) -> None:
         """A worker that asks with nothing in hand has lost what it committed: its round is free again."""
         rows = session.scalars(
-            select(UpdateRow).where(UpdateRow.worker_id == worker_id, UpdateRow.state == "committed")
+            select(UpdateRow).where(UpdateRow.worker_id == worker.worker_id, UpdateRow.state == "committed")
         )
         for update in rows.all():
             update.state = "withheld"
+            withheld(worker)
             assignment = session.get(AssignmentRow, update.assignment_id)
             assert assignment is not None
             assignment.state = "withheld"
@@ -145,6 +217,10 @@ class Assignments:
                 self._block_views(session, worker, blocks, now),
                 swarm,
             )
+            if isinstance(decision, Done) and any(block.version < swarm.rounds for block in blocks):
+                return Wait(
+                    seconds=FULL_SECONDS, reason="every block that still trains has all its seats taken"
+                )
             if isinstance(decision, Done):
                 return Finished(reason=decision.reason)
             if isinstance(decision, Pause):
@@ -166,6 +242,7 @@ class Assignments:
         self, session: Session, worker: WorkerRow, blocks: Sequence[BlockRow], now: float
     ) -> list[BlockView]:
         seats = self._context.seats(session, now, without=worker.worker_id)
+        full = self._context.run.recipe.trust.max_workers_per_block
         used = self._used_rounds(session, worker.worker_id)
         return [
             BlockView(
@@ -176,6 +253,7 @@ class Assignments:
                 num_parameters=self._context.run.schemas[row.block].num_values,
             )
             for row in blocks
+            if row.block == worker.block or seats.get(row.block, 0) < full
         ]
 
     def _used_rounds(self, session: Session, worker_id: str) -> dict[int, set[int]]:
@@ -279,6 +357,10 @@ class Assignments:
             seats = self._context.seats(session, now).get(row.block, 0)
             state, _ = self._context.round(session, block, seats, now)
             cancel, reason = self._cancelled(row, block)
+            if not cancel and self._context.judged and self._runs_ahead_of_refusal(session, row, block, now):
+                cancel, reason = True, f"the update for round {block.version} was refused: train that again"
+                row.state = "returned"
+                self._record_return(session, row, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,

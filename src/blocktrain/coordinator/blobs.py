@@ -71,11 +71,9 @@ class Blobs:
         """Whether workers can reach the objects by presigned URL."""
         return isinstance(self._store, S3Store)
 
-    def put(self, key: str, content: bytes | Path) -> None:
+    def put(self, key: str, content: bytes | memoryview) -> None:
         with _translated(key):
-            obstore.put(
-                self._store, key, content, use_multipart=False if isinstance(content, bytes) else None
-            )
+            obstore.put(self._store, key, content, use_multipart=False)
             if isinstance(self._store, LocalStore):
                 self._flush(key)
 
@@ -127,7 +125,7 @@ class Blobs:
         """To the disk, not just to the kernel: the row that will name it is flushed too."""
         assert isinstance(self._store, LocalStore)
         assert self._store.prefix is not None
-        descriptor = os.open(self._store.prefix / key, os.O_RDONLY)
+        descriptor = os.open(self._store.prefix / key, os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:

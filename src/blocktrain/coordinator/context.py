@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -13,12 +14,14 @@ from blocktrain.coordinator.blobs import Blobs
 from blocktrain.coordinator.deadlines import (
     HISTORY_ARRIVALS,
     Deadline,
+    Lateness,
     round_deadline,
     wanted_updates,
 )
 from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.standings import refuse_banned, seen
 from blocktrain.coordinator.store import BlockRow, RunRow, Store, UpdateRow, WorkerRow
 from blocktrain.coordinator.weights import WeightCache
 from blocktrain.wire.messages import ErrorReason, RoundState
@@ -55,6 +58,12 @@ class Context:
     weights: WeightCache
     clock: Callable[[], float]
     changes: Changes = field(default_factory=Changes)
+    secret: bytes = bytes(32)
+    """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
+
+    @property
+    def judged(self) -> bool:
+        return self.run.recipe.trust.judge != "off"
 
     def lock_run(self, session: Session) -> None:
         """For a transaction that makes a row which two processes could make at once."""
@@ -69,7 +78,8 @@ class Context:
                 f"worker {worker_id} has not joined run {self.run.run_id[:12]}",
                 "POST /v1/join first",
             )
-        row.last_seen = max(row.last_seen, now)
+        refuse_banned(session, worker_id, now)
+        seen(row, now)
         return row
 
     def block(self, session: Session, block: int, *, lock: bool = False) -> BlockRow:
@@ -95,10 +105,16 @@ class Context:
     def round(self, session: Session, row: BlockRow, seats: int, now: float) -> tuple[RoundState, Deadline]:
         """The open round of a block, with its deadline and the sentence for it."""
         on_time, late = self._pending(session, row)
+        judging = refused = 0
+        if self.judged:
+            judging = self._judging(session, row)
+            established = self._established(session, row, now)
+            refused = self._refused(session, row, established)
+            seats = len(established) or seats
         deadline = round_deadline(
             row.begun,
             now,
-            on_time + late,
+            on_time + late + judging,
             self._offsets(session, row, earlier=True),
             self._offsets(session, row, earlier=False),
             self.run.swarm,
@@ -110,7 +126,7 @@ class Context:
             deadline_reason=deadline.reason,
             accepted=on_time,
             late=late,
-            wanted=wanted_updates(seats, self.run.swarm),
+            wanted=max(1, wanted_updates(seats, self.run.swarm) - refused),
             workers=seats,
             merging=row.closing_version is not None,
         )
@@ -131,6 +147,60 @@ class Context:
         for state, count in counts:
             found[state] = count
         return found["accepted"], found["late"]
+
+    def _judging(self, session: Session, row: BlockRow) -> int:
+        count = select(func.count()).where(UpdateRow.block == row.block, UpdateRow.state == "judging")
+        return session.scalar(count) or 0
+
+    def _established(self, session: Session, row: BlockRow, now: float) -> list[str]:
+        """Live workers on the block that are off probation: where there are any, a round waits for these, so
+        that a crowd of newcomers can neither hold it up nor close it early."""
+        return list(
+            session.scalars(
+                select(WorkerRow.worker_id).where(
+                    WorkerRow.block == row.block,
+                    WorkerRow.established.is_(True),
+                    WorkerRow.last_seen > now - self.run.swarm.lease_seconds,
+                )
+            )
+        )
+
+    def _refused(self, session: Session, row: BlockRow, established: list[str]) -> int:
+        """Workers that delivered on the head and were refused: they are no longer waited for."""
+        query = select(func.count(func.distinct(UpdateRow.worker_id))).where(
+            UpdateRow.block == row.block,
+            UpdateRow.state == "refused",
+            UpdateRow.base_version == row.version,
+        )
+        if established:
+            query = query.where(UpdateRow.worker_id.in_(established))
+        return session.scalar(query) or 0
+
+    def waits_for_judge(self, session: Session, block: int, deadline: Deadline, now: float) -> bool:
+        """Whether something that arrived in time still has no verdict, and may get one soon."""
+        arrived = UpdateRow.revealed > now - self.run.recipe.trust.judge_patience_seconds
+        if deadline.at is not None:
+            arrived &= UpdateRow.revealed <= deadline.at
+        waiting = select(UpdateRow.update_id).where(
+            UpdateRow.block == block, UpdateRow.state == "judging", arrived
+        )
+        return session.scalars(waiting.limit(1)).first() is not None
+
+    def write_verdict(
+        self, session: Session, row: UpdateRow, decision: Lateness, now: float, more: dict[str, Any]
+    ) -> None:
+        """Into the row and the ledger."""
+        row.state, row.weight = str(decision.outcome), decision.weight
+        row.reason, row.sentence = str(decision.reason), decision.sentence
+        verdict = {
+            "update_id": row.update_id,
+            "outcome": row.state,
+            "weight": row.weight,
+            "reason": row.reason,
+            "sentence": row.sentence,
+            "norm": row.norm,
+        }
+        row.verdict_sequence = self.ledger.append(session, now, "verdict", {**verdict, **more}).sequence
 
     def _offsets(self, session: Session, row: BlockRow, *, earlier: bool) -> list[float]:
         of_round = UpdateRow.base_version < row.version if earlier else UpdateRow.base_version == row.version

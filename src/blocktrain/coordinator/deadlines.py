@@ -25,6 +25,8 @@ class Deadline:
     at: float | None
     """Server time; None while the round has not begun."""
     reason: str
+    since: float | None = None
+    """Beginning of the current period: of the round, or of its last re-set deadline."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def round_deadline(
     resets = max(0, math.ceil((now - begun) / seconds) - 1) if not pending else 0
     if resets:
         reason += f"; re-set {resets} times, as nothing had arrived"
-    return Deadline(begun + seconds * (1 + resets), reason)
+    return Deadline(begun + seconds * (1 + resets), reason, begun + seconds * resets)
 
 
 def wanted_updates(seats: int, swarm: SwarmConfig) -> int:

@@ -12,7 +12,7 @@ their inputs give, snapshots or payloads whose bytes were changed. Not covered: 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,10 @@ class Ledger:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
+
+    def sign(self, data: bytes) -> bytes:
+        """By the run's coordinator key; the caller brings a context that no other signature has."""
+        return self._identity.sign(data)
 
     def append(self, session: Session, now: float, kind: str, body: Body) -> Receipt:
         run = session.get(RunRow, 1, with_for_update=True, populate_existing=True)
@@ -141,6 +145,38 @@ def verify_ledger(
     return report
 
 
+def check_receipts(hashes: Sequence[str], key: bytes, receipts: Iterable[Receipt]) -> list[str]:
+    """What receipts prove against a ledger whose entries have these hashes; empty where they agree.
+
+    A receipt with the coordinator's signature on another hash than the ledger's shows two heads: one of them
+    was hidden from somebody.
+    """
+    problems = []
+    for receipt in receipts:
+        name = f"receipt of entry {receipt.sequence}"
+        if not verify(key, signed_bytes(receipt.entry_hash), bytes.fromhex(receipt.signature)):
+            problems.append(f"{name}: not signed by this run's coordinator; it proves nothing")
+        elif receipt.sequence >= len(hashes):
+            problems.append(
+                f"{name}: the ledger ends at {len(hashes)} entries; what was acknowledged is gone"
+            )
+        elif hashes[receipt.sequence] != receipt.entry_hash:
+            problems.append(
+                f"{name}: two heads: the coordinator signed {receipt.entry_hash[:16]}… and shows "
+                f"{hashes[receipt.sequence][:16]}…"
+            )
+    return problems
+
+
+def first_difference(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int | None:
+    """Number of the first entry that two copies of a ledger tell differently; None where one begins with
+    the other."""
+    for left, right in zip(one, other, strict=False):
+        if left.entry_hash != right.entry_hash:
+            return left.sequence
+    return None
+
+
 def _check_chain(report: VerificationReport, expected: int, entry: LedgerEntry) -> None:
     if entry.sequence != expected:
         raise _Broken(f"expected sequence number {expected}, found {entry.sequence}")
@@ -172,12 +208,19 @@ class _Replay:
     def take(self, entry: LedgerEntry) -> None:
         if entry.sequence == 0:
             self._start(entry)
-        elif entry.kind == "verdict" and entry.body["outcome"] != Outcome.REFUSED:
-            self._unmerged[entry.body["update_id"]] = entry.body["weight"]
+        elif entry.kind == "verdict":
+            self._verdict(entry.body)
         elif entry.kind == "merge":
             self._merge(MergeRecord.model_validate(entry.body))
         elif entry.kind == "snapshot":
             self._snapshot(entry.body["block"], entry.body["hash"])
+
+    def _verdict(self, body: Body) -> None:
+        """A later refusal (by the guard, or with a ban) takes an earlier promise back."""
+        if body["outcome"] == Outcome.REFUSED:
+            self._unmerged.pop(body["update_id"], None)
+        else:
+            self._unmerged[body["update_id"]] = body["weight"]
 
     def _start(self, entry: LedgerEntry) -> None:
         if entry.kind != "run":

@@ -50,6 +50,9 @@ class Metrics:
     def verdict(self, verdict: Verdict) -> None:
         self._verdicts.labels(str(verdict.outcome), str(verdict.reason)).inc()
 
+    def judged(self, outcome: str, reason: str) -> None:
+        self._verdicts.labels(outcome, reason).inc()
+
     def merged(self, _block: int, _version: int, seconds: float) -> None:
         self._merge_seconds.observe(seconds)
 

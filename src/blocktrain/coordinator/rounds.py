@@ -17,19 +17,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import func, select
+from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.blobs import snapshot_key
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import should_close
+from blocktrain.coordinator.deadlines import Lateness, should_close
+from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
 from blocktrain.coordinator.updates import running_median
 from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
-from blocktrain.training.snapshot import snapshot_hash, to_safetensors
-from blocktrain.wire.messages import MergeInputRecord, MergeRecord, RoundReport
+from blocktrain.training.snapshot import blank_file, snapshot_hash
+from blocktrain.validation.verdicts import guard_decision
+from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,8 @@ CLAIM_SECONDS = 15.0
 POLL_SECONDS = 0.5
 """How soon a deadline, or what another process wrote, is noticed; arrivals here wake the thread at once."""
 MERGE_THREADS = 2
+SKETCHED_ROUNDS = 8
+"""Rounds for which an update's sketch is kept."""
 
 Published = Callable[[int, int, float], None]
 """Told of a new head: block, version, seconds from the claim."""
@@ -55,12 +62,25 @@ class Claim:
     reason: str
 
 
+@dataclass(frozen=True)
+class Merged:
+    """The next snapshot as its file, and its tensors as views into it."""
+
+    file: NDArray[np.uint8]
+    tensors: Weights
+
+
 UNKNOWN_HASH = "0" * 64
 
 
 class Rounds:
-    def __init__(self, context: Context, published: Published = lambda block, version, seconds: None) -> None:
-        self._context, self._published = context, published
+    def __init__(
+        self,
+        context: Context,
+        published: Published = lambda block, version, seconds: None,
+        judging: Judging | None = None,
+    ) -> None:
+        self._context, self._published, self._judging = context, published, judging
         self._owner = secrets.token_hex(16)
         self._threads = ThreadPoolExecutor(MERGE_THREADS, thread_name_prefix="merge")
 
@@ -110,8 +130,13 @@ class Rounds:
         claim = self._claim(block)
         if claim is None:
             return False
-        tensors = self._merge(claim)
-        if self._publish(claim, tensors):
+        merged = self._merge(claim)
+        if self._judging is not None and self._judging.guards:
+            guarded = self._guarded(claim, merged, self._judging)
+            if guarded is None:
+                return True
+            claim, merged = guarded
+        if self._publish(claim, merged):
             self._published(claim.block, claim.version, time.perf_counter() - started)
             self._context.changes.notify()
         return True
@@ -133,6 +158,8 @@ class Rounds:
         seats = self._context.seats(session, now).get(row.block, 0)
         state, deadline = self._context.round(session, row, seats, now)
         closing = should_close(now, state.accepted, state.late, state.wanted, deadline)
+        if closing.close and self._context.waits_for_judge(session, row.block, deadline, now):
+            return None
         return closing.reason if closing.close else None
 
     def _claim(self, block: int) -> Claim | None:
@@ -179,7 +206,7 @@ class Rounds:
 
     # --- merge ---
 
-    def _merge(self, claim: Claim) -> Weights:
+    def _merge(self, claim: Claim) -> Merged:
         weights = self._context.weights
         decoded = {
             one.payload_hash: weights.update(claim.block, one.payload_hash) for one in claim.record.inputs
@@ -189,23 +216,69 @@ class Rounds:
             late = {one.base_hash for one in claim.record.inputs} - {claim.base_hash}
             bases = {wanted: weights.snapshot(claim.block, wanted) for wanted in late}
         base = weights.snapshot(claim.block, claim.base_hash)
-        return replay_merge(claim.record, base, decoded, bases, self._threads)
+        file, views = blank_file(self._context.run.schemas[claim.block])
+        replay_merge(claim.record, base, decoded, bases, self._threads, views)
+        return Merged(file, views)
+
+    # --- guard ---
+
+    def _guarded(self, claim: Claim, merged: Merged, judging: Judging) -> tuple[Claim, Merged] | None:
+        """The merge without the updates that make it harmful; None where nothing is left: the block holds."""
+        while True:
+            inputs = claim.record.inputs
+            gain = judging.guard(claim.block, claim.version, claim.base_hash, merged.tensors, len(inputs))
+            decision = guard_decision(gain, self._gains(claim))
+            if decision.publish:
+                return claim, merged
+            assert decision.drop is not None
+            kept = self._drop(claim, decision.drop, decision.sentence)
+            if kept is None:
+                return None
+            claim, merged = kept, self._merge(kept)
+
+    def _gains(self, claim: Claim) -> dict[str, float]:
+        with self._context.store.read() as session:
+            rows = _inputs(session, claim.block, claim.version)
+            return {row.update_id: -1e9 if row.gain is None else row.gain for row in rows}
+
+    def _drop(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
+        """Take an update out of a merge under way; None where it was the last, or the merge is another's."""
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = self._context.block(session, claim.block, lock=True)
+            update = session.get(UpdateRow, update_id)
+            if (
+                row.closing_version != claim.version
+                or update is None
+                or update.merge_version != claim.version
+            ):
+                return None
+            update.merge_version = update.scale = None
+            refusal = Lateness(Outcome.REFUSED, 0.0, VerdictReason.GUARD, sentence)
+            self._context.write_verdict(session, update, refusal, now, {})
+            session.flush()
+            log.warning("dropped update=%s block=%d why=%r", update_id[:12], claim.block, sentence)
+            record = self._record(session, row)
+            if record.inputs:
+                return Claim(claim.block, claim.version, claim.base_hash, record, claim.reason)
+            row.closing_version = row.claim_owner = row.claim_until = None
+            row.begun = now
+            return None
 
     # --- publish ---
 
-    def _publish(self, claim: Claim, tensors: Weights) -> bool:
+    def _publish(self, claim: Claim, merged: Merged) -> bool:
         """Write the snapshot, then move the head; False where another process was first."""
-        content = self._threads.submit(to_safetensors, tensors)
-        digest = snapshot_hash(tensors)
-        self._context.blobs.put(snapshot_key(digest), content.result())
+        digest = snapshot_hash(merged.tensors)
+        self._context.blobs.put(snapshot_key(digest), merged.file.data)
         record = claim.record.model_copy(update={"result_hash": digest})
         now = self._context.clock()
         with self._context.store.write() as session:
             row = self._context.block(session, claim.block, lock=True)
             if row.closing_version != claim.version:
                 return False
-            self._move_head(session, row, record, len(content.result()), now)
-        self._remember(claim, digest, tensors)
+            self._move_head(session, row, record, merged.file.nbytes, now)
+        self._remember(claim, digest, merged.tensors)
         log.info(
             "merged block=%d version=%d updates=%d hash=%s why=%r",
             claim.block, claim.version, len(record.inputs), digest[:12], claim.reason,
@@ -238,12 +311,21 @@ class Rounds:
         )
         for update in updates:
             update.state = "merged"
+        self._forget_sketches(session, row.block, record.version)
         row.version, row.head_hash, row.closing_version = record.version, record.result_hash, None
         row.claim_owner = row.claim_until = None
         row.begun = now if self._assigned(session, row.block, row.version) else None
         self._context.ledger.append(session, now, "merge", record.model_dump(mode="json"))
         snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
         self._context.ledger.append(session, now, "snapshot", snapshot)
+
+    def _forget_sketches(self, session: Session, block: int, version: int) -> None:
+        old = UpdateRow.base_version < version - SKETCHED_ROUNDS
+        session.execute(
+            sql_update(UpdateRow)
+            .where(UpdateRow.block == block, old, UpdateRow.sketch.is_not(None))
+            .values(sketch=None)
+        )
 
     def _report(
         self, session: Session, row: BlockRow, version: int, updates: list[UpdateRow], now: float

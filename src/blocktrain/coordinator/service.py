@@ -17,12 +17,15 @@ from typing import IO
 from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
 
-from blocktrain.config import Recipe
+from blocktrain.config import Recipe, TrustConfig
 from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.blobs import Blobs
 from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.doors import Door
+from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.people import People
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.rounds import Rounds
@@ -33,9 +36,11 @@ from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.weights import WeightCache
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import StorageError, UserError
+from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import StatusAnswer
 from blocktrain.wire.signing import Reason, VerifiedRequest
+from blocktrain.wire.tokens import secret_of
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +52,24 @@ PATIENCE_SECONDS = 5.0
 
 
 class Coordinator:
-    def __init__(self, context: Context, scoring: Scoring | None) -> None:
+    def __init__(
+        self, context: Context, scoring: Scoring | None, scorer: Scorer | None, data_dir: Path
+    ) -> None:
         self.context = context
         self.metrics = Metrics()
-        self.assignments = Assignments(context)
+        self.door = Door(
+            context.run.recipe.trust,
+            context.run.run_id,
+            context.run.coordinator_key,
+            context.secret,
+            data_dir,
+        )
+        self.assignments = Assignments(context, self.door)
+        self.people = People(context)
         self.updates = Updates(context, self.assignments)
         self.reports = Reports(context)
-        self.rounds = Rounds(context, self.metrics.merged)
+        self.judging = Judging(context, scorer, self.metrics.judged)
+        self.rounds = Rounds(context, self.metrics.merged, self.judging)
         self._scoring = scoring
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -72,6 +88,8 @@ class Coordinator:
         loops: list[Callable[[threading.Event], None]] = [self.rounds.run, self._sweep]
         if self._scoring is not None:
             loops.append(self._scoring.run)
+        if self.context.run.recipe.trust.judge == "coordinator":
+            loops.append(self.judging.run)
         for loop in loops:
             thread = threading.Thread(target=loop, args=(self._stop,), daemon=True)
             thread.start()
@@ -135,13 +153,26 @@ def opened(
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
         identity = load_or_create(data_dir / KEY_FILE)
         run = open_run(store, blobs, identity, recipe, corpus.sha256, clock())
-        context = Context(run, store, blobs, Ledger(identity), WeightCache(run, blobs), clock)
-        coordinator = Coordinator(context, Scoring(context, corpus) if scoring else None)
+        context = Context(
+            run,
+            store,
+            blobs,
+            Ledger(identity),
+            WeightCache(run, blobs),
+            clock,
+            secret=secret_of(identity, "judging"),
+        )
+        scorer = Scorer(recipe, corpus) if _needs_scorer(recipe.trust) else None
+        coordinator = Coordinator(context, Scoring(context, corpus) if scoring else None, scorer, data_dir)
         coordinator.start()
         try:
             yield coordinator
         finally:
             coordinator.stop()
+
+
+def _needs_scorer(trust: TrustConfig) -> bool:
+    return trust.judge == "coordinator" or (trust.judge == "external" and trust.guard)
 
 
 @contextmanager

@@ -15,7 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Engine, Index, String, Text, create_engine, event, text
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Engine,
+    Index,
+    LargeBinary,
+    String,
+    Text,
+    create_engine,
+    event,
+    text,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -94,6 +105,12 @@ class WorkerRow(Table):
     refused: Mapped[int] = mapped_column(default=0)
     account: Mapped[str] = mapped_column(default="{}")
     """Sums of what its commits reported, as JSON of messages.Account."""
+    address: Mapped[str | None] = mapped_column(Hex32, index=True)
+    """Keyed hash of the network it joined from; the address itself is not kept."""
+    standing: Mapped[str] = mapped_column(default="{}")
+    """JSON of reputation.Standing."""
+    established: Mapped[bool] = mapped_column(default=False)
+    """Off probation."""
 
 
 LIVE_STATES = ("leased", "committed")
@@ -132,7 +149,8 @@ PENDING_STATES = ("accepted", "late")
 
 
 class UpdateRow(Table):
-    """`state`: committed, then accepted, late or refused, then merged; or withheld."""
+    """`state`: committed, then judging (where there are judges), then accepted, late or refused, then merged;
+    or withheld."""
 
     __tablename__ = "updates"
     update_id: Mapped[str] = mapped_column(Hex64, primary_key=True)
@@ -159,6 +177,16 @@ class UpdateRow(Table):
     merge_version: Mapped[int | None]
     """Version whose merge it belongs to, from the moment that merge is claimed."""
     scale: Mapped[float | None]
+    reveal_sequence: Mapped[int | None]
+    sketch: Mapped[bytes | None] = mapped_column(LargeBinary)
+    """duplicates.Sketch, for as long as it is compared."""
+    evidence: Mapped[str | None]
+    """JSON of what the judge found."""
+    score: Mapped[float | None]
+    """Held-out gain in standard errors."""
+    gain: Mapped[float | None]
+    judge: Mapped[str | None] = mapped_column(Hex32)
+    judge_until: Mapped[float | None]
     __table_args__ = (
         Index("updates_of_block", "block", "state"),
         Index("updates_of_merge", "block", "merge_version"),
@@ -192,6 +220,23 @@ class NonceRow(Table):
     __tablename__ = "nonces"
     replay_key: Mapped[str] = mapped_column(String(160), primary_key=True)
     forget_after: Mapped[float] = mapped_column(index=True)
+
+
+class BanRow(Table):
+    __tablename__ = "bans"
+    worker_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
+    reason: Mapped[str]
+    made: Mapped[float]
+    until: Mapped[float]
+
+
+class InviteRow(Table):
+    """An invitation that was used."""
+
+    __tablename__ = "invites"
+    invite_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
+    worker_id: Mapped[str] = mapped_column(Hex32)
+    used: Mapped[float]
 
 
 class EvaluationRow(Table):

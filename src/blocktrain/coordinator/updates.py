@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -32,9 +32,16 @@ from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.deadlines import Lateness
 from blocktrain.coordinator.ledger import receipt_of
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.standings import note_verdict
 from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow, WorkerRow
 from blocktrain.training.merge import update_norm
-from blocktrain.wire.codec import FrameError, FrameReason, decode
+from blocktrain.training.snapshot import Tensors
+from blocktrain.training.update import difference
+from blocktrain.validation.duplicates import Sketch, most_alike, sketch_of
+from blocktrain.validation.evidence import evidence_seed
+from blocktrain.validation.reputation import Mark
+from blocktrain.validation.verdicts import Finding, duplicate_finding, norm_finding, schedule_factor
+from blocktrain.wire.codec import CHUNK_VALUES, FrameError, FrameReason, decode
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (
@@ -54,6 +61,10 @@ from blocktrain.wire.messages import (
 UPLOAD_SECONDS = 3600
 COUNTED_NORMS = 32
 """Merged updates of a block whose norms make its running median."""
+MEDIAN_ROUNDS = 16
+"""Rounds behind that median, about; their highest learning rate is what a norm is compared with."""
+COMPARED_SKETCHES = 64
+"""Earlier updates of a block in which a copy's source is looked for."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ class Decoded:
 
     norm: float | None
     problem: Lateness | None
+    sketch: Sketch | None = None
+    """Only where updates are judged."""
 
 
 class Updates:
@@ -254,6 +267,7 @@ class Updates:
 
     def _judge(self, expected: Expected, payload: bytes) -> Verdict:
         decoded = self._decode(expected, payload)
+        copied = self._copied(expected, decoded)
         now = self._context.clock()
         with self._context.store.write() as session:
             row = session.get(UpdateRow, expected.update_id)
@@ -262,7 +276,7 @@ class Updates:
             block = self._context.block(session, row.block, lock=True)
             session.refresh(row)
             if row.state == "committed":
-                self._rule(session, worker, block, row, decoded, now)
+                self._rule(session, worker, block, row, decoded, copied, now)
             verdict = self._verdict(session, row)
         if verdict is None:
             raise Refusal(ErrorReason.NOT_COMMITTED, "the assignment was given up meanwhile")
@@ -287,7 +301,17 @@ class Updates:
         problem = norm_problem(norm)
         if problem is None:
             weights.keep(expected.block, expected.payload_hash, tensors)
-        return Decoded(None if problem else norm, problem)
+        if problem is not None:
+            return Decoded(None, problem)
+        return Decoded(norm, None, self._sketch(expected, tensors) if self._context.judged else None)
+
+    def _sketch(self, expected: Expected, tensors: Tensors) -> Sketch:
+        run = self._context.run
+        if run.codec.kind == "dense":
+            tensors = difference(self._context.weights.snapshot(expected.block, expected.base_hash), tensors)
+        density = (run.codec.k or CHUNK_VALUES) / CHUNK_VALUES
+        seed = evidence_seed(self._context.secret, f"sketch/{expected.block}", run.run_id)
+        return sketch_of(tensors, seed, density)
 
     def _rule(
         self,
@@ -296,21 +320,76 @@ class Updates:
         block: BlockRow,
         row: UpdateRow,
         decoded: Decoded,
+        copied: Finding | None,
         now: float,
     ) -> None:
         """A round that is being merged is over: what arrives now is one version later."""
         head = block.version if block.closing_version is None else block.closing_version
         swarm = self._context.run.swarm
         decision = ruling(head - row.base_version, head >= swarm.rounds, decoded.problem, swarm)
-        row.state, row.weight = str(decision.outcome), decision.weight
-        row.reason, row.sentence, row.norm = str(decision.reason), decision.sentence, decoded.norm
+        row.norm = decoded.norm
         row.revealed, row.offset = now, self._offset(session, block, row, now)
-        if decision.outcome == Outcome.REFUSED:
-            assignment = session.get(AssignmentRow, row.assignment_id)
-            assert assignment is not None
-            assignment.state = "refused"
-        _count(worker, decision.outcome)
-        self._record(session, row, decision, now)
+        self._record_reveal(session, row, now)
+        if not self._context.judged:
+            if decision.outcome == Outcome.REFUSED:
+                assignment = session.get(AssignmentRow, row.assignment_id)
+                assert assignment is not None
+                assignment.state = "refused"
+            count_verdict(worker, decision.outcome)
+            self._context.write_verdict(session, row, decision, now, self._remark(session, row))
+            return
+        finding = None if decoded.norm is None else copied or self._unusual(session, row, decoded.norm)
+        if decision.outcome != Outcome.REFUSED and finding is None:
+            row.state, row.sketch = "judging", None if decoded.sketch is None else decoded.sketch.to_bytes()
+            return
+        if decision.outcome != Outcome.REFUSED and finding is not None:
+            decision = Lateness(Outcome.REFUSED, 0.0, finding.reason, finding.sentence)
+        mark = finding.mark if finding is not None else Mark.NEUTRAL
+        if decoded.problem is not None:
+            mark = Mark.BAD
+        self._refuse(session, worker, row, decision, mark, now)
+
+    def _refuse(
+        self,
+        session: Session,
+        worker: WorkerRow,
+        row: UpdateRow,
+        decision: Lateness,
+        mark: Mark,
+        now: float,
+    ) -> None:
+        count_verdict(worker, decision.outcome)
+        self._context.write_verdict(session, row, decision, now, {})
+        ledger, trust = self._context.ledger, self._context.run.recipe.trust
+        note_verdict(session, ledger, trust, worker, row, mark, None, now)
+
+    def _copied(self, expected: Expected, decoded: Decoded) -> Finding | None:
+        """Whether an update that was committed earlier is in this one."""
+        if decoded.sketch is None:
+            return None
+        with self._context.store.read() as session:
+            own = session.get(UpdateRow, expected.update_id)
+            assert own is not None
+            rows = session.execute(
+                select(UpdateRow.update_id, UpdateRow.sketch)
+                .where(
+                    UpdateRow.block == expected.block,
+                    UpdateRow.sketch.is_not(None),
+                    UpdateRow.commit_sequence < own.commit_sequence,
+                )
+                .order_by(UpdateRow.commit_sequence.desc())
+                .limit(COMPARED_SKETCHES)
+            )
+            earlier = [(name, Sketch.from_bytes(data)) for name, data in rows if data is not None]
+        found = most_alike(decoded.sketch, earlier)
+        return None if found is None else duplicate_finding(*found)
+
+    def _unusual(self, session: Session, row: UpdateRow, norm: float) -> Finding | None:
+        recipe = self._context.run.recipe
+        earlier = max(0, row.base_version - MEDIAN_ROUNDS)
+        peak = max(schedule_factor(recipe, round_) for round_ in range(earlier, row.base_version + 1))
+        fading = schedule_factor(recipe, row.base_version) / peak if peak > 0 else 1.0
+        return norm_finding(norm, running_median(session, row.block), recipe.trust, fading)
 
     def _offset(self, session: Session, block: BlockRow, row: UpdateRow, now: float) -> float | None:
         if row.base_version == block.version:
@@ -320,29 +399,29 @@ class Updates:
             begun = merged.begun if merged is not None else None
         return None if begun is None else max(0.0, now - begun)
 
-    def _record(self, session: Session, row: UpdateRow, decision: Lateness, now: float) -> None:
-        ledger = self._context.ledger
+    def _record_reveal(self, session: Session, row: UpdateRow, now: float) -> None:
         reveal = {
             "update_id": row.update_id,
             "payload_hash": row.payload_hash,
             "payload_bytes": row.payload_bytes,
         }
-        ledger.append(session, now, "reveal", reveal)
-        verdict = {
-            "update_id": row.update_id,
-            "outcome": row.state,
-            "weight": row.weight,
-            "reason": row.reason,
-            "sentence": row.sentence,
-            "norm": row.norm,
-        }
+        row.reveal_sequence = self._context.ledger.append(session, now, "reveal", reveal).sequence
+
+    def _remark(self, session: Session, row: UpdateRow) -> dict[str, Any]:
         remark = None if row.norm is None else norm_remark(row.norm, running_median(session, row.block))
-        receipt = ledger.append(
-            session, now, "verdict", verdict if remark is None else {**verdict, "remark": remark}
-        )
-        row.verdict_sequence = receipt.sequence
+        return {} if remark is None else {"remark": remark}
+
+    def verdict(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
+        """What has become of a payload so far."""
+        with self._context.store.read() as session:
+            verdict = self._verdict(session, self._committed(session, worker_id, payload_hash))
+        if verdict is None:
+            raise Refusal(ErrorReason.NOT_UPLOADED, "the payload has not arrived yet", "send it first")
+        return verdict
 
     def _verdict(self, session: Session, row: UpdateRow) -> Verdict | None:
+        if row.state == "judging":
+            return self._pending_verdict(session, row)
         if row.verdict_sequence is None:
             return None
         block = self._context.block(session, row.block)
@@ -357,6 +436,21 @@ class Updates:
             head_version=block.version,
             head_hash=block.head_hash,
             receipt=receipt_of(session, row.verdict_sequence),
+        )
+
+    def _pending_verdict(self, session: Session, row: UpdateRow) -> Verdict:
+        assert row.reveal_sequence is not None
+        block = self._context.block(session, row.block)
+        return Verdict(
+            update_id=row.update_id,
+            outcome=Outcome.PENDING,
+            weight=0.0,
+            reason=VerdictReason.JUDGING,
+            sentence="arrived; a judge will score it before it counts",
+            norm=row.norm,
+            head_version=block.version,
+            head_hash=block.head_hash,
+            receipt=receipt_of(session, row.reveal_sequence),
         )
 
 
@@ -393,7 +487,7 @@ def _at_most(pieces: Iterator[bytes], limit: int) -> Iterator[bytes]:
             return
 
 
-def _count(worker: WorkerRow, outcome: Outcome) -> None:
+def count_verdict(worker: WorkerRow, outcome: Outcome) -> None:
     name = str(outcome)
     setattr(worker, name, getattr(worker, name) + 1)
 

@@ -20,7 +20,7 @@ from blocktrain.serving.choices import Choice, Emit, Piece, Totals, joined, writ
 from blocktrain.serving.engine_api import DeadlineError, Mode, TextEngine
 from blocktrain.serving.formats import Format, usage_of
 from blocktrain.serving.gateway_metrics import GatewayMetrics
-from blocktrain.serving.limits import Door, Limits
+from blocktrain.serving.limits import Door, Limits, Refusal
 from blocktrain.serving.openai_messages import Usage
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,9 @@ class Answerer:
         try:
             async with self.door.places(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
                 await write_choices(self.engine, job.choices, timed, job.totals)
+        except Refusal:
+            self.metrics.refusals.labels("places").inc()
+            raise
         except TimeoutError:
             raise DeadlineError(
                 f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,28 +48,14 @@ class Scorer(Protocol):
 
 
 class Draft(Protocol):
-    async def draft(self, tokens: Sequence[int], count: int) -> list[int]: ...
+    """What guesses the next tokens; `drafting.Drafter`."""
 
+    async def draft(self, tokens: Sequence[int], most: int) -> list[int]: ...
 
-class DraftLength(Protocol):
-    """How many tokens to draft next, learning from what came of the last draft."""
+    async def run_ahead(self, tokens: Sequence[int]) -> None:
+        """Prepare the next draft while the last one is being checked; cancelled when that is done."""
 
-    def next(self) -> int: ...
-
-    def observe(
-        self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None: ...
-
-
-class FixedLength:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def next(self) -> int:
-        return self.length
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        pass
+    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None: ...
 
 
 class Decoder:
@@ -82,43 +68,57 @@ class Decoder:
         context: int,
         scorer: Scorer,
         drafter: Draft | None,
-        length: DraftLength,
         stats: GenerationStats,
     ) -> None:
         self.request, self.context, self.stats = request, context, stats
-        self.scorer, self.drafter, self.length = scorer, drafter, length
+        self.scorer, self.drafter = scorer, drafter
         self.sampler = Sampler(request.seed, request.temperature, request.top_p)
         self.tokens = list(request.prompt)
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Frees the scorer's caches at the end, also when the consumer closes or forgets the generator."""
         end = len(self.request.prompt) + self.request.max_tokens
-        while len(self.tokens) < end:
-            chunk = await self._traverse(end - len(self.tokens))
-            self.stats.tokens += len(chunk.tokens)
-            yield chunk
+        try:
+            while len(self.tokens) < end:
+                chunk = await self._traverse(end - len(self.tokens))
+                self.stats.tokens += len(chunk.tokens)
+                yield chunk
+        finally:
+            await self.scorer.close()
 
     async def _traverse(self, remaining: int) -> Chunk:
         began = time.monotonic()
         draft = await self._draft(remaining - 1)
         drafted = time.monotonic()
-        rows = await self.scorer.rows(self.tokens + draft, len(draft) + 1)
+        rows = await self._score(draft)
         scored = time.monotonic()
         self.stats.traversals += 1
         chunk = await self._accept(draft, rows)
         accepted = len(chunk.tokens) - 1
         self.stats.drafted += len(draft)
         self.stats.accepted += accepted
-        self.length.observe(len(draft), accepted, drafted - began, scored - drafted)
+        if self.drafter is not None:
+            self.drafter.observe(accepted, drafted - began, scored - drafted)
         return chunk
 
     async def _draft(self, most: int) -> list[int]:
         """Never past the point where the visible context slides: a traversal has one window."""
         length = len(self.tokens)
         room = window_start(length, self.context) + self.context - length
-        count = min(self.length.next(), room, most)
-        if self.drafter is None or count <= 0:
+        if self.drafter is None:
             return []
-        return await self.drafter.draft(self.tokens, count)
+        return await self.drafter.draft(self.tokens, max(0, min(room, most)))
+
+    async def _score(self, draft: list[int]) -> Rows:
+        text = self.tokens + draft
+        if self.drafter is None:
+            return await self.scorer.rows(text, len(draft) + 1)
+        ahead = asyncio.get_running_loop().create_task(self.drafter.run_ahead(self.tokens))
+        try:
+            return await self.scorer.rows(text, len(draft) + 1)
+        finally:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
 
     async def _accept(self, draft: list[int], rows: Rows) -> Chunk:
         accepted: list[int] = []
@@ -190,5 +190,4 @@ class DecodedGeneration:
         if self._closed:
             return
         self._closed = True
-        await self._iterator.aclose()  # type: ignore[attr-defined]
-        await self._decoder.scorer.close()
+        await self._iterator.aclose()

@@ -19,6 +19,7 @@ from blocktrain.serving.gateway_metrics import GatewayMetrics
 from blocktrain.serving.limits import ANYONE, Keys, Limits, Rates, Refusal
 
 KEYED_PATHS = "/v1/"
+REASONS = {401: "key", 413: "size", 429: "rate"}
 Clock = Callable[[], float]
 
 
@@ -43,8 +44,9 @@ class Doorkeeper:
         try:
             self._admit(scope)
         except (ApiError, Refusal) as refusal:
-            self.metrics.refusals.labels("rate" if isinstance(refusal, Refusal) else "key_or_size").inc()
-            await as_api_error(refusal).response()(scope, receive, answer.send)
+            answered = as_api_error(refusal)
+            self.metrics.refusals.labels(REASONS[answered.status]).inc()
+            await answered.response()(scope, receive, answer.send)
         else:
             await self.app(scope, self._limited(receive), answer.send)
         finally:

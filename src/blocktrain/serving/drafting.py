@@ -2,13 +2,13 @@
 
 The draft is sampled with the noise the real choice will use, so it is accepted wherever block 0 and the
 consensus agree on the winner. Where the text repeats itself, what followed last time is checked by
-block 0 in one pass instead of one pass per token; the draft is the same, it only comes sooner. A wrong
-draft costs time, never a different text.
+block 0 in one pass instead of one pass per token. While a traversal is under way, the next draft is
+begun behind its likeliest outcomes. A wrong draft costs time, never a different text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,21 @@ import numpy as np
 from blocktrain.model.block import Cache
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
+from blocktrain.serving.draft_length import DraftLength
 from blocktrain.serving.held import Work
-from blocktrain.serving.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
+from blocktrain.serving.sampling import EXACT_TOLERANCE, Choice, Row, Sampler, choose, normalised
 
 DRAFT_BLOCK = 0
 NGRAM = 5
 """Tokens that must repeat before the look-up guesses: a byte-level word start; shorter ones rarely hold."""
+GUESS = 6
+"""Tokens guessed at a time: each is a row more in a pass, about a tenth of its cost."""
+BRANCHES = 3
+"""Outcomes of a traversal that are drafted behind while it is under way."""
+RUNNER_UP_CHANCE = 0.5
+"""That block 0's second choice is the right one where its first is not."""
+WORTHWHILE = 4.0
+"""Passes that must fit into a traversal before running ahead makes sense."""
 
 
 class Lookup:
@@ -31,49 +40,99 @@ class Lookup:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last occurrence of the text's final n-gram; `tokens` only ever grows."""
-        if len(tokens) < NGRAM:
-            return []
-        self._extend(tokens)
-        end = self._ends.get(tuple(tokens[-NGRAM:]))
-        return [] if end is None else list(tokens[end : end + count])
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Index every n-gram but the final one, which would only find itself."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in the text, which only ever grows. Its final n-gram would only find itself: not yet."""
         first = max(len(self._tokens), NGRAM)
         for end in range(first, len(tokens)):
             self._ends[tuple(tokens[end - NGRAM : end])] = end
         self._tokens = list(tokens)
 
+    def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """What followed the last occurrence of this text's final n-gram."""
+        end = self._ends.get(tuple(text[-NGRAM:]))
+        return [] if end is None else self._tokens[end : end + max(0, count)]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A text that may come, and what block 0 chooses behind it."""
+
+    text: list[int]
+    choices: list[Choice]
+
+    def behind(self, tokens: list[int]) -> list[Choice]:
+        """The choices that follow `tokens`, if this is how the text went on."""
+        taken = len(tokens) - len(self.text)
+        if taken < 0 or tokens != [*self.text, *(choice.token for choice in self.choices[:taken])]:
+            return []
+        return self.choices[taken:]
+
+
+def likely_texts(tokens: list[int], draft: list[Choice], chance: Callable[[float], float]) -> list[list[int]]:
+    """What the text may be after a traversal, likeliest first: all accepted, or a runner-up at one place."""
+    outcomes: list[tuple[float, list[int]]] = []
+    held = 1.0
+    for i, choice in enumerate(draft):
+        prefix = [*tokens, *(c.token for c in draft[:i])]
+        accepted = chance(choice.margin)
+        outcomes.append((held * (1 - accepted) * RUNNER_UP_CHANCE, [*prefix, choice.runner_up]))
+        held *= accepted
+    outcomes.append((held, [*tokens, *(choice.token for choice in draft)]))
+    outcomes.sort(key=lambda outcome: -outcome[0])
+    return [text for _, text in outcomes[:BRANCHES]]
+
 
 class Drafter:
     """Drafts for one request; its cache follows the text."""
 
-    def __init__(self, batcher: Batcher, sampler: Sampler) -> None:
-        self.batcher, self.sampler = batcher, sampler
+    def __init__(self, batcher: Batcher, sampler: Sampler, length: DraftLength) -> None:
+        self.batcher, self.sampler, self.length = batcher, sampler, length
         self.held = batcher.held
         self.lookup = Lookup()
-        self.seen: list[int] = []
-        self.start = 0
+        self.drafted: list[Choice] = []
+        self.ahead: list[Branch] = []
         self.caches: dict[int, Cache] = self.held.new_caches([DRAFT_BLOCK])
+        self.seen: list[int] = []
+        """What the caches are certain to hold."""
+        self.start = 0
+        self.pass_seconds = self.traversal_seconds = 0.0
 
-    async def draft(self, tokens: Sequence[int], count: int) -> list[int]:
-        drafted: list[int] = []
-        guess = self.lookup.guess(tokens, count - 1)
-        while len(drafted) < count:
-            drafted += await self._extend([*tokens, *drafted], guess)
-            guess = []
-        return drafted[:count]
+    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens, as many as seem worth it."""
+        text, most = list(tokens), min(most, self.length.most)
+        self.lookup.extend(text)
+        ready = max((branch.behind(text) for branch in self.ahead), key=len, default=[])
+        self.drafted, self.ahead = ready[:most], []
+        while len(self.drafted) < most and self.length.go_on(_margins(self.drafted)):
+            self.drafted += await self._extend(text, self.drafted, most)
+        return [choice.token for choice in self.drafted]
 
-    async def _extend(self, tokens: list[int], guess: list[int]) -> list[int]:
+    async def run_ahead(self, tokens: Sequence[int]) -> None:
+        """While the stages answer, draft behind what they will likely say. To be cancelled when they do."""
+        if self.traversal_seconds < WORTHWHILE * self.pass_seconds:
+            return
+        for text in likely_texts(list(tokens), self.drafted, self.length.chance):
+            branch = Branch(text, [])
+            self.ahead.append(branch)
+            while self.batcher.idle and self._wants_more(branch):
+                branch.choices.extend(await self._extend(text, branch.choices, self.length.most))
+
+    def _wants_more(self, branch: Branch) -> bool:
+        return len(branch.choices) < self.length.most and self.length.go_on(_margins(branch.choices))
+
+    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
+        """What came of the last draft."""
+        self.traversal_seconds = traversal_seconds
+        self.length.observe(_margins(self.drafted), accepted, draft_seconds, traversal_seconds)
+
+    async def _extend(self, text: list[int], choices: list[Choice], most: int) -> list[Choice]:
         """One pass: the guessed tokens that block 0 agrees with, and the one it chooses after them."""
-        rows = await self._rows(tokens, guess)
-        agreed: list[int] = []
-        for i, row in enumerate(rows):
-            token = choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE).token
-            agreed.append(token)
-            if i == len(guess) or token != guess[i]:
+        tokens = [*text, *(choice.token for choice in choices)]
+        guess = self.lookup.guess(tokens, min(GUESS, most - len(choices) - 1))
+        agreed: list[Choice] = []
+        for i, row in enumerate(await self._rows(tokens, guess)):
+            agreed.append(choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE))
+            if i == len(guess) or agreed[-1].token != guess[i]:
                 break
         return agreed
 
@@ -83,10 +142,15 @@ class Drafter:
         num_rows = len(window) - (len(tokens) - start) + 1
         keep = _common_prefix(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - num_rows)
-        self.seen, self.start = window, start
-        work = Work(window[keep:], num_rows, (DRAFT_BLOCK,), self.caches, keep)
-        outcome = await self.batcher.rows(work)
-        return normalised(outcome.rows.astype(np.float64) / self.held.weights[DRAFT_BLOCK])
+        # A pass that is cancelled has run or has not: only what it keeps is certain.
+        self.seen, self.start = window[:keep], start
+        outcome = await self.batcher.rows(Work(window[keep:], num_rows, (DRAFT_BLOCK,), self.caches, keep))
+        self.seen, self.pass_seconds = window, outcome.compute_seconds
+        return normalised(outcome.rows.astype(np.float64) / (self.held.weights[DRAFT_BLOCK] or 1.0))
+
+
+def _margins(choices: Sequence[Choice]) -> list[float]:
+    return [choice.margin for choice in choices]
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -94,51 +158,3 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
         if a != b:
             return i
     return min(len(first), len(second))
-
-
-MAX_LENGTH = 32
-_DECAY = 0.97
-
-
-@dataclass
-class DraftTiming:
-    """What drafting has paid so far, over all requests of an engine: the start of every new one."""
-
-    tries: float = 10.0
-    hits: float = 8.0
-    draft_seconds: float = 0.002
-    """Per drafted token."""
-    traversal_seconds: float = 0.05
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        self.traversal_seconds += 0.2 * (traversal_seconds - self.traversal_seconds)
-        if drafted:
-            self.tries = _DECAY * self.tries + min(accepted + 1, drafted)
-            self.hits = _DECAY * self.hits + accepted
-            self.draft_seconds += 0.2 * (draft_seconds / drafted - self.draft_seconds)
-
-    @property
-    def acceptance(self) -> float:
-        return min(0.99, self.hits / self.tries)
-
-
-def best_length(timing: DraftTiming) -> int:
-    """The draft length of most expected tokens per second: (1 - a^(K+1)) / (1 - a) over T + K d."""
-    a = timing.acceptance
-    lengths = np.arange(MAX_LENGTH + 1)
-    tokens = (1 - a ** (lengths + 1)) / (1 - a)
-    seconds = timing.traversal_seconds + lengths * timing.draft_seconds
-    return int(np.argmax(tokens / seconds))
-
-
-class AdaptiveLength:
-    """Draft as many tokens as have been worth it lately."""
-
-    def __init__(self, timing: DraftTiming) -> None:
-        self.timing = timing
-
-    def next(self) -> int:
-        return best_length(self.timing)
-
-    def observe(self, drafted: int, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        self.timing.observe(drafted, accepted, draft_seconds, traversal_seconds)

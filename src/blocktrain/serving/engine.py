@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
-from blocktrain.serving.decoding import DecodedGeneration, Decoder, DraftLength, FixedLength, Rows
-from blocktrain.serving.drafting import DRAFT_BLOCK, AdaptiveLength, Drafter, DraftTiming
+from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
+from blocktrain.serving.draft_length import AdaptiveLength, DraftLength, FixedLength
+from blocktrain.serving.drafting import DRAFT_BLOCK, Drafter
 from blocktrain.serving.engine_api import (
     GenerationRequest,
     GenerationStats,
@@ -57,6 +58,8 @@ from blocktrain.wire.frames import (
 )
 
 SCORING_WINDOWS_AT_ONCE = 4
+SPARE_SECONDS = 1.0
+"""How long start() waits for stages that are not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class Engine:
         self._model = model_info(checkpoint, self.shape)
         self._held = HeldBlocks(checkpoint, [DRAFT_BLOCK])
         self.weights = np.array(checkpoint.pooling)
-        self.timing = DraftTiming()
+        self._adaptive = AdaptiveLength()
         self._generations: weakref.WeakSet[_RemoteScorer] = weakref.WeakSet()
         self._started = False
 
@@ -117,8 +120,11 @@ class Engine:
 
     async def _wait_for_stages(self) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.config.start_seconds
+        began = loop.time()
+        until = began + self.config.start_seconds
         while loop.time() < until and any(link.problem is not None for link in self.links):
+            if loop.time() - began > SPARE_SECONDS and self.ready[0]:
+                return
             refused = [link.problem for link in self.links if link.refused and link.problem]
             if refused:
                 await self.close()
@@ -179,8 +185,7 @@ class Engine:
             request,
             context=self._model.context,
             scorer=_RemoteScorer(self, request, stats),
-            drafter=Drafter(self._batcher, sampler) if verify else None,
-            length=self._draft_length(request),
+            drafter=Drafter(self._batcher, sampler, self._draft_length(request)) if verify else None,
             stats=stats,
         )
         return DecodedGeneration(decoder)
@@ -188,7 +193,7 @@ class Engine:
     def _draft_length(self, request: GenerationRequest) -> DraftLength:
         if request.draft_tokens is not None:
             return FixedLength(request.draft_tokens)
-        return AdaptiveLength(self.timing)
+        return self._adaptive
 
     async def score(
         self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0

@@ -86,17 +86,21 @@ class Program:
         reader.start()
         log.info("started %s pid=%d", self.name, self.process.pid)
 
-    def await_ready(self, deadline: float) -> None:
-        while True:
+    def await_ready(self, deadline: float, stop: threading.Event) -> None:
+        """Until it says where it listens; KeyboardInterrupt when told to stop before."""
+        while not stop.is_set():
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{self.name} was not ready after {READY_SECONDS:.0f} s")
             try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                line = self._lines.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                raise LaunchError(f"{self.name} was not ready after {READY_SECONDS:.0f} s") from None
+                continue
             if line is None:
                 raise LaunchError(f"{self.name} ended at its start with exit code {self.wait()}")
             if found := self.ready.search(line):
                 self.address = found.group(1)
                 return
+        raise KeyboardInterrupt
 
     @property
     def pid(self) -> int | None:
@@ -191,16 +195,16 @@ class Launcher:
     def gateway_pid(self) -> int | None:
         return None if self.gateway is None else self.gateway.pid
 
-    def start(self) -> str:
+    def start(self, stop: threading.Event) -> str:
         """Start everything and wait until it is ready; gives the gateway's URL."""
         deadline = time.monotonic() + READY_SECONDS
         for stage in self.stages:
             stage.start(time.monotonic())
         for stage in self.stages:
-            stage.await_ready(deadline)
+            stage.await_ready(deadline, stop)
         self.gateway = gateway_program(self.config, self.stages)
         self.gateway.start(time.monotonic())
-        self.gateway.await_ready(deadline)
+        self.gateway.await_ready(deadline, stop)
         return self.gateway.address
 
     def watch(self, stop: threading.Event) -> None:

@@ -11,7 +11,8 @@ import torch
 from blocktrain.model.block import Cache
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
-from blocktrain.serving.decoding import DecodedGeneration, Decoder, FixedLength, Rows
+from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
+from blocktrain.serving.draft_length import FixedLength
 from blocktrain.serving.drafting import Drafter
 from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, ModelInfo, TokenLogprob
 from blocktrain.serving.fingerprint import fingerprint, model_info
@@ -53,14 +54,13 @@ class LocalEngine:
     def generate(self, request: GenerationRequest) -> DecodedGeneration:
         request.check(self._model.vocabulary)
         sampler = Sampler(request.seed, request.temperature, request.top_p)
-        drafter = Drafter(self._running, sampler) if request.mode == "verify" else None
-        drafted = LOCAL_DRAFT_TOKENS if request.draft_tokens is None else request.draft_tokens
+        length = FixedLength(LOCAL_DRAFT_TOKENS if request.draft_tokens is None else request.draft_tokens)
+        verify = request.mode == "verify"
         decoder = Decoder(
             request,
             context=self._model.context,
             scorer=_LocalScorer(self._running, self._blocks),
-            drafter=drafter,
-            length=FixedLength(drafted),
+            drafter=Drafter(self._running, sampler, length) if verify else None,
             stats=GenerationStats(),
         )
         return DecodedGeneration(decoder)

@@ -63,11 +63,12 @@ def merge_updates(
     inputs: Sequence[MergeInput],
     alpha: float,
     executor: Executor | None = None,
+    out: dict[str, NDArray[np.float32]] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
-    """The next snapshot; `inputs` must be sorted by update id and not empty."""
+    """The next snapshot, written into `out` where given; `inputs` sorted by update id and not empty."""
     assert inputs, "a merge needs an update"
     assert [one.update_id for one in inputs] == sorted(one.update_id for one in inputs)
-    result = {name: np.empty(tensor.shape, np.float32) for name, tensor in sorted(base.items())}
+    result = out or {name: np.empty(tensor.shape, np.float32) for name, tensor in sorted(base.items())}
     merge_chunk = _merge_dense if codec.kind == "dense" else _merge_coded
     coefficients = [one.weight * one.scale / len(inputs) for one in inputs]
 
@@ -86,6 +87,7 @@ def replay_merge(
     decoded: Mapping[str, Tensors],
     bases: Mapping[str, Tensors] | None = None,
     executor: Executor | None = None,
+    out: dict[str, NDArray[np.float32]] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """The result of a merge that was recorded; the caller compares its hash with `record.result_hash`.
 
@@ -105,7 +107,7 @@ def replay_merge(
                 base=(bases or {})[one.base_hash] if late else None,
             )
         )
-    return merge_updates(codec, base, inputs, record.alpha, executor)
+    return merge_updates(codec, base, inputs, record.alpha, executor, out)
 
 
 def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:

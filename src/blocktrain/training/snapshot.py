@@ -11,6 +11,7 @@ good; compare `snapshot_hash` with the hash you asked for.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from blocktrain.wire.hashing import snapshot_hash
 __all__ = [
     "SnapshotError",
     "Tensors",
+    "blank_file",
     "from_safetensors",
     "load_into",
     "max_snapshot_bytes",
@@ -75,9 +77,33 @@ def max_snapshot_bytes(schema: Schema) -> int:
     return 8 + HEADER_BYTES_PER_TENSOR * (1 + len(schema.tensors)) + 4 * schema.num_values
 
 
+def blank_file(schema: Schema) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
+    """A safetensors file still to be filled, and its tensors as views into it.
+
+    A merge writes into the views, so that 64 MB of weights are neither copied nor allocated twice.
+    """
+    entries, end = {}, 0
+    for name, shape in schema.tensors:
+        start, end = end, end + 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file = np.empty(8 + len(header) + end, np.uint8)
+    file[: 8 + len(header)] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
+    values = file[8 + len(header) :].view("<f4")
+    views, start = {}, 0
+    for name, shape in schema.tensors:
+        size = math.prod(shape)
+        views[name] = values[start : start + size].reshape(shape)
+        start += size
+    return file, views
+
+
 def to_safetensors(tensors: Tensors) -> bytes:
-    ordered = {name: np.asarray(tensors[name], dtype="<f4", order="C") for name in sorted(tensors)}
-    return safetensors.numpy.save(ordered)
+    file, views = blank_file(Schema.of({name: tensors[name] for name in sorted(tensors)}))
+    for name, view in views.items():
+        view[...] = tensors[name]
+    return file.tobytes()
 
 
 def from_safetensors(data: bytes, schema: Schema) -> dict[str, NDArray[np.float32]]:

@@ -99,6 +99,22 @@ class ErrorReason(StrEnum):
     NOT_UPLOADED = "not_uploaded"
     """`uploaded` was called before the object was there."""
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
+    STAMP_REQUIRED = "stamp_required"
+    """Joining needs a proof-of-work stamp on a fresh challenge: GET /v1/challenge/{worker_id}."""
+    INVITE_REQUIRED = "invite_required"
+    """Joining needs an invitation that is valid and unused."""
+    NOT_LISTED = "not_listed"
+    """The operator has not listed this worker id."""
+    ADDRESS_FULL = "address_full"
+    """Too many workers joined from this network address."""
+    BANNED = "banned"
+    """This worker is banned, for a reason and until a time that the message names."""
+    NOT_OPERATOR = "not_operator"
+    """Only the operator's key (coordinator.key) may do this."""
+    NOT_JUDGE = "not_judge"
+    """Only the operator's key, or one listed in judges.txt, may judge."""
+    LEASE_LOST = "lease_lost"
+    """The update is judged already, or another judge has it now."""
     UNAVAILABLE = "unavailable"
     """The coordinator is draining or its storage does not answer: try again."""
 
@@ -172,6 +188,21 @@ class JoinRequest(Request):
     device: Label = "cpu"
     memory_bytes: Count | None = None
     """Memory of the training device; None when unknown, then any block fits."""
+    challenge: Hash | None = None
+    stamp: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")] | None = None
+    """Proof of work on `challenge`, for a run with open admission."""
+    invite: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,512}$")] | None = None
+    """Token from `blocktrain invite`, for a run that asks for one."""
+
+
+class ChallengeAnswer(Answer):
+    """GET /v1/challenge/{worker_id}: what to stamp before joining."""
+
+    admission: Literal["open", "invite", "allowlist"]
+    challenge: Hash
+    bits: Annotated[int, Field(ge=0, le=64)]
+    """Leading zero bits that blake3(challenge || stamp) must have; 0 for no stamp."""
+    valid_seconds: Seconds
 
 
 class JoinAnswer(Answer):
@@ -319,6 +350,8 @@ class Outcome(StrEnum):
     """Counts fully in the next merge."""
     LATE = "late"
     """Counts in the next merge at `weight` below 1."""
+    PENDING = "pending"
+    """Arrived and waiting for a judge: ask again, GET /v1/updates/{payload_hash}/verdict."""
     REFUSED = "refused"
     """Does not count: the worker puts the whole delta back into its error feedback."""
 
@@ -339,6 +372,22 @@ class VerdictReason(StrEnum):
     """The frame breaks the codec's layout."""
     NOT_FINITE = "not_finite"
     """NaN or infinity, or a norm that is."""
+    JUDGING = "judging"
+    """In the judges' queue."""
+    NORM = "norm"
+    """The norm is far from that of this block's merged updates."""
+    DUPLICATE = "duplicate"
+    """Another update, or one of earlier rounds, with too little of its own."""
+    NO_GAIN = "no_gain"
+    """Held-out loss does not fall; within noise, so it says nothing about the worker."""
+    HARMFUL = "harmful"
+    """Held-out loss rises, beyond noise."""
+    PROBATION = "probation"
+    """A good update of a newcomer: counted towards its admission, not merged."""
+    GUARD = "guard"
+    """The merge made held-out loss rise, and this was its worst contributor."""
+    REMOVED = "removed"
+    """Its worker was banned or removed before it was merged."""
 
 
 class Verdict(Answer):
@@ -437,7 +486,9 @@ class LedgerEntry(BaseModel):
 
     sequence: Count
     time: float
-    kind: Literal["run", "join", "assign", "return", "commit", "reveal", "verdict", "merge", "snapshot"]
+    kind: Literal[
+        "run", "join", "assign", "return", "commit", "reveal", "verdict", "merge", "snapshot", "ban", "remove"
+    ]
     body: dict[str, Any]
     entry_hash: Hash
     signature: SignatureText
@@ -516,6 +567,140 @@ class StatusAnswer(Answer):
     reports: tuple[RoundReport, ...]
     """The rounds closed last, oldest first."""
     ledger_length: Count
+
+
+# --- judges and the operator -------------------------------------------------------------------------
+
+
+class GainReport(BaseModel):
+    """Fall of the loss in nats per token, its standard error, and the windows it was measured on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mean: FiniteFloat | None
+    """None where the loss was no longer finite."""
+    error: FiniteFloat | None
+    windows: Count
+
+
+class JudgeTask(Answer):
+    """An update lent to a judge: score moving `block` from `head_hash` by it."""
+
+    kind: Literal["task"] = "task"
+    update_id: Hash
+    block: BlockIndex
+    payload_hash: Hash
+    head_hash: Hash
+    """Snapshot to score it on."""
+    base_hash: Hash
+    """Snapshot its delta is measured from; differs from the head where it is late."""
+    step: FiniteFloat
+    """Outer learning rate times the factor that clips its norm."""
+    shard: Count
+    first_step: Count
+    steps: Count
+    seed: Count
+    """Draws text, sigma and noise; unknown to anybody before the commit."""
+    lease_seconds: Seconds
+
+
+class JudgeWait(Answer):
+    kind: Literal["wait"] = "wait"
+    seconds: Seconds
+
+
+JudgeAnswer = Annotated[JudgeTask | JudgeWait, Field(discriminator="kind")]
+
+
+class EvidenceReport(Request):
+    """POST /v1/judge/tasks/{update_id}: what a judge found."""
+
+    held_out: GainReport
+    assigned: GainReport
+    other: GainReport
+    tokens: Count
+    """Tokens of forward passes that judging took."""
+
+
+class BanRequest(Request):
+    """POST /v1/workers/{worker_id}/ban, by the operator."""
+
+    reason: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 ._:()/@+,;-]{1,200}$")]
+    seconds: Annotated[FiniteFloat, Field(ge=0, le=MAX_SECONDS)]
+    """0 lifts a ban."""
+
+
+class BanState(BaseModel):
+    reason: str
+    until: float
+
+
+class WorkerSummary(BaseModel):
+    """A worker's standing and contribution."""
+
+    worker_id: WorkerIdText
+    joined: float
+    last_seen: float
+    live: bool
+    probation: bool
+    ban: BanState | None
+    reputation: float
+    """rating x max(0, assigned_versus_other) x uptime, in [0, 1]."""
+    rating: float
+    assigned_versus_other: float
+    uptime: float
+    good_verdicts: Count
+    verdicts: Count
+    merged: Count
+    merged_weight: float
+    gain: float
+    """Sum of the held-out gains of its merged updates."""
+    tokens: Count
+    """Training tokens behind its merged updates."""
+
+
+class WorkersAnswer(Answer):
+    """GET /v1/workers"""
+
+    workers: tuple[WorkerSummary, ...]
+
+
+class VerdictRecord(BaseModel):
+    update_id: Hash
+    block: BlockIndex
+    round: Count
+    state: str
+    weight: float
+    reason: str | None
+    sentence: str | None
+    norm: float | None
+    evidence: dict[str, Any] | None
+    revealed: float | None
+    verdict_sequence: Count | None
+
+
+class WorkerAnswer(Answer):
+    """GET /v1/workers/{worker_id}: its standing, and its latest verdicts with their reasons."""
+
+    worker: WorkerSummary
+    verdicts: tuple[VerdictRecord, ...]
+
+
+class ContributionsAnswer(Answer):
+    """GET /v1/contributions: signed by the coordinator over the canonical JSON of `statement`."""
+
+    statement: dict[str, Any]
+    signature: SignatureText
+
+
+CONTRIBUTIONS_CONTEXT: Final = b"blocktrain contributions 1\n"
+"""Goes before the statement's bytes into the signature."""
+
+
+class OperatorAnswer(Answer):
+    """What the operator asked for is done, and in the ledger."""
+
+    receipt: Receipt
 
 
 class HealthAnswer(Answer):

@@ -23,19 +23,26 @@ from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     AssignmentAnswer,
     AssignmentRequest,
+    BanRequest,
     BlockAnswer,
+    ChallengeAnswer,
     CommitAnswer,
     CommitRequest,
+    ContributionsAnswer,
+    EvidenceReport,
     HeartbeatAnswer,
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
+    JudgeAnswer,
     LedgerAnswer,
     MergesAnswer,
+    OperatorAnswer,
     ReturnAnswer,
     RunAnswer,
     StatusAnswer,
     Verdict,
+    WorkersAnswer,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from blocktrain.worker.decisions import backoff_seconds
@@ -51,6 +58,7 @@ CLOCK_ATTEMPTS = 8
 CLOCK_REASONS = {"clock_skew", "expired"}
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
+_judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -138,6 +146,13 @@ class CoordinatorClient:
                 content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded", b"")
         return _parsed(lambda: Verdict.model_validate_json(content))
 
+    def verdict(self, payload_hash: str) -> Verdict:
+        content = self._request("GET", f"/v1/updates/{payload_hash}/verdict", b"")
+        return _parsed(lambda: Verdict.model_validate_json(content))
+
+    def challenge(self) -> ChallengeAnswer:
+        return self._get(f"/v1/challenge/{self.identity.worker_id}", ChallengeAnswer)
+
     def block(self, block: int) -> BlockAnswer:
         return self._get(f"/v1/blocks/{block}", BlockAnswer)
 
@@ -150,9 +165,9 @@ class CoordinatorClient:
     def ledger(self, since: int) -> LedgerAnswer:
         return self._get(f"/v1/ledger?since={since}", LedgerAnswer)
 
-    def fetch(self, path: str) -> bytes:
+    def fetch(self, path: str, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """A public object, whole and in memory."""
-        return self._request("GET", path, b"", signed=False)
+        return self._request("GET", path, b"", signed=False, max_bytes=max_bytes)
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):
@@ -162,6 +177,31 @@ class CoordinatorClient:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
         with self.traffic.sending(Kind.SNAPSHOT):
             self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
+
+    # --- judges and operators
+
+    def judge_lease(self) -> JudgeAnswer:
+        content = self._request("POST", "/v1/judge/lease", b"")
+        return _parsed(lambda: _judge_answer.validate_json(content))
+
+    def judge_payload(self, update_id: str, max_bytes: int) -> bytes:
+        return self._request("GET", f"/v1/judge/tasks/{update_id}/payload", b"", max_bytes=max_bytes)
+
+    def judge_report(self, update_id: str, report: EvidenceReport) -> OperatorAnswer:
+        return self._send("POST", f"/v1/judge/tasks/{update_id}", report, OperatorAnswer)
+
+    def workers(self) -> WorkersAnswer:
+        return self._get("/v1/workers", WorkersAnswer)
+
+    def contributions(self) -> ContributionsAnswer:
+        return self._get("/v1/contributions", ContributionsAnswer)
+
+    def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
+        return self._send("POST", f"/v1/workers/{worker_id}/ban", request, OperatorAnswer)
+
+    def remove(self, worker_id: str) -> OperatorAnswer:
+        content = self._request("DELETE", f"/v1/workers/{worker_id}", b"")
+        return _parsed(lambda: OperatorAnswer.model_validate_json(content))
 
     # --- how
 

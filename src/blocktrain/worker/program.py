@@ -28,8 +28,9 @@ from blocktrain.training.inner import build_codebook
 from blocktrain.wire import messages
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
+from blocktrain.wire.tokens import find_stamp
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient
+from blocktrain.worker.client import CoordinatorClient, Refusal
 from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.progress import Progress, make_progress
@@ -56,6 +57,8 @@ class WorkerOptions:
     """Snapshots and payloads kept on disk."""
     corpus: str | None = None
     """Where the run's text lies on this machine, if not where the recipe says."""
+    invite: str | None = None
+    """Token from the operator, where the run asks for one."""
 
 
 def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
@@ -149,14 +152,28 @@ class Worker:
         )
 
     def join(self) -> None:
-        request = JoinRequest(
+        try:
+            answer = self.client.join(self._join_request())
+        except Refusal as refusal:
+            if refusal.reason != "stamp_required":
+                raise
+            answer = self.client.join(self._join_request(stamped=True))
+        self.state.save_receipt(answer.receipt)
+        self.progress.line(f"joined {self.client.url} worker={answer.worker_id} device={self.device}")
+
+    def _join_request(self, stamped: bool = False) -> JoinRequest:
+        asked = self.client.challenge() if stamped else None
+        if asked is not None:
+            self.progress.line(f"stamping bits={asked.bits}: some seconds of hashing, once")
+        return JoinRequest(
             corpus_sha256=self.corpus.sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             device=self.device.type,
             memory_bytes=_device_memory(self.device),
+            challenge=asked.challenge if asked is not None else None,
+            stamp=find_stamp(asked.challenge, asked.bits) if asked is not None else None,
+            invite=self.options.invite,
         )
-        answer = self.client.join(request)
-        self.progress.line(f"joined {self.client.url} worker={answer.worker_id} device={self.device}")
 
     # --- training
 

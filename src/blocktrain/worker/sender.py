@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Account, CommitRequest, Outcome, Verdict
-from blocktrain.worker.client import CoordinatorClient, Refusal
-from blocktrain.worker.decisions import Sent, share_to_return
+from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
+from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
+from blocktrain.worker.decisions import Sent, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.snapshots import Layout, Snapshots
 from blocktrain.worker.standing import Base, Flight, Standing
@@ -52,6 +52,7 @@ class Sender:
         self.stop, self.beta, self.account, self.join = stop, beta, account, join
         self._queue: queue.Queue[tuple[Standing, Flight]] = queue.Queue()
         self._unsettled: dict[int, list[Unsettled]] = {}
+        self._saving = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
 
@@ -115,7 +116,7 @@ class Sender:
         before = self._unsettled.get(standing.block, [])
         kept = [one for one in before if one.payload_hash in flying] + [update]
         self._unsettled[standing.block] = kept
-        self.state.save_feedback(standing.block, standing.feedback, kept)
+        self.keep_feedback(standing)
 
     # --- an update of a previous process
 
@@ -152,13 +153,27 @@ class Sender:
         while True:
             try:
                 answer = self.client.commit(update.assignment_id, request)
-                return answer.verdict or self.client.reveal(update.payload_hash, parcel.payload, answer)
+                verdict = answer.verdict or self.client.reveal(update.payload_hash, parcel.payload, answer)
+                self.keep_receipt(answer.receipt, verdict.receipt)
+                return self._settled(update.payload_hash, verdict)
             except Refusal as refusal:
                 if refusal.reason == "not_joined":
                     self.join()
                     continue
                 self.progress.judged(parcel.layout.block, parcel.round, "refused", 0, str(refusal))
                 return None
+
+    def _settled(self, payload_hash: str, verdict: Verdict) -> Verdict | None:
+        """The verdict once a judge has given it; the round cannot close before, so nothing is held up."""
+        asked = 0
+        while verdict.outcome is Outcome.PENDING:
+            if self.stop.wait(verdict_wait_seconds(asked)):
+                raise Stopped("the worker is stopping")
+            verdict = self.client.verdict(payload_hash)
+            asked += 1
+        if asked:
+            self.keep_receipt(verdict.receipt)
+        return verdict
 
     def _account_for(
         self, standing: Standing, parcel: Parcel, base: Base | None, verdict: Verdict | None
@@ -182,7 +197,12 @@ class Sender:
         standing.returned(decoded_delta(layout.codec, layout.schema, payload, weights), share)
         kept = [one for one in self._unsettled.get(standing.block, []) if one.payload_hash != payload_hash]
         self._unsettled[standing.block] = kept
-        self.state.save_feedback(standing.block, standing.feedback, kept)
+        self.keep_feedback(standing)
+
+    def keep_receipt(self, *receipts: Receipt) -> None:
+        """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`."""
+        for receipt in receipts:
+            self.state.save_receipt(receipt)
 
     def abandon(self) -> None:
         """At the end: updates that were never formed go to error feedback, and it to disk."""
@@ -193,5 +213,7 @@ class Sender:
                 self.keep_feedback(standing)
 
     def keep_feedback(self, standing: Standing) -> None:
-        unsettled = self._unsettled.get(standing.block, [])
-        self.state.save_feedback(standing.block, standing.feedback, unsettled)
+        """Write what error feedback and updates on their way are now; the trainer does so too."""
+        with self._saving:
+            unsettled = self._unsettled.get(standing.block, [])
+            self.state.save_feedback(standing.block, standing.feedback, unsettled)

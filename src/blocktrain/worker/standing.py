@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from blocktrain.training.update import Weights, difference, fold_back, is_same, moved
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent, settle
@@ -26,8 +28,8 @@ class Place:
     weights: Weights
     moves: tuple[Weights, ...] = ()
 
-    def moved(self, shift: Weights) -> Place:
-        return Place(self.weights, (*self.moves, shift))
+    def moved(self, *shifts: Weights) -> Place:
+        return Place(self.weights, (*self.moves, *shifts))
 
     def now(self) -> Weights:
         weights = self.weights
@@ -73,8 +75,12 @@ class Standing:
         self._settling = threading.Lock()
         self._base = base
         self._feedback = feedback
+        self._taken: Weights | None = None
         self._flights: list[Flight] = []
         self._pending: Place | None = None
+        """What new snapshots have still to add to the local weights."""
+        self._news = False
+        """The trainer has not yet seen the last change of it."""
         self._closed = False
 
     # --- the trainer
@@ -82,17 +88,31 @@ class Standing:
     def begin(self) -> Weights:
         """The weights to start from: the snapshot, and updates on their way if there are any."""
         with self._changed:
-            self._pending = None
+            self._pending, self._news = None, False
             return self._newest().now()
 
     def _newest(self) -> Place:
         return self._flights[-1].place if self._flights else Place(self._base.weights)
 
-    def take_move(self) -> Weights | None:
-        """What to add to the local weights now, if anything."""
+    def take_move(self, share: float = 1.0) -> Weights | None:
+        """What to add to the local weights now: once for each change, a share of what is still to be added.
+
+        The rest stays pending; marks and updates count it as done, so nothing is lost or counted twice.
+        """
         with self._changed:
-            pending, self._pending = self._pending, None
-        return None if pending is None else pending.now()
+            if not self._news:
+                return None
+            pending, self._pending, self._news = self._pending, None, False
+        assert pending is not None
+        shift = pending.now()
+        if share == 1.0 or not any(value.any() for value in shift.values()):
+            return shift
+        taken = {name: np.asarray(np.float32(share) * value) for name, value in shift.items()}
+        with self._changed:
+            rest = Place(difference(shift, taken))
+            later = self._pending
+            self._pending = rest if later is None else rest.moved(later.weights, *later.moves)
+        return taken
 
     def finish(self, assignment: Assignment, weights: Weights, loss: float) -> Flight:
         """A round is done at `weights`; moves not yet taken are still to be added to them."""
@@ -119,8 +139,8 @@ class Standing:
     def draft(self, flight: Flight) -> Draft:
         """What the update is formed from; the error feedback goes into it, so it is taken."""
         with self._changed:
-            feedback, self._feedback = self._feedback, None
-            return Draft(self._base, self._origin(flight), flight.place, feedback)
+            self._taken, self._feedback = self._feedback, None
+            return Draft(self._base, self._origin(flight), flight.place, self._taken)
 
     def _origin(self, flight: Flight) -> Place:
         index = self._flights.index(flight)
@@ -128,7 +148,7 @@ class Standing:
 
     def formed(self, flight: Flight, sent: Sent, feedback: Weights | None) -> None:
         with self._changed:
-            flight.sent = sent
+            flight.sent, self._taken = sent, None
             if feedback is not None:
                 self._feedback = fold_back(self._feedback, feedback)
             self._changed.notify_all()
@@ -173,6 +193,7 @@ class Standing:
         for flight in self._flights:
             flight.place = flight.place.moved(shift)
         self._pending = Place(shift) if self._pending is None else self._pending.moved(shift)
+        self._news = True
         self._base = base
         self._changed.notify_all()
 
@@ -185,8 +206,11 @@ class Standing:
 
     @property
     def feedback(self) -> Weights | None:
+        """All of it, also what is just going into an update that is not formed yet."""
         with self._changed:
-            return self._feedback
+            if self._taken is None:
+                return self._feedback
+            return fold_back(self._feedback, self._taken)
 
     def flights(self) -> list[Flight]:
         with self._changed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from blocktrain.errors import StorageError, UserError
 from blocktrain.training.update import Weights
+from blocktrain.wire.messages import Receipt
+
+RECEIPTS_FILE = "receipts.jsonl"
 
 
 class Unsettled(BaseModel):
@@ -46,6 +50,7 @@ class _Outbox(BaseModel):
 class StateFolder:
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self.folder, self.report = folder, report
+        self._writing = threading.Lock()
 
     def lock(self) -> int:
         """Keep a second worker out of this folder for as long as the returned descriptor is open."""
@@ -115,6 +120,17 @@ class StateFolder:
         except (OSError, ValueError, TypeError):
             return None
 
+    def save_receipt(self, receipt: Receipt) -> None:
+        """One JSON line each, in the order they came."""
+        try:
+            with (self.folder / RECEIPTS_FILE).open("a") as file:
+                file.write(receipt.model_dump_json() + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.folder / RECEIPTS_FILE}: {error}; free some space or name another "
+                "--data-dir"
+            ) from None
+
     def save_report(self, report: dict[str, object]) -> None:
         self._replace("report.json", lambda path: path.write_text(json.dumps(report, indent=1)))
 
@@ -122,8 +138,9 @@ class StateFolder:
         """Write beside and rename, so that a kill leaves the old file or the new one."""
         draft = self.folder / f".{name}.new"
         try:
-            write(draft)
-            os.replace(draft, self.folder / name)
+            with self._writing:
+                write(draft)
+                os.replace(draft, self.folder / name)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"cannot write {self.folder / name}: {error}; free some space or name another --data-dir"

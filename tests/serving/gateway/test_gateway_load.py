@@ -70,6 +70,7 @@ def test_beyond_its_places_and_queue_the_door_answers_429(engine_of: EngineOf) -
                 client.completions.create(model="tiny", prompt="x", max_tokens=1, stream=streamed)
             assert refusal.value.code == "rate_limit_exceeded"
             assert int(refusal.value.response.headers["retry-after"]) >= 1
+        assert served.metric("blocktrain_gateway_refusals_total") == 2
         stream.close()
         wait_until(lambda: active(served) == 0)
         assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices

@@ -64,7 +64,7 @@ def launched(checkpoint: Path) -> Iterator[tuple[Launcher, Served]]:
     launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0))
     stop = threading.Event()
     try:
-        served = Served(launcher.start())
+        served = Served(launcher.start(stop))
         watching = threading.Thread(target=launcher.watch, args=(stop,), daemon=True)
         watching.start()
         yield launcher, served
@@ -72,6 +72,15 @@ def launched(checkpoint: Path) -> Iterator[tuple[Launcher, Served]]:
         watching.join(5)
     finally:
         launcher.end()
+
+
+def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path) -> None:
+    launcher, stop = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=1, port=0)), threading.Event()
+    stop.set()
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(stop)
+    launcher.end()
+    assert launcher.stages[0].exit_code() is not None
 
 
 @pytest.mark.slow

@@ -1,0 +1,135 @@
+"""The door: who may join, by the run's admission mode; caps per address; lists the operator keeps in files.
+
+Covered: joins without a stamp, with another's, an old or a forged one; invitations used twice, expired or
+forged; ids not on the list; too many identities from one network. Not covered: many networks and much
+hashing; what they get is probation.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from blake3 import blake3
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from blocktrain.config import TrustConfig
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.store import InviteRow, WorkerRow
+from blocktrain.wire.messages import ChallengeAnswer, ErrorReason, JoinRequest
+from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, is_stamp, read_invite
+
+ALLOWLIST_FILE = "allowlist.txt"
+JUDGES_FILE = "judges.txt"
+MAX_LIST_BYTES = 4 << 20
+
+
+def listed_ids(path: Path) -> frozenset[str]:
+    """Worker ids in a file, one a line, `#` begins a comment; none where there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8")[:MAX_LIST_BYTES]
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(line.split("#")[0].strip() for line in text.splitlines()) - {""}
+
+
+def network_of(address: str, secret: bytes) -> str:
+    """A keyed hash of an IPv4 address or IPv6 /64: enough to count by, useless to who steals the database."""
+    try:
+        found = ipaddress.ip_address(address.split("%")[0])
+    except ValueError:
+        name = address
+    else:
+        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+        plain = mapped or found
+        name = str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
+    return blake3(f"network/{name}".encode(), key=secret).digest(length=16).hex()
+
+
+class Door:
+    def __init__(
+        self, trust: TrustConfig, run_id: str, coordinator_key: str, secret: bytes, data_dir: Path
+    ) -> None:
+        self._trust, self._run_id, self._secret = trust, run_id, secret
+        self._key, self._data_dir = bytes.fromhex(coordinator_key), data_dir
+
+    def challenge(self, worker_id: str, now: float) -> ChallengeAnswer:
+        return ChallengeAnswer(
+            admission=self._trust.admission,
+            challenge=challenge(self._secret, self._run_id, worker_id, now),
+            bits=self._trust.stamp_bits if self._trust.admission == "open" else 0,
+            valid_seconds=CHALLENGE_SECONDS,
+        )
+
+    def is_judge(self, worker_id: str) -> bool:
+        return worker_id in listed_ids(self._data_dir / JUDGES_FILE)
+
+    def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
+        """Everything that needs no database, so that a flood of joins does not wait for one another."""
+        if self._trust.admission == "open":
+            return self._stamp_refusal(worker_id, request, now)
+        if self._trust.admission == "invite":
+            valid = request.invite is not None and read_invite(self._key, request.invite, now) is not None
+            return None if valid else _invite_refusal("missing, expired or not this coordinator's")
+        if worker_id in listed_ids(self._data_dir / ALLOWLIST_FILE):
+            return None
+        return Refusal(
+            ErrorReason.NOT_LISTED,
+            f"worker {worker_id} is not on this run's list",
+            f"ask the operator to add the id to {ALLOWLIST_FILE}",
+        )
+
+    def _stamp_refusal(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
+        bits = self._trust.stamp_bits
+        if not bits:
+            return None
+        good = (
+            request.challenge is not None
+            and request.stamp is not None
+            and is_challenge(self._secret, self._run_id, worker_id, request.challenge, now)
+            and is_stamp(request.challenge, request.stamp, bits)
+        )
+        return (
+            None
+            if good
+            else Refusal(
+                ErrorReason.STAMP_REQUIRED,
+                f"expected a stamp of {bits} bits on a fresh challenge",
+                f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
+            )
+        )
+
+    def enter(
+        self, session: Session, worker_id: str, request: JoinRequest, address: str | None, now: float
+    ) -> str | None:
+        """The last checks, in the transaction that makes the worker; the network it is counted under."""
+        if self._trust.admission == "invite":
+            self._use_invite(session, worker_id, request, now)
+        if address is None:
+            return None
+        network = network_of(address, self._secret)
+        count = session.scalar(select(func.count()).where(WorkerRow.address == network))
+        if (count or 0) >= self._trust.max_workers_per_address:
+            raise Refusal(
+                ErrorReason.ADDRESS_FULL,
+                f"{count} workers have joined from this network address, as many as this run takes",
+                "use a key that has joined before, or ask the operator",
+            )
+        return network
+
+    def _use_invite(self, session: Session, worker_id: str, request: JoinRequest, now: float) -> None:
+        found = read_invite(self._key, request.invite or "", now)
+        if found is None:
+            raise _invite_refusal("missing, expired or not this coordinator's")
+        if session.get(InviteRow, found.invite_id[:32]) is not None:
+            raise _invite_refusal("used already")
+        session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
+
+
+def _invite_refusal(problem: str) -> Refusal:
+    return Refusal(
+        ErrorReason.INVITE_REQUIRED,
+        f"the invitation is {problem}",
+        "ask the operator for one (`blocktrain invite`) and pass it with --invite",
+    )

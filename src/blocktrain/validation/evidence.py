@@ -1,0 +1,238 @@
+"""Evidence: does an update lower the loss of its block on text its worker did not choose?
+
+The same windows, noise levels and noise are scored before and after applying the update (common random
+numbers), so what is left is the update's own effect and its error is far below that of either loss. Three
+kinds of window: *held-out* text decides; *assigned* text (the worker's own batches) against *other* training
+text tells work from copying. The draw follows from `evidence_seed`: the commit, and a secret of the
+coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or verdicts.
+
+Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
+the block's range for the share of windows that a recipe trains with hints. Not covered: harm that does not
+show in mean cross entropy of this text (a backdoor), and a worker that trains on the held-out text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from blake3 import blake3
+from torch import Tensor
+
+from blocktrain.config import ObjectiveConfig, Recipe
+from blocktrain.model.block import Block, Hint
+from blocktrain.model.noise import sample_sigma, training_interval
+from blocktrain.model.objective import Objective
+
+FORWARDS_PER_STEP = 3
+"""A training step costs about as much as this many forward passes of its batch."""
+FORWARDS_PER_WINDOW = 2
+"""Before and after."""
+GUARD_SHARE = 0.2
+"""Part of the compute kept for the guard after the merge."""
+WINDOW_PART = 4
+"""A scored window is this part of the training context: gains of neighbouring tokens go together, so many
+short windows give a smaller error than few long ones at equal compute."""
+SHORTEST_WINDOW = 16
+FEWEST_WINDOWS = 8
+"""Of each kind; below this no error can be estimated, whatever the budget."""
+EARLY_ERRORS = 4.0
+"""Standard errors at which the test may stop before its budget is spent; several looks, so a strict one."""
+FINAL_ERRORS = 2.0
+"""Standard errors that make a finding at the end."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Windows that may be scored; each costs two forward passes of `length` tokens."""
+
+    length: int
+    """Tokens of a scored window."""
+    held_out: int
+    assigned: int
+    other: int
+    guard: int
+    """Windows of held-out text for the guard of a merge, per merged update."""
+
+
+def training_tokens(recipe: Recipe) -> int:
+    """Cost of the work that one update stands for, in tokens of forward passes."""
+    tokens = recipe.training.batch * recipe.model.context
+    return FORWARDS_PER_STEP * recipe.swarm.steps_per_round * tokens
+
+
+def evidence_budget(recipe: Recipe) -> Budget:
+    """How many windows an update's compute pays for: 40 % held-out, 30 % assigned, 30 % other text."""
+    length = min(recipe.model.context, max(SHORTEST_WINDOW, recipe.model.context // WINDOW_PART))
+    affordable = recipe.trust.compute_share * training_tokens(recipe) / (FORWARDS_PER_WINDOW * length)
+    judged = affordable * (1 - GUARD_SHARE)
+    return Budget(
+        length=length,
+        held_out=max(FEWEST_WINDOWS, int(0.4 * judged)),
+        assigned=max(FEWEST_WINDOWS, int(0.3 * judged)),
+        other=max(FEWEST_WINDOWS, int(0.3 * judged)),
+        guard=max(1, int(affordable * GUARD_SHARE)),
+    )
+
+
+def evidence_seed(secret: bytes, update_id: str, commit_hash: str) -> int:
+    """A 63-bit seed that exists only after the commit and that nobody without the secret can foresee."""
+    digest = blake3(f"evidence/{update_id}/{commit_hash}".encode(), key=secret).digest(length=8)
+    return int.from_bytes(digest, "little") >> 1
+
+
+# --- what was found ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Mean fall of the loss in nats per token over windows, with its standard error."""
+
+    mean: float
+    error: float
+    windows: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Gain:
+        count = len(differences)
+        mean = math.fsum(differences) / count
+        variance = math.fsum((one - mean) ** 2 for one in differences) / max(1, count - 1)
+        return cls(mean, math.sqrt(variance / count), count)
+
+    def exceeds(self, errors: float) -> bool:
+        """Whether it is told from zero by this many standard errors, in either direction."""
+        return math.isfinite(self.mean) and abs(self.mean) > errors * self.error
+
+    @property
+    def score(self) -> float:
+        """In standard errors; bounded, so that it can be averaged and stored."""
+        if not math.isfinite(self.mean):
+            return -100.0
+        if self.mean == 0.0:
+            return 0.0
+        return max(-100.0, min(100.0, self.mean / max(self.error, 1e-12)))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    held_out: Gain
+    assigned: Gain
+    other: Gain
+    tokens: int
+    """Tokens of forward passes that it took."""
+
+    @property
+    def mark(self) -> int:
+        """1 where the worker's own text gained more than other training text, -1 where less."""
+        difference = self.assigned.mean - self.other.mean
+        return (difference > 0) - (difference < 0) if math.isfinite(difference) else 0
+
+
+# --- drawing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Context and target tokens, and the noised targets of those that get a hint: the first ones."""
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    hint: Hint | None = None
+
+    def __len__(self) -> int:
+        return self.tokens_BT.shape[0]
+
+
+def stratified_sigma(
+    config: ObjectiveConfig, num_blocks: int, block: int, count: int, generator: torch.Generator
+) -> Tensor:
+    """One draw from each of `count` equal shares of the block's noise, in random order."""
+    pool = sample_sigma(config, num_blocks, block, 64 * count, generator).sort().values
+    low, high = training_interval(config, num_blocks, block)
+    inside = torch.rand(count, generator=generator, device=generator.device)
+    places = ((torch.arange(count, device=generator.device) + inside) * 64).long()
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    return pool[places.clamp(max=len(pool) - 1)][order].clamp(low, high)
+
+
+def with_hints(
+    objective: Objective,
+    block: int,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    codebook_VD: Tensor,
+    generator: torch.Generator,
+) -> Windows:
+    """Windows as the recipe trains them: the share with hints gets stratified noise, the rest none."""
+    hinted = round(objective.config.hint_probability * len(tokens_BT))
+    if not hinted:
+        return Windows(tokens_BT, targets_BT)
+    sigma_P = stratified_sigma(objective.config, objective.model.blocks, block, hinted, generator)
+    e_PTD = F.embedding(targets_BT[:hinted], codebook_VD)
+    eps_PTD = torch.randn(e_PTD.shape, generator=generator, device=e_PTD.device)
+    return Windows(tokens_BT, targets_BT, Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P))
+
+
+# --- scoring -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def window_losses(block: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
+    """Cross entropy of each window in nats per token."""
+    logits_BTV = block(windows.tokens_BT, codebook_VD, windows.hint).logits_BTV
+    ce_BT = F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), windows.targets_BT.flatten(), reduction="none"
+    ).view(windows.targets_BT.shape)
+    return [float(one) for one in ce_BT.double().mean(dim=1)]
+
+
+def paired_differences(before: Block, after: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
+    """Loss before less loss after, window by window; not finite where the update broke the block."""
+    return [
+        old - new
+        for old, new in zip(
+            window_losses(before, codebook_VD, windows),
+            window_losses(after, codebook_VD, windows),
+            strict=True,
+        )
+    ]
+
+
+Score = Callable[[int, int], list[float]]
+"""Differences of windows [first, end) of a draw."""
+
+
+def looks(budget: int) -> Iterator[int]:
+    """How many windows have been scored at each look: doubling, ending with the whole budget."""
+    count = min(budget, 2 * FEWEST_WINDOWS)
+    while count < budget:
+        yield count
+        count *= 2
+    yield budget
+
+
+def sequential_gain(score: Score, budget: int) -> Gain:
+    """The gain over as many windows as it takes to be sure of its sign, and no more than the budget."""
+    differences: list[float] = []
+    for count in looks(budget):
+        differences += score(len(differences), count)
+        gain = Gain.of(differences)
+        if not math.isfinite(gain.mean) or gain.exceeds(EARLY_ERRORS):
+            break
+    return gain
+
+
+@dataclass
+class Cost:
+    """What judging has cost and what it judged, in tokens of forward passes; shown in /metrics."""
+
+    judging: int = 0
+    judged: int = 0
+    updates: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.judging / self.judged if self.judged else 0.0

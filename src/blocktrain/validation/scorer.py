@@ -1,0 +1,146 @@
+"""The scorer: a judge's text, block and codebook in memory, and evidence on demand.
+
+Built from a recipe and its corpus, on a coordinator or on another machine alike; the same task gives the same
+evidence up to the arithmetic of the device. Knows no queue and no network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blocktrain.config import Recipe
+from blocktrain.data.corpora import Corpus, read_text
+from blocktrain.data.shards import window_offsets
+from blocktrain.data.tokenizer import Tokens, load_tokenizer
+from blocktrain.errors import DataError
+from blocktrain.ids import derive_seed
+from blocktrain.model.objective import Objective
+from blocktrain.training.inner import build_codebook
+from blocktrain.training.snapshot import Tensors, load_into
+from blocktrain.validation.evidence import (
+    FORWARDS_PER_WINDOW,
+    Budget,
+    Evidence,
+    Gain,
+    Windows,
+    evidence_budget,
+    paired_differences,
+    sequential_gain,
+    with_hints,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batches an update was trained on."""
+
+    shard: int
+    first_step: int
+    steps: int
+
+
+Text = NDArray[np.uint16]
+
+
+def _compact(tokens: Tokens) -> Text:
+    """A quarter of the memory; vocabularies have fewer than 65,536 tokens here."""
+    assert tokens.max(initial=0) < 1 << 16
+    return tokens.astype(np.uint16)
+
+
+class Scorer:
+    """Not for two threads at once."""
+
+    def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
+        self.recipe, self.device = recipe, device or torch.device("cpu")
+        self.budget: Budget = evidence_budget(recipe)
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
+        self._codebook: Tensor = build_codebook(recipe, tokenizer.vocabulary).to(self.device)()
+        self._corpus_hash = corpus.sha256
+        self._train = _compact(tokenizer.encode(corpus.train))
+        private = recipe.trust.private_text
+        held_out = read_text(Path(private).expanduser()) if private else corpus.valid
+        self._held_out = _compact(tokenizer.encode(held_out))
+        if len(self._held_out) <= recipe.model.context:
+            raise DataError(
+                f"judging needs more held-out text than one window of {recipe.model.context} tokens, found "
+                f"{len(self._held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
+            )
+        self._before, self._after = (self._objective.build(0, 0).to(self.device).eval() for _ in range(2))
+
+    def evidence(self, block: int, base: Tensors, after: Tensors, work: Work, seed: int) -> Evidence:
+        """The gains of moving `block` from `base` to `after`."""
+        load_into(self._before, base)
+        load_into(self._after, after)
+        budget = self.budget
+        held_out = self._gain(block, self._held_out_starts(seed, budget.held_out), self._held_out, seed)
+        assigned = self._fixed(block, self._assigned_starts(work, seed, budget.assigned), seed + 1)
+        other = self._fixed(block, self._other_starts(seed, budget.other), seed + 2)
+        windows = held_out.windows + assigned.windows + other.windows
+        return Evidence(held_out, assigned, other, FORWARDS_PER_WINDOW * budget.length * windows)
+
+    def guard(self, block: int, base: Tensors, after: Tensors, merged: int, seed: int) -> Gain:
+        """The gain of a whole merge on held-out text, at the compute that its updates left for it."""
+        load_into(self._before, base)
+        load_into(self._after, after)
+        count = max(self.budget.held_out, merged * self.budget.guard)
+        return self._gain(block, self._held_out_starts(seed, count), self._held_out, seed)
+
+    # --- windows ---
+
+    def _held_out_starts(self, seed: int, count: int) -> Tokens:
+        choices = len(self._held_out) - self.recipe.model.context
+        return np.random.default_rng(seed).integers(0, choices, count)
+
+    def _assigned_starts(self, work: Work, seed: int, count: int) -> Tokens:
+        """Starts of windows the worker was to train on, from as many of its steps as possible."""
+        generator = np.random.default_rng(seed)
+        batch, choices = self.recipe.training.batch, len(self._train) - self.recipe.model.context
+        steps = (
+            work.first_step + generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
+        )
+        rows = generator.integers(0, batch, count)
+        return np.array(
+            [
+                window_offsets(
+                    self._corpus_hash, self.recipe.seed, work.shard, int(step), count=batch, choices=choices
+                )[row]
+                for step, row in zip(steps, rows, strict=True)
+            ]
+        )
+
+    def _other_starts(self, seed: int, count: int) -> Tokens:
+        choices = len(self._train) - self.recipe.model.context
+        return np.random.default_rng(derive_seed("other", seed)).integers(0, choices, count)
+
+    def _cut(self, text: Text, starts: Tokens, block: int, seed: int) -> Windows:
+        reach = np.arange(self.budget.length + 1)
+        windows = torch.from_numpy(text[starts[:, None] + reach].astype(np.int64)).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return with_hints(self._objective, block, windows[:, :-1], windows[:, 1:], self._codebook, generator)
+
+    # --- gains ---
+
+    def _differences(self, block: int, text: Text, starts: Tokens, seed: int) -> list[float]:
+        found: list[float] = []
+        size = self.recipe.evaluation.batch
+        for first in range(0, len(starts), size):
+            windows = self._cut(text, starts[first : first + size], block, derive_seed("hint", seed, first))
+            found += paired_differences(self._before, self._after, self._codebook, windows)
+        return found
+
+    def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:
+        def score(first: int, end: int) -> list[float]:
+            return self._differences(block, text, starts[first:end], derive_seed("look", seed, first))
+
+        return sequential_gain(score, len(starts))
+
+    def _fixed(self, block: int, starts: Tokens, seed: int) -> Gain:
+        return Gain.of(self._differences(block, self._train, starts, seed))

@@ -1,0 +1,127 @@
+"""A judged coordinator with real text, and peers that really train, or only pretend to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blocktrain.config import Recipe, TrustConfig
+from blocktrain.coordinator.main import bind, make_server, url_of
+from blocktrain.coordinator.service import opened
+from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.ids import derive_seed
+from blocktrain.model.objective import Objective
+from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.snapshot import load_into, tensors_of
+from blocktrain.training.update import difference
+from blocktrain.wire.codec import encode
+from blocktrain.wire.identity import Identity
+from blocktrain.wire.messages import Assignment, Outcome, Verdict
+from tests.coordinator.conftest import Clock, Running
+from tests.coordinator.peer import Peer
+from tests.validation.kit import RECIPE, Weights, corpus
+
+torch.set_num_threads(1)
+
+
+def judged_recipe(swarm: dict[str, Any] | None = None, **trust: Any) -> Recipe:
+    changes = {"steps_per_round": 20, "rounds": 6, "replicas": 1, "codec": "sparse:64", **(swarm or {})}
+    return dataclasses.replace(
+        RECIPE,
+        swarm=dataclasses.replace(RECIPE.swarm, **changes),
+        trust=TrustConfig(**{"stamp_bits": 0, **trust}),
+    )
+
+
+@contextmanager
+def judged(folder: Path, recipe: Recipe) -> Iterator[Running]:
+    import threading
+
+    clock = Clock()
+    with opened(recipe, corpus(), folder, clock=clock, scoring=False) as coordinator:
+        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        server = make_server(coordinator, ready.set)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        running = Running(coordinator, url_of(listener), clock)
+        thread.start()
+        assert ready.wait(15)
+        try:
+            yield running
+        finally:
+            for peer in running.peers:
+                peer.close()
+            coordinator.drain()
+            server.should_exit = True
+            thread.join(15)
+
+
+class Trainer:
+    """Does what a worker does with an assignment, without error feedback."""
+
+    def __init__(self, running: Running, recipe: Recipe, peer: Peer | None = None) -> None:
+        self.running, self.recipe = running, recipe
+        self.peer = peer or running.peer()
+        tokenizer = ByteTokenizer()
+        self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
+        self._codebook = build_codebook(recipe, tokenizer.vocabulary)
+        self._shards = Shards(
+            tokenizer.encode(corpus().train),
+            corpus().sha256,
+            seed=recipe.seed,
+            batch=recipe.training.batch,
+            context=recipe.model.context,
+            device=torch.device("cpu"),
+        )
+
+    def train(self, assignment: Assignment, steps: int | None = None) -> Weights:
+        training = dataclasses.replace(self.recipe.training, steps=assignment.total_steps)
+        recipe = dataclasses.replace(self.recipe, training=training)
+        block = self._objective.build(assignment.block, derive_seed("init", recipe.seed, assignment.block))
+        base = self.peer.snapshot(assignment.block, assignment.base_hash)
+        load_into(block, base)
+        trainer = BlockTrainer(recipe, self._objective, block, assignment.block, self._shards, self._codebook)
+        for step in range(steps or assignment.steps):
+            trainer.step(assignment.first_step + step, assignment.shard)
+        return difference(base, tensors_of(block))
+
+    def send(self, assignment: Assignment, delta: Weights) -> Verdict:
+        """Commit, reveal, and wait for the judge."""
+        payload = encode(self.peer.codec, self.peer.schema(assignment.block), delta)
+        first = self.peer.reveal(self.peer.commit(assignment, payload), payload)
+        return first if first.outcome is not Outcome.PENDING else self.wait(payload)
+
+    def wait(self, payload: bytes) -> Verdict:
+        from blocktrain.wire.hashing import content_hash
+
+        path = f"/v1/updates/{content_hash(payload)}/verdict"
+
+        def now() -> Verdict:
+            return Verdict.model_validate_json(self.peer.call("GET", path).content)
+
+        self.running.wait_for(lambda: now().outcome is not Outcome.PENDING)
+        return now()
+
+    def round(self) -> Verdict:
+        assignment = self.peer.lend()
+        return self.send(assignment, self.train(assignment))
+
+
+def flipped(delta: Weights) -> Weights:
+    return {name: np.asarray(-value) for name, value in delta.items()}
+
+
+def operator(running: Running, folder: Path) -> Peer:
+    from blocktrain.wire.identity import load_or_create
+
+    return running.peer(load_or_create(folder / "coordinator.key"), join=False)
+
+
+def stranger(running: Running) -> Peer:
+    return running.peer(Identity.generate(), join=False)

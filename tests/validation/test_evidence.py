@@ -1,0 +1,96 @@
+"""Evidence tells honest work from harm, noise and nothing, at a tenth of the compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from blocktrain.model.noise import training_interval
+from blocktrain.validation.evidence import (
+    Gain,
+    evidence_budget,
+    evidence_seed,
+    looks,
+    sequential_gain,
+    stratified_sigma,
+    training_tokens,
+)
+from blocktrain.validation.verdicts import evidence_finding
+from blocktrain.wire.messages import VerdictReason
+from tests.validation.kit import RECIPE, applied, coded, honest, scorer
+
+
+def evidence(delta, shard: int = 0, seed: int = 1):
+    one = honest(shard)
+    return scorer().evidence(0, one.base, applied(one.base, delta), one.work, seed)
+
+
+def test_honest_work_gains_and_its_reverse_harms() -> None:
+    update = coded(honest(0))
+    found = evidence_finding(evidence(update))
+    assert found.counts, found.sentence
+    reverse = evidence_finding(evidence({name: -value for name, value in update.items()}))
+    assert reverse.reason is VerdictReason.HARMFUL, reverse.sentence
+
+
+def test_an_empty_update_gains_nothing() -> None:
+    found = evidence_finding(evidence({name: 0 * value for name, value in honest(0).delta.items()}))
+    assert found.reason is VerdictReason.NO_GAIN
+
+
+def test_an_update_that_breaks_the_block_is_harmful() -> None:
+    broken = {name: np.full_like(value, 1e30) for name, value in honest(0).delta.items()}
+    assert evidence_finding(evidence(broken)).reason is VerdictReason.HARMFUL
+
+
+def test_the_same_seed_gives_the_same_evidence_and_another_seed_other_text() -> None:
+    update = coded(honest(0))
+    assert evidence(update, seed=5) == evidence(update, seed=5)
+    assert evidence(update, seed=5).held_out != evidence(update, seed=6).held_out
+
+
+def test_the_seed_needs_the_commit_and_the_secret() -> None:
+    seeds = {
+        evidence_seed(secret, update, commit)
+        for secret in (b"a" * 32, b"b" * 32)
+        for update in ("u1", "u2")
+        for commit in ("c1", "c2")
+    }
+    assert len(seeds) == 8
+
+
+def test_judging_costs_at_most_a_tenth_of_the_work() -> None:
+    budget = evidence_budget(RECIPE)
+    windows = budget.held_out + budget.assigned + budget.other + budget.guard
+    assert 2 * budget.length * windows <= 0.1 * training_tokens(RECIPE)
+    assert evidence(coded(honest(0))).tokens <= 0.08 * training_tokens(RECIPE)
+
+
+def test_noise_levels_are_spread_over_the_block_s_range() -> None:
+    generator = torch.Generator().manual_seed(0)
+    low, high = training_interval(RECIPE.objective, 4, 1)
+    sigma = stratified_sigma(RECIPE.objective, 4, 1, 8, generator)
+    assert low <= sigma.min() < sigma.max() <= high
+    assert len(sigma.unique()) == 8
+
+
+@pytest.mark.parametrize("budget", [1, 8, 30, 1000])
+def test_looks_end_with_the_whole_budget(budget: int) -> None:
+    found = list(looks(budget))
+    assert found[-1] == budget
+    assert found == sorted(set(found))
+
+
+def test_a_sure_sign_ends_the_test_early() -> None:
+    generator = np.random.default_rng(0)
+    sure = sequential_gain(lambda first, end: list(1 + 0.1 * generator.standard_normal(end - first)), 1000)
+    unsure = sequential_gain(lambda first, end: list(generator.standard_normal(end - first)), 1000)
+    assert sure.windows < 50
+    assert unsure.windows == 1000
+
+
+def test_a_gain_of_zero_scores_zero() -> None:
+    assert Gain.of([0.0, 0.0]).score == 0.0
+    assert Gain.of([1.0, 1.0]).score == 100.0
+    assert Gain.of([float("nan")]).score == -100.0

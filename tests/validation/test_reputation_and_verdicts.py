@@ -1,0 +1,167 @@
+"""Reputation follows work and not the network; every finding says why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from blocktrain.config import TrustConfig
+from blocktrain.validation.evidence import Evidence, Gain
+from blocktrain.validation.reputation import (
+    Mark,
+    Standing,
+    after_silence,
+    after_verdict,
+    after_withholding,
+    deserves_ban,
+    on_probation,
+    penalties_paused,
+    reputation,
+)
+from blocktrain.validation.verdicts import (
+    evidence_finding,
+    guard_decision,
+    norm_finding,
+    probation_finding,
+    schedule_factor,
+    wanted_errors,
+)
+from blocktrain.wire.messages import VerdictReason
+from tests.validation.kit import RECIPE
+
+HOUR = 3600.0
+
+
+def honest_standing(verdicts: int = 20) -> Standing:
+    standing = Standing()
+    for number in range(verdicts):
+        standing = after_verdict(standing, Mark.GOOD, -1 if number % 4 == 0 else 1)
+    return standing
+
+
+def test_honest_work_earns_reputation() -> None:
+    assert reputation(honest_standing(), HOUR) > 0.3
+
+
+def test_copying_earns_none_within_twenty_verdicts() -> None:
+    standing = honest_standing()
+    for _ in range(20):
+        standing = after_verdict(standing, Mark.BAD, None)
+    assert standing.rating < 0.45
+    assert standing.good_verdicts == 20
+    fresh = Standing()
+    for _ in range(20):
+        fresh = after_verdict(fresh, Mark.BAD, None)
+    assert fresh.good_verdicts == 0
+    assert deserves_ban(fresh, 0.2)
+
+
+def test_work_on_other_text_than_assigned_ends_at_nothing() -> None:
+    standing = Standing()
+    for number in range(40):
+        standing = after_verdict(standing, Mark.GOOD, 1 if number % 2 else -1)
+    assert reputation(standing, HOUR) < 0.1
+
+
+def test_ten_minutes_of_packet_loss_cost_nothing() -> None:
+    before = honest_standing()
+    after = after_silence(before, 600.0)
+    after = after_withholding(after_withholding(after))
+    assert reputation(after, HOUR) == reputation(before, HOUR)
+
+
+def test_long_silence_and_many_withheld_commits_cost_uptime_and_no_rating() -> None:
+    before = honest_standing()
+    after = after_silence(before, 2 * HOUR)
+    for _ in range(30):
+        after = after_withholding(after)
+    assert after.rating == before.rating
+    assert reputation(after, 4 * HOUR) < reputation(before, 4 * HOUR)
+
+
+def test_small_and_gainless_updates_are_no_cheating() -> None:
+    before = honest_standing()
+    after = after_verdict(before, Mark.NEUTRAL, 1)
+    assert after.rating == before.rating
+    small = norm_finding(0.05, 1.0, TrustConfig())
+    assert small is not None
+    assert small.mark is Mark.NEUTRAL
+
+
+def test_penalties_pause_while_honest_scores_are_not_positive() -> None:
+    assert penalties_paused([-1.0, 0.0, -2.0, 1.0, -1.0, -0.5])
+    assert not penalties_paused([5.0, 4.0, -9.0, 6.0, 2.0, 1.0])
+    assert not penalties_paused([-1.0])
+    before = honest_standing()
+    assert after_verdict(before, Mark.BAD, 1, paused=True).rating == before.rating
+
+
+def test_probation_counts_good_verdicts() -> None:
+    assert on_probation(Standing(good_verdicts=2), 3)
+    assert not on_probation(Standing(good_verdicts=3), 3)
+    found = probation_finding(2, 3, established=True)
+    assert found is not None
+    assert "2 of 3" in found.sentence
+    assert probation_finding(3, 3, established=True) is None
+    assert probation_finding(0, 3, established=False) is None
+
+
+@pytest.mark.parametrize(("norm", "refused"), [(0.05, True), (0.2, False), (1.0, False), (11.0, True)])
+def test_norms_are_bounded_by_the_running_median(norm: float, refused: bool) -> None:
+    assert (norm_finding(norm, 1.0, TrustConfig()) is not None) is refused
+    assert norm_finding(norm, None, TrustConfig()) is None
+
+
+def test_norms_may_shrink_with_the_learning_rate() -> None:
+    last = schedule_factor(RECIPE, RECIPE.swarm.rounds - 1)
+    assert last < 0.1 < schedule_factor(RECIPE, 1)
+    assert norm_finding(0.05, 1.0, TrustConfig(), fading=last) is None
+
+
+def evidence_of(mean: float, error: float = 0.01) -> Evidence:
+    gain = Gain(mean, error, 30)
+    return Evidence(gain, gain, gain, 1000)
+
+
+@pytest.mark.parametrize(
+    ("mean", "reason"),
+    [
+        (0.1, VerdictReason.ON_TIME),
+        (0.025, VerdictReason.NO_GAIN),
+        (0.0, VerdictReason.NO_GAIN),
+        (-0.015, VerdictReason.NO_GAIN),
+        (-0.1, VerdictReason.HARMFUL),
+        (float("nan"), VerdictReason.HARMFUL),
+    ],
+)
+def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) -> None:
+    assert evidence_finding(evidence_of(mean)).reason is reason
+
+
+def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
+    assert wanted_errors([]) == wanted_errors([9.0, 8.0]) == 3.0
+    assert wanted_errors([1.0, 1.2, 0.8]) == 0.5
+    assert wanted_errors([-1.0]) == 0.0
+    assert evidence_finding(evidence_of(0.006), [1.0]).counts
+    assert not evidence_finding(evidence_of(0.0), [-1.0]).counts
+
+
+def test_the_guard_drops_the_worst_and_publishes_what_does_no_harm() -> None:
+    fine = guard_decision(Gain(0.1, 0.01, 30), {"a": 0.1, "b": 0.2})
+    assert fine.publish
+    assert guard_decision(Gain(-0.001, 0.01, 30), {"a": 0.1}).publish
+    bad = guard_decision(Gain(-0.1, 0.01, 30), {"b": 0.2, "a": 0.1})
+    assert not bad.publish
+    assert bad.drop == "a"
+
+
+def test_random_events_keep_reputation_in_range() -> None:
+    generator = np.random.default_rng(0)
+    standing = Standing()
+    for _ in range(500):
+        mark = list(Mark)[generator.integers(3)]
+        standing = after_verdict(standing, mark, int(generator.integers(-1, 2)))
+        assert 0 <= reputation(standing, HOUR) <= 1
+        assert dataclasses.asdict(standing)
