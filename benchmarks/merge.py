@@ -42,6 +42,7 @@ name = "merge benchmark"
 model = {{ width = 512, heads = 8, blocks = 1, layers_per_block = 5, context = 64 }}
 data = {{ corpus = "text.txt" }}
 swarm = {{ rounds = 1000, replicas = {replicas}, codec = "{codec}", evaluate_every_seconds = 100000.0 }}
+trust = {{ judge = "off", stamp_bits = 0 }}
 """
 
 
