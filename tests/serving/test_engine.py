@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from stages import start_stage
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.serving import engine as engine_module
+from blocktrain.serving.drafting import Branch
 from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
 from blocktrain.serving.engine_api import (
     DeadlineError,
@@ -126,6 +128,28 @@ def test_text_does_not_depend_on_the_codec(checkpoint: Path, codec: Codec) -> No
     asyncio.run(served())
 
 
+def test_running_ahead_of_a_slow_network_changes_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    behind = Branch.behind
+    monkeypatch.setattr(Branch, "behind", lambda self, text: used.append(1) or behind(self, text))
+
+    async def served() -> None:
+        local = LocalEngine(checkpoint)
+        await local.start()
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            c.proxies[0].delay_seconds = 0.03
+            for seed, k in enumerate((None, 4, 16)):
+                expected, _ = await text_of(local, PROMPTS[3], 40, mode="ar", seed=seed)
+                found, _ = await text_of(c.engine, PROMPTS[3], 40, seed=seed, draft_tokens=k)
+                assert found == expected
+        await local.close()
+
+    asyncio.run(served())
+    assert used, "some draft was prepared while a traversal was under way"
+
+
 def test_exact_passes_settle_near_ties_to_the_same_text(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +219,22 @@ def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
             await until(lambda: all(len(stage.sessions) == 1 for stage in c.stages))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            assert c.engine.num_running == 0
+
+    asyncio.run(served())
+
+
+def test_a_forgotten_generation_frees_its_caches(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint) as c:
+
+            async def forget() -> None:
+                async for _ in c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500)):
+                    break
+
+            await forget()
+            gc.collect()
             await until(lambda: not any(len(stage.sessions) for stage in c.stages))
             assert c.engine.num_running == 0
 
@@ -278,6 +318,19 @@ def test_a_missing_block_is_named(checkpoint: Path) -> None:
             assert "no stage serves block 1 of 3" in sentence
             with pytest.raises(StagesUnavailableError, match="--blocks 1"):
                 c.engine.generate(GenerationRequest([1], 1))
+
+    asyncio.run(served())
+
+
+def test_a_dead_spare_does_not_hold_up_the_start(checkpoint: Path) -> None:
+    async def served() -> None:
+        stage = await start_stage(checkpoint, [0, 1, 2])
+        engine = Engine(checkpoint, EngineConfig(stages=[stage.address, Address("127.0.0.1", 1)]))
+        async with asyncio.timeout(5):
+            await engine.start()
+        assert engine.ready == (True, "ready")
+        await engine.close()
+        await stage.close()
 
     asyncio.run(served())
 

@@ -116,9 +116,8 @@ class RecordedWorker(CarryWorker):
         trainer.recorded = True  # type: ignore[attr-defined]
 
     def _finish(self, steps):  # type: ignore[no-untyped-def]
-        if self._steps is steps:
-            steps.catch_up()
-            self.trained_at[steps.assignment.assignment_id] = self.trained
+        steps.catch_up()
+        self.trained_at[steps.assignment.assignment_id] = self.trained
         super()._finish(steps)
 
     def _form(self, standing, flight):  # type: ignore[no-untyped-def]

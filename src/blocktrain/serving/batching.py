@@ -1,8 +1,9 @@
 """Continuous batching: whatever waits when the blocks fall idle shares the next forward pass.
 
 Requests join and leave at traversal boundaries. One thread computes; everything else happens on the event
-loop. Measured on two cores (d = 384, 3 layers, 1 new token each): 16 sessions one by one 38 ms, packed
-17 ms. Knows works and deadlines, not who asked.
+loop. Processor time of one core for one new token in each of 16 sessions of 150 to 350 positions (d = 384,
+3 layers): 70 ms one by one, 18 ms packed; in each of 64: 335 and 62 ms. Knows works and deadlines, not who
+asked.
 """
 
 from __future__ import annotations

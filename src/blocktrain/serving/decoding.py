@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,9 @@ class Draft(Protocol):
 
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]: ...
 
+    async def run_ahead(self, tokens: Sequence[int]) -> None:
+        """Prepare the next draft while the last one is being checked; cancelled when that is done."""
+
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None: ...
 
 
@@ -72,18 +75,22 @@ class Decoder:
         self.sampler = Sampler(request.seed, request.temperature, request.top_p)
         self.tokens = list(request.prompt)
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncGenerator[Chunk]:
+        """Frees the scorer's caches at the end, also when the consumer closes or forgets the generator."""
         end = len(self.request.prompt) + self.request.max_tokens
-        while len(self.tokens) < end:
-            chunk = await self._traverse(end - len(self.tokens))
-            self.stats.tokens += len(chunk.tokens)
-            yield chunk
+        try:
+            while len(self.tokens) < end:
+                chunk = await self._traverse(end - len(self.tokens))
+                self.stats.tokens += len(chunk.tokens)
+                yield chunk
+        finally:
+            await self.scorer.close()
 
     async def _traverse(self, remaining: int) -> Chunk:
         began = time.monotonic()
         draft = await self._draft(remaining - 1)
         drafted = time.monotonic()
-        rows = await self.scorer.rows(self.tokens + draft, len(draft) + 1)
+        rows = await self._score(draft)
         scored = time.monotonic()
         self.stats.traversals += 1
         chunk = await self._accept(draft, rows)
@@ -101,6 +108,17 @@ class Decoder:
         if self.drafter is None:
             return []
         return await self.drafter.draft(self.tokens, max(0, min(room, most)))
+
+    async def _score(self, draft: list[int]) -> Rows:
+        text = self.tokens + draft
+        if self.drafter is None:
+            return await self.scorer.rows(text, len(draft) + 1)
+        ahead = asyncio.get_running_loop().create_task(self.drafter.run_ahead(self.tokens))
+        try:
+            return await self.scorer.rows(text, len(draft) + 1)
+        finally:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
 
     async def _accept(self, draft: list[int], rows: Rows) -> Chunk:
         accepted: list[int] = []
@@ -172,5 +190,4 @@ class DecodedGeneration:
         if self._closed:
             return
         self._closed = True
-        await self._iterator.aclose()  # type: ignore[attr-defined]
-        await self._decoder.scorer.close()
+        await self._iterator.aclose()

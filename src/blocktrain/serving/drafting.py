@@ -2,30 +2,35 @@
 
 The draft is sampled with the noise the real choice will use, so it is accepted wherever block 0 and the
 consensus agree on the winner. Where the text repeats itself, what followed last time is checked by
-block 0 in one pass instead of one pass per token; the draft is the same, it only comes sooner. A wrong
-draft costs time, never a different text.
+block 0 in one pass instead of one pass per token. While a traversal is under way, the next draft is
+begun behind its likeliest outcomes. A wrong draft costs time, never a different text.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from blocktrain.model.block import Cache
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
-from blocktrain.serving.engine_api import MAX_DRAFT_TOKENS
+from blocktrain.serving.draft_length import DraftLength
 from blocktrain.serving.held import Work
-from blocktrain.serving.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
+from blocktrain.serving.sampling import EXACT_TOLERANCE, Choice, Row, Sampler, choose, normalised
 
 DRAFT_BLOCK = 0
 NGRAM = 5
 """Tokens that must repeat before the look-up guesses: a byte-level word start; shorter ones rarely hold."""
 GUESS = 6
 """Tokens guessed at a time: each is a row more in a pass, about a tenth of its cost."""
+BRANCHES = 3
+"""Outcomes of a traversal that are drafted behind while it is under way."""
+RUNNER_UP_CHANCE = 0.5
+"""That block 0's second choice is the right one where its first is not."""
+WORTHWHILE = 4.0
+"""Passes that must fit into a traversal before running ahead makes sense."""
 
 
 class Lookup:
@@ -48,81 +53,33 @@ class Lookup:
         return [] if end is None else self._tokens[end : end + max(0, count)]
 
 
-class DraftLength(Protocol):
-    """When to stop drafting, learning from what came of earlier drafts."""
+@dataclass(frozen=True)
+class Branch:
+    """A text that may come, and what block 0 chooses behind it."""
 
-    @property
-    def most(self) -> int:
-        """No draft is longer."""
+    text: list[int]
+    choices: list[Choice]
 
-    def go_on(self, margins: Sequence[float]) -> bool:
-        """Whether to draft one more token behind tokens that won by these margins."""
-
-    def observe(
-        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None: ...
-
-
-class FixedLength:
-    def __init__(self, length: int) -> None:
-        self.most = length
-
-    def go_on(self, margins: Sequence[float]) -> bool:
-        return True
-
-    def observe(
-        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None:
-        pass
+    def behind(self, tokens: list[int]) -> list[Choice]:
+        """The choices that follow `tokens`, if this is how the text went on."""
+        taken = len(tokens) - len(self.text)
+        if taken < 0 or tokens != [*self.text, *(choice.token for choice in self.choices[:taken])]:
+            return []
+        return self.choices[taken:]
 
 
-class AdaptiveLength:
-    """Draft on while the next token is worth its time; shared by all requests of an engine.
-
-    A token that block 0 chose by a wide margin is seldom wrong, so the chance of acceptance is counted by
-    margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
-    time of a draft, in which the engine makes `rate` tokens by going on as usual.
-    """
-
-    most = MAX_DRAFT_TOKENS
-
-    def __init__(self) -> None:
-        self.tries = np.full(len(MARGINS) + 1, 2.0)
-        self.hits = self.tries * np.linspace(0.5, 0.98, len(MARGINS) + 1)
-        self.draft_seconds = 0.002
-        """Per drafted token."""
-        self.tokens, self.seconds = 1.0, 0.05
-        """Of recent traversals, older ones counting less."""
-
-    def chance(self, margin: float) -> float:
-        bucket = int(np.searchsorted(MARGINS, margin))
-        return float(self.hits[bucket] / self.tries[bucket])
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def go_on(self, margins: Sequence[float]) -> bool:
-        usual = float(self.hits.sum() / self.tries.sum())
-        gain = usual * math.prod(self.chance(margin) for margin in margins)
-        return gain > self.draft_seconds * self.rate
-
-    def observe(
-        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None:
-        for i, margin in enumerate(margins[: accepted + 1]):
-            bucket = int(np.searchsorted(MARGINS, margin))
-            self.tries[bucket] = _KEEP * self.tries[bucket] + 1
-            self.hits[bucket] = _KEEP * self.hits[bucket] + (i < accepted)
-        if margins:
-            self.draft_seconds += 0.1 * (draft_seconds / len(margins) - self.draft_seconds)
-        self.tokens = 0.9 * self.tokens + accepted + 1
-        self.seconds = 0.9 * self.seconds + draft_seconds + traversal_seconds
-
-
-MARGINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Borders, in nats, between the classes of margins that chances are counted for."""
-_KEEP = 0.99
+def likely_texts(tokens: list[int], draft: list[Choice], chance: Callable[[float], float]) -> list[list[int]]:
+    """What the text may be after a traversal, likeliest first: all accepted, or a runner-up at one place."""
+    outcomes: list[tuple[float, list[int]]] = []
+    held = 1.0
+    for i, choice in enumerate(draft):
+        prefix = [*tokens, *(c.token for c in draft[:i])]
+        accepted = chance(choice.margin)
+        outcomes.append((held * (1 - accepted) * RUNNER_UP_CHANCE, [*prefix, choice.runner_up]))
+        held *= accepted
+    outcomes.append((held, [*tokens, *(choice.token for choice in draft)]))
+    outcomes.sort(key=lambda outcome: -outcome[0])
+    return [text for _, text in outcomes[:BRANCHES]]
 
 
 class Drafter:
@@ -132,36 +89,50 @@ class Drafter:
         self.batcher, self.sampler, self.length = batcher, sampler, length
         self.held = batcher.held
         self.lookup = Lookup()
-        self.margins: list[float] = []
-        self.seen: list[int] = []
-        self.start = 0
+        self.drafted: list[Choice] = []
+        self.ahead: list[Branch] = []
         self.caches: dict[int, Cache] = self.held.new_caches([DRAFT_BLOCK])
+        self.seen: list[int] = []
+        """What the caches are certain to hold."""
+        self.start = 0
+        self.pass_seconds = self.traversal_seconds = 0.0
 
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens, as many as seem worth it."""
-        drafted: list[int] = []
-        most = min(most, self.length.most)
-        self.margins = []
-        self.lookup.extend(tokens)
-        while len(drafted) < most and self.length.go_on(self.margins):
-            text = [*tokens, *drafted]
-            guess = self.lookup.guess(text, min(GUESS, most - len(drafted) - 1))
-            drafted += await self._extend(text, guess)
-        return drafted
+        text, most = list(tokens), min(most, self.length.most)
+        self.lookup.extend(text)
+        ready = max((branch.behind(text) for branch in self.ahead), key=len, default=[])
+        self.drafted, self.ahead = ready[:most], []
+        while len(self.drafted) < most and self.length.go_on(_margins(self.drafted)):
+            self.drafted += await self._extend(text, self.drafted, most)
+        return [choice.token for choice in self.drafted]
+
+    async def run_ahead(self, tokens: Sequence[int]) -> None:
+        """While the stages answer, draft behind what they will likely say. To be cancelled when they do."""
+        if self.traversal_seconds < WORTHWHILE * self.pass_seconds:
+            return
+        for text in likely_texts(list(tokens), self.drafted, self.length.chance):
+            branch = Branch(text, [])
+            self.ahead.append(branch)
+            while self.batcher.idle and self._wants_more(branch):
+                branch.choices.extend(await self._extend(text, branch.choices, self.length.most))
+
+    def _wants_more(self, branch: Branch) -> bool:
+        return len(branch.choices) < self.length.most and self.length.go_on(_margins(branch.choices))
 
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
         """What came of the last draft."""
-        self.length.observe(self.margins, accepted, draft_seconds, traversal_seconds)
+        self.traversal_seconds = traversal_seconds
+        self.length.observe(_margins(self.drafted), accepted, draft_seconds, traversal_seconds)
 
-    async def _extend(self, tokens: list[int], guess: list[int]) -> list[int]:
+    async def _extend(self, text: list[int], choices: list[Choice], most: int) -> list[Choice]:
         """One pass: the guessed tokens that block 0 agrees with, and the one it chooses after them."""
-        rows = await self._rows(tokens, guess)
-        agreed: list[int] = []
-        for i, row in enumerate(rows):
-            choice = choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE)
-            agreed.append(choice.token)
-            self.margins.append(choice.margin)
-            if i == len(guess) or choice.token != guess[i]:
+        tokens = [*text, *(choice.token for choice in choices)]
+        guess = self.lookup.guess(tokens, min(GUESS, most - len(choices) - 1))
+        agreed: list[Choice] = []
+        for i, row in enumerate(await self._rows(tokens, guess)):
+            agreed.append(choose(row, self.sampler, len(tokens) + i, EXACT_TOLERANCE))
+            if i == len(guess) or agreed[-1].token != guess[i]:
                 break
         return agreed
 
@@ -171,10 +142,15 @@ class Drafter:
         num_rows = len(window) - (len(tokens) - start) + 1
         keep = _common_prefix(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - num_rows)
-        self.seen, self.start = window, start
-        work = Work(window[keep:], num_rows, (DRAFT_BLOCK,), self.caches, keep)
-        outcome = await self.batcher.rows(work)
-        return normalised(outcome.rows.astype(np.float64) / self.held.weights[DRAFT_BLOCK])
+        # A pass that is cancelled has run or has not: only what it keeps is certain.
+        self.seen, self.start = window[:keep], start
+        outcome = await self.batcher.rows(Work(window[keep:], num_rows, (DRAFT_BLOCK,), self.caches, keep))
+        self.seen, self.pass_seconds = window, outcome.compute_seconds
+        return normalised(outcome.rows.astype(np.float64) / (self.held.weights[DRAFT_BLOCK] or 1.0))
+
+
+def _margins(choices: Sequence[Choice]) -> list[float]:
+    return [choice.margin for choice in choices]
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
-from blocktrain.serving.drafting import DRAFT_BLOCK, AdaptiveLength, Drafter, DraftLength, FixedLength
+from blocktrain.serving.draft_length import AdaptiveLength, DraftLength, FixedLength
+from blocktrain.serving.drafting import DRAFT_BLOCK, Drafter
 from blocktrain.serving.engine_api import (
     GenerationRequest,
     GenerationStats,
@@ -57,6 +58,8 @@ from blocktrain.wire.frames import (
 )
 
 SCORING_WINDOWS_AT_ONCE = 4
+SPARE_SECONDS = 1.0
+"""How long start() waits for stages that are not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +120,11 @@ class Engine:
 
     async def _wait_for_stages(self) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.config.start_seconds
+        began = loop.time()
+        until = began + self.config.start_seconds
         while loop.time() < until and any(link.problem is not None for link in self.links):
+            if loop.time() - began > SPARE_SECONDS and self.ready[0]:
+                return
             refused = [link.problem for link in self.links if link.refused and link.problem]
             if refused:
                 await self.close()

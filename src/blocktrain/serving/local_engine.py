@@ -12,7 +12,8 @@ from blocktrain.model.block import Cache
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.decoding import DecodedGeneration, Decoder, Rows
-from blocktrain.serving.drafting import Drafter, FixedLength
+from blocktrain.serving.draft_length import FixedLength
+from blocktrain.serving.drafting import Drafter
 from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, ModelInfo, TokenLogprob
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.held import HeldBlocks, Work

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -126,8 +126,8 @@ class SimulatedCoordinator:
 
     # --- asking
 
-    def next_decision(self, worker: int) -> Offer | Pause | Done:
-        view = WorkerView(current_block=self.seats.get(worker))
+    def next_decision(self, worker: int, holding: Mapping[int, int]) -> Offer | Pause | Done:
+        view = WorkerView(current_block=self.seats.get(worker), holding=holding)
         return next_assignment(view, [self._view(worker, b) for b in range(len(self.blocks))], self.swarm)
 
     def _view(self, worker: int, block: int) -> BlockView:

@@ -35,6 +35,8 @@ from blocktrain.worker.decisions import (
     Route,
     Sent,
     cheapest_route,
+    may_step,
+    move_share,
     share_to_return,
 )
 from blocktrain.worker.standing import Base, Flight, Standing
@@ -82,27 +84,36 @@ class Site:
 
 
 class Steps:
-    """The steps of one assignment, taken as virtual time passes."""
+    """The steps of one assignment, taken as virtual time passes, up to as many as are allowed."""
 
     def __init__(self, site: Site, trainer: BlockTrainer, assignment: Assignment) -> None:
         self.site, self.trainer, self.assignment = site, trainer, assignment
-        self.begun = site.clock.now
-        self.seconds = site.machine.compute_seconds()
         self.taken = 0
+        self.allowed = 0
+        self._seconds = site.machine.compute_seconds() / assignment.steps
+        self._since, self._taken_then = site.clock.now, 0
         self._losses = torch.zeros((), device=trainer.device)
 
-    @property
-    def done_at(self) -> float:
-        return self.site.machine.done_at(self.begun, self.seconds)
+    def allow(self, steps: int) -> float:
+        """May go on until `steps` are taken; returns when that will be."""
+        self.catch_up()
+        if self.taken == self.allowed:
+            self._since, self._taken_then = self.site.clock.now, self.taken
+        self.allowed = steps
+        return self.site.machine.done_at(self._since, (steps - self._taken_then) * self._seconds)
 
     def catch_up(self) -> None:
         """Take the steps that are due by now."""
-        worked = self.site.machine.worked_seconds(self.begun, self.site.clock.now)
-        due = math.floor(self.assignment.steps * min(1.0, worked / self.seconds) + 1e-9)
+        worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
+        due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
         for step in range(self.taken, due):
             self._losses += self.trainer.step(self.assignment.first_step + step, self.assignment.shard)
-            self.site.seconds_computing += self.seconds / self.assignment.steps
+            self.site.seconds_computing += self._seconds
         self.taken = max(self.taken, due)
+
+    @property
+    def share_taken(self) -> float:
+        return self.taken / self.assignment.steps
 
     @property
     def mean_loss(self) -> float:
@@ -137,7 +148,7 @@ class DropWorker:
         if assignment.round == self._round:
             load_into(self.trainer.block, base.weights)
             steps = Steps(self.site, self.trainer, assignment)
-            self.site.clock.at(steps.done_at, lambda: self._finish(steps, base))
+            self.site.clock.at(steps.allow(assignment.steps), lambda: self._finish(steps, base))
 
     def _finish(self, steps: Steps, base: Base) -> None:
         if steps.assignment.round != self._round:
@@ -188,7 +199,8 @@ class CarryWorker:
         standing = self._standing()
         if standing is not None and sum(one.sent is None for one in standing.flights()) > MAX_UNSENT:
             return
-        decision = self.site.coordinator.next_decision(self.site.index)
+        holding = {block: one.base.version for block, one in self.standings.items()}
+        decision = self.site.coordinator.next_decision(self.site.index, holding)
         if isinstance(decision, Offer):
             self._take(self.site.coordinator.lend(self.site.index, decision))
 
@@ -222,9 +234,33 @@ class CarryWorker:
             self._leave()
             self._training = block
             load_into(self._trainers[block].block, self.standings[block].begin())
-        steps = Steps(self.site, self._trainers[block], assignment)
-        self._steps = steps
-        self.site.clock.at(steps.done_at, lambda: self._finish(steps))
+        self._steps = Steps(self.site, self._trainers[block], assignment)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Train as far as this worker may: to the end of its round, or for a while without its snapshot."""
+        steps = self._steps
+        if steps is None:
+            return
+        assignment = steps.assignment
+        version = self.standings[assignment.block].base.version
+        run_ahead = self.site.coordinator.swarm.run_ahead
+        allowed = sum(
+            may_step(
+                step=step,
+                steps=assignment.steps,
+                version=version,
+                round_=assignment.round,
+                run_ahead=run_ahead,
+            )
+            for step in range(assignment.steps)
+        )
+        if allowed > steps.allowed:
+            self.site.clock.at(steps.allow(allowed), lambda: self._reached(steps, allowed))
+
+    def _reached(self, steps: Steps, allowed: int) -> None:
+        if self._steps is steps and allowed == steps.assignment.steps:
+            self._finish(steps)
 
     def _leave(self) -> None:
         standing = self._standing()
@@ -240,8 +276,6 @@ class CarryWorker:
             self.standings.pop(standing.block, None)
 
     def _finish(self, steps: Steps) -> None:
-        if self._steps is not steps:
-            return
         steps.catch_up()
         self._steps = None
         standing = self.standings[steps.assignment.block]
@@ -258,7 +292,8 @@ class CarryWorker:
             self._steps.catch_up()
         change()
         if trained:
-            shift = standing.take_move()
+            ahead = len(standing.flights()) + (0.0 if self._steps is None else self._steps.share_taken)
+            shift = standing.take_move(move_share(ahead))
             if shift is not None:
                 move(self._trainers[standing.block].block, shift)
 
@@ -358,6 +393,7 @@ class CarryWorker:
         for digest in mine:
             self._payloads.pop(digest, None)
         self._retire(standing)
+        self._go_on()
         self._send_next()
         self._ask()
         self._look(block)

@@ -23,6 +23,7 @@ OPTIMIZER_SAVING_SECONDS = 120.0
 momenta forget within some twenty steps."""
 SNAPSHOT_SAVING_SECONDS = 5.0
 MERGES_PER_DOWNLOAD = 16
+MOVE_DAMPING = 2.0
 FIRST_WATCH_SECONDS = 0.05
 IDLE_WATCH_SECONDS = 2.0
 MAX_UNSENT = 1
@@ -61,6 +62,16 @@ def asks_for_next(*, steps_done: int, steps: int, elapsed_seconds: float) -> boo
 def may_step(*, step: int, steps: int, version: int, round_: int, run_ahead: float) -> bool:
     """Whether to train on, though the snapshot of version `round_` may still be missing."""
     return version >= round_ or step < run_ahead * steps
+
+
+def move_share(rounds_ahead: float) -> float:
+    """Which share of a new snapshot's move to apply at once, by how far training has gone on without it.
+
+    What the others' updates correct in this worker's weights, its own gradient has by then corrected in
+    part: applied in full, a move that comes a round late overshoots, and two replicas end up worse than one
+    (docs/experiments.md). A move in time (0 rounds ahead) is applied in full.
+    """
+    return 1.0 / (1.0 + MOVE_DAMPING * rounds_ahead)
 
 
 def saving_is_due(

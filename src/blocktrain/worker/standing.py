@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from blocktrain.training.update import Weights, difference, fold_back, is_finite, is_same, moved
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent, settle
@@ -26,8 +28,8 @@ class Place:
     weights: Weights
     moves: tuple[Weights, ...] = ()
 
-    def moved(self, shift: Weights) -> Place:
-        return Place(self.weights, (*self.moves, shift))
+    def moved(self, *shifts: Weights) -> Place:
+        return Place(self.weights, (*self.moves, *shifts))
 
     def now(self) -> Weights:
         weights = self.weights
@@ -76,6 +78,9 @@ class Standing:
         self._taken: Weights | None = None
         self._flights: list[Flight] = []
         self._pending: Place | None = None
+        """What new snapshots have still to add to the local weights."""
+        self._news = False
+        """The trainer has not yet seen the last change of it."""
         self._closed = False
 
     # --- the trainer
@@ -83,17 +88,31 @@ class Standing:
     def begin(self) -> Weights:
         """The weights to start from: the snapshot, and updates on their way if there are any."""
         with self._changed:
-            self._pending = None
+            self._pending, self._news = None, False
             return self._newest().now()
 
     def _newest(self) -> Place:
         return self._flights[-1].place if self._flights else Place(self._base.weights)
 
-    def take_move(self) -> Weights | None:
-        """What to add to the local weights now, if anything."""
+    def take_move(self, share: float = 1.0) -> Weights | None:
+        """What to add to the local weights now: once for each change, a share of what is still to be added.
+
+        The rest stays pending; marks and updates count it as done, so nothing is lost or counted twice.
+        """
         with self._changed:
-            pending, self._pending = self._pending, None
-        return None if pending is None else pending.now()
+            if not self._news:
+                return None
+            pending, self._pending, self._news = self._pending, None, False
+        assert pending is not None
+        shift = pending.now()
+        if share == 1.0 or not any(value.any() for value in shift.values()):
+            return shift
+        taken = {name: np.asarray(np.float32(share) * value) for name, value in shift.items()}
+        with self._changed:
+            rest = Place(difference(shift, taken))
+            later = self._pending
+            self._pending = rest if later is None else rest.moved(later.weights, *later.moves)
+        return taken
 
     def finish(self, assignment: Assignment, weights: Weights, loss: float) -> Flight:
         """A round is done at `weights`; moves not yet taken are still to be added to them."""
@@ -175,6 +194,7 @@ class Standing:
         for flight in self._flights:
             flight.place = flight.place.moved(shift)
         self._pending = Place(shift) if self._pending is None else self._pending.moved(shift)
+        self._news = True
         self._base = base
         self._changed.notify_all()
 

@@ -21,7 +21,7 @@ from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, move
 from blocktrain.wire.messages import Assignment
-from blocktrain.worker.decisions import may_step
+from blocktrain.worker.decisions import may_step, move_share
 from blocktrain.worker.standing import Standing
 
 WAIT_SECONDS = 0.1
@@ -67,7 +67,7 @@ class LocalTraining:
         for step in range(assignment.steps):
             if not self._await_snapshot(assignment, step, going_on):
                 return None
-            self._pick_up_move()
+            self._pick_up_move(step / assignment.steps)
             ce = self._trainer.step(assignment.first_step + step, assignment.shard)
             total += ce
             due = time.monotonic() - read_at >= LOSS_SECONDS
@@ -95,11 +95,12 @@ class LocalTraining:
         self.waiting_seconds += time.monotonic() - start
         return True
 
-    def _pick_up_move(self) -> None:
+    def _pick_up_move(self, share_of_round: float) -> None:
         assert self.standing is not None
         assert self._trainer is not None
         start = time.monotonic()
-        shift = self.standing.take_move()
+        ahead = len(self.standing.flights()) + share_of_round
+        shift = self.standing.take_move(move_share(ahead))
         if shift is not None:
             move(self._trainer.block, shift)
             self.waiting_seconds += time.monotonic() - start
