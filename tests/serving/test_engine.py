@@ -16,7 +16,6 @@ from stages import start_stage
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.serving import engine as engine_module
-from blocktrain.serving.drafting import Branch
 from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
 from blocktrain.serving.engine_api import (
     DeadlineError,
@@ -126,28 +125,6 @@ def test_text_does_not_depend_on_the_codec(checkpoint: Path, codec: Codec) -> No
         await local.close()
 
     asyncio.run(served())
-
-
-def test_running_ahead_of_a_slow_network_changes_nothing(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[int] = []
-    behind = Branch.behind
-    monkeypatch.setattr(Branch, "behind", lambda self, text: used.append(1) or behind(self, text))
-
-    async def served() -> None:
-        local = LocalEngine(checkpoint)
-        await local.start()
-        async with cluster(checkpoint, [[0, 1, 2]]) as c:
-            c.proxies[0].delay_seconds = 0.03
-            for seed, k in enumerate((None, 4, 16)):
-                expected, _ = await text_of(local, PROMPTS[3], 40, mode="ar", seed=seed)
-                found, _ = await text_of(c.engine, PROMPTS[3], 40, seed=seed, draft_tokens=k)
-                assert found == expected
-        await local.close()
-
-    asyncio.run(served())
-    assert used, "some draft was prepared while a traversal was under way"
 
 
 def test_exact_passes_settle_near_ties_to_the_same_text(

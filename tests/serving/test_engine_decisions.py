@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
 from blocktrain.serving.draft_length import AdaptiveLength
-from blocktrain.serving.drafting import Branch, Lookup, likely_texts
+from blocktrain.serving.drafting import Lookup
 from blocktrain.serving.main_stage import parse_blocks
 from blocktrain.serving.routing import Candidate, cheapest_route
-from blocktrain.serving.sampling import Choice
 from blocktrain.serving.scoring import windows
 from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address
@@ -135,23 +134,6 @@ def test_lookup_finds_what_followed_last_time() -> None:
     fresh = Lookup()
     fresh.extend(list(b"abcdefgh"))
     assert fresh.guess(list(b"abcdefgh"), 4) == [], "the end of a text does not find itself"
-
-
-def test_likely_texts_come_likeliest_first() -> None:
-    draft = [Choice(10, True, 3.0, 11), Choice(20, True, 0.1, 21), Choice(30, True, 3.0, 31)]
-    chance = {3.0: 0.95, 0.1: 0.3}.__getitem__
-    assert likely_texts([1], draft, chance) == [[1, 10, 21], [1, 10, 20, 30], [1, 11]]
-    assert likely_texts([1], [], chance) == [[1]]
-
-
-def test_a_branch_is_used_where_the_text_went_its_way() -> None:
-    choices = [Choice(token, True, 1.0, 0) for token in (5, 6, 7)]
-    branch = Branch([1, 2], choices)
-    assert branch.behind([1, 2]) == choices
-    assert branch.behind([1, 2, 5]) == choices[1:]
-    assert branch.behind([1, 2, 9]) == []
-    assert branch.behind([1]) == []
-    assert branch.behind([1, 2, 5, 6, 7, 8]) == []
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

@@ -52,9 +52,6 @@ class Draft(Protocol):
 
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]: ...
 
-    async def run_ahead(self, tokens: Sequence[int]) -> None:
-        """Prepare the next draft while the last one is being checked; cancelled when that is done."""
-
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None: ...
 
 
@@ -90,7 +87,7 @@ class Decoder:
         began = time.monotonic()
         draft = await self._draft(remaining - 1)
         drafted = time.monotonic()
-        rows = await self._score(draft)
+        rows = await self.scorer.rows(self.tokens + draft, len(draft) + 1)
         scored = time.monotonic()
         self.stats.traversals += 1
         chunk = await self._accept(draft, rows)
@@ -108,17 +105,6 @@ class Decoder:
         if self.drafter is None:
             return []
         return await self.drafter.draft(self.tokens, max(0, min(room, most)))
-
-    async def _score(self, draft: list[int]) -> Rows:
-        text = self.tokens + draft
-        if self.drafter is None:
-            return await self.scorer.rows(text, len(draft) + 1)
-        ahead = asyncio.get_running_loop().create_task(self.drafter.run_ahead(self.tokens))
-        try:
-            return await self.scorer.rows(text, len(draft) + 1)
-        finally:
-            ahead.cancel()
-            await asyncio.gather(ahead, return_exceptions=True)
 
     async def _accept(self, draft: list[int], rows: Rows) -> Chunk:
         accepted: list[int] = []

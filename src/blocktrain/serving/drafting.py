@@ -2,14 +2,12 @@
 
 The draft is sampled with the noise the real choice will use, so it is accepted wherever block 0 and the
 consensus agree on the winner. Where the text repeats itself, what followed last time is checked by
-block 0 in one pass instead of one pass per token. While a traversal is under way, the next draft is
-begun behind its likeliest outcomes. A wrong draft costs time, never a different text.
+block 0 in one pass instead of one pass per token. A wrong draft costs time, never a different text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,12 +23,6 @@ NGRAM = 5
 """Tokens that must repeat before the look-up guesses: a byte-level word start; shorter ones rarely hold."""
 GUESS = 6
 """Tokens guessed at a time: each is a row more in a pass, about a tenth of its cost."""
-BRANCHES = 3
-"""Outcomes of a traversal that are drafted behind while it is under way."""
-RUNNER_UP_CHANCE = 0.5
-"""That block 0's second choice is the right one where its first is not."""
-WORTHWHILE = 4.0
-"""Passes that must fit into a traversal before running ahead makes sense."""
 
 
 class Lookup:
@@ -53,35 +45,6 @@ class Lookup:
         return [] if end is None else self._tokens[end : end + max(0, count)]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A text that may come, and what block 0 chooses behind it."""
-
-    text: list[int]
-    choices: list[Choice]
-
-    def behind(self, tokens: list[int]) -> list[Choice]:
-        """The choices that follow `tokens`, if this is how the text went on."""
-        taken = len(tokens) - len(self.text)
-        if taken < 0 or tokens != [*self.text, *(choice.token for choice in self.choices[:taken])]:
-            return []
-        return self.choices[taken:]
-
-
-def likely_texts(tokens: list[int], draft: list[Choice], chance: Callable[[float], float]) -> list[list[int]]:
-    """What the text may be after a traversal, likeliest first: all accepted, or a runner-up at one place."""
-    outcomes: list[tuple[float, list[int]]] = []
-    held = 1.0
-    for i, choice in enumerate(draft):
-        prefix = [*tokens, *(c.token for c in draft[:i])]
-        accepted = chance(choice.margin)
-        outcomes.append((held * (1 - accepted) * RUNNER_UP_CHANCE, [*prefix, choice.runner_up]))
-        held *= accepted
-    outcomes.append((held, [*tokens, *(choice.token for choice in draft)]))
-    outcomes.sort(key=lambda outcome: -outcome[0])
-    return [text for _, text in outcomes[:BRANCHES]]
-
-
 class Drafter:
     """Drafts for one request; its cache follows the text."""
 
@@ -90,39 +53,21 @@ class Drafter:
         self.held = batcher.held
         self.lookup = Lookup()
         self.drafted: list[Choice] = []
-        self.ahead: list[Branch] = []
         self.caches: dict[int, Cache] = self.held.new_caches([DRAFT_BLOCK])
         self.seen: list[int] = []
-        """What the caches are certain to hold."""
         self.start = 0
-        self.pass_seconds = self.traversal_seconds = 0.0
 
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens, as many as seem worth it."""
         text, most = list(tokens), min(most, self.length.most)
         self.lookup.extend(text)
-        ready = max((branch.behind(text) for branch in self.ahead), key=len, default=[])
-        self.drafted, self.ahead = ready[:most], []
+        self.drafted = []
         while len(self.drafted) < most and self.length.go_on(_margins(self.drafted)):
             self.drafted += await self._extend(text, self.drafted, most)
         return [choice.token for choice in self.drafted]
 
-    async def run_ahead(self, tokens: Sequence[int]) -> None:
-        """While the stages answer, draft behind what they will likely say. To be cancelled when they do."""
-        if self.traversal_seconds < WORTHWHILE * self.pass_seconds:
-            return
-        for text in likely_texts(list(tokens), self.drafted, self.length.chance):
-            branch = Branch(text, [])
-            self.ahead.append(branch)
-            while self.batcher.idle and self._wants_more(branch):
-                branch.choices.extend(await self._extend(text, branch.choices, self.length.most))
-
-    def _wants_more(self, branch: Branch) -> bool:
-        return len(branch.choices) < self.length.most and self.length.go_on(_margins(branch.choices))
-
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
         """What came of the last draft."""
-        self.traversal_seconds = traversal_seconds
         self.length.observe(_margins(self.drafted), accepted, draft_seconds, traversal_seconds)
 
     async def _extend(self, text: list[int], choices: list[Choice], most: int) -> list[Choice]:
@@ -142,10 +87,8 @@ class Drafter:
         num_rows = len(window) - (len(tokens) - start) + 1
         keep = _common_prefix(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - num_rows)
-        # A pass that is cancelled has run or has not: only what it keeps is certain.
-        self.seen, self.start = window[:keep], start
+        self.seen, self.start = window, start
         outcome = await self.batcher.rows(Work(window[keep:], num_rows, (DRAFT_BLOCK,), self.caches, keep))
-        self.seen, self.pass_seconds = window, outcome.compute_seconds
         return normalised(outcome.rows.astype(np.float64) / (self.held.weights[DRAFT_BLOCK] or 1.0))
 
 

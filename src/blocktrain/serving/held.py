@@ -83,7 +83,9 @@ class HeldBlocks:
     ) -> None:
         """One block over the new tokens of the chosen works, packed in a row."""
         lengths = [len(works[i].ids) for i in chosen]
-        cache = PackedCache([works[i].caches[index] for i in chosen], lengths)
+        caches = [works[i].caches[index] for i in chosen]
+        # One work alone needs no packing, which would cost it a third more.
+        cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
         ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
         upstream = [part for i in chosen if (part := features[i]) is not None]
         joined = torch.cat(upstream, dim=1) if upstream and self.objective.frozen(index) else None

@@ -44,7 +44,6 @@ class Choice:
     """False where log-probs within the tolerance of these could have chosen another token."""
     margin: float
     """By how much the token won, in nats of its score."""
-    runner_up: int
 
 
 def choose(row: Row, sampler: Sampler, position: int, tolerance: float | Row) -> Choice:
@@ -65,9 +64,8 @@ def _winner(scores: Row, inside: Tokens, doubtful: Tokens, error: float | Row) -
     gap = scores[token] - error[token] - (scores + error)
     gap[token] = np.inf
     gap[~(inside | doubtful)] = np.inf
-    runner_up = int(gap.argmin())
-    margin = float(gap[runner_up])
-    return Choice(token, bool(margin > 0 and not doubtful[token]), margin, runner_up)
+    margin = float(gap.min())
+    return Choice(token, bool(margin > 0 and not doubtful[token]), margin)
 
 
 def _nucleus(scores: Row, error: Row, top_p: float) -> tuple[Tokens, Tokens]:
