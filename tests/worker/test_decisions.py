@@ -13,6 +13,7 @@ from blocktrain.worker.decisions import (
     backoff_seconds,
     cheapest_route,
     may_step,
+    move_share,
     saving_is_due,
     settle,
     share_to_return,
@@ -90,3 +91,8 @@ def test_the_head_is_watched_closely_while_an_update_is_about_to_be_merged() -> 
     assert watch_seconds(waiting=True, quiet_seconds=0.0) < 0.1
     assert watch_seconds(waiting=True, quiet_seconds=4.0) == 1.0
     assert watch_seconds(waiting=False, quiet_seconds=0.0) >= 1.0
+
+
+def test_a_move_in_time_is_applied_in_full_and_a_late_one_in_part() -> None:
+    assert move_share(0.0) == 1.0
+    assert 1.0 > move_share(0.25) > move_share(1.0) > move_share(2.0) > 0.0

@@ -49,8 +49,8 @@ class Trainer:
     def __init__(self, standing: Standing) -> None:
         self.standing, self.at = standing, value(standing.begin())
 
-    def train(self, progress: float) -> None:
-        shift = self.standing.take_move()
+    def train(self, progress: float, share: float = 1.0) -> None:
+        shift = self.standing.take_move(share)
         self.at += (value(shift) if shift is not None else 0.0) + progress
 
     def finish(self, round_: int) -> Flight:
@@ -133,6 +133,21 @@ def test_a_move_the_trainer_has_not_picked_up_is_in_its_mark() -> None:
     assert value(draft.place.now()) - value(draft.origin.now()) == 1.0
     trainer.train(0.0)
     assert trainer.at == 11.0
+
+
+def test_a_move_taken_in_part_is_in_the_mark_as_a_whole() -> None:
+    standing = Standing(0, base(0, 0.0), None, 3)
+    trainer = Trainer(standing)
+    standing.advance(base(1, 8.0), set())
+    trainer.train(1.0, share=0.25)
+    assert trainer.at == 3.0
+    trainer.train(1.0, share=0.25)
+    assert trainer.at == 4.0, "the rest waits for the next change"
+    draft = standing.draft(trainer.finish(1))
+    assert value(draft.place.now()) - value(draft.origin.now()) == 2.0
+    standing.advance(base(2, 9.0), set())
+    trainer.train(0.0)
+    assert trainer.at == 11.0, "all that was pending, and the new move"
 
 
 def test_progress_of_an_interrupted_round_is_kept_as_feedback() -> None:
