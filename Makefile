@@ -22,8 +22,9 @@ slow: $(VENV)/.ready-dev
 
 $(VENV)/.ready: pyproject.toml
 	@echo "Setting up $(VENV) (once; a few minutes, most of it the torch download)"
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "BlockTrain needs Python 3.11 or later; try: make PYTHON=python3.12"'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "BlockTrain needs Python 3.11 or later; try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "venv is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
@@ -32,4 +33,4 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

@@ -8,6 +8,7 @@
     │   └── DeviceError      a device that does not exist here
     ├── DivergedError        the person at the keyboard: a loss that is no longer finite
     ├── StorageError         the operator: a full or read-only disk (exit code 2)
+    ├── Interrupted          nobody: the person asked to stop; what was done is saved (exit code 130)
     └── WireError            the peer: bytes or a message that break the protocol
 
 Each message gives what was expected, what was found and what to do about it.
@@ -46,6 +47,10 @@ class DivergedError(BlocktrainError):
 
 class StorageError(BlocktrainError):
     exit_code = 2
+
+
+class Interrupted(BlocktrainError):
+    exit_code = 130
 
 
 class WireError(BlocktrainError):

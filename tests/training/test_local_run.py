@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tiny import prose, tiny_recipe
 
 from blocktrain.config import Recipe
-from blocktrain.errors import DivergedError, UserError
+from blocktrain.errors import DivergedError, Interrupted, UserError
 from blocktrain.training.local import LocalRun, Silent
 
 CPU = torch.device("cpu")
@@ -285,3 +286,21 @@ def test_a_loss_that_is_no_longer_finite_stops_the_run_with_a_reason(
         finished(local_run(text, tmp_path, rate))
     assert not (tmp_path / "report.json").exists()
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_run_asked_to_stop_saves_its_state_and_resumes_to_the_same_weights(
+    text: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(text)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted = LocalRun(recipe, whole, CPU, Silent())
+    uninterrupted.train(resume=False)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Interrupted, match="--resume"):
+        LocalRun(recipe, parts, CPU, Silent(), stop).train(resume=False)
+    resumed = LocalRun(recipe, parts, CPU, Silent())
+    resumed.train(resume=True)
+    for one, other in zip(uninterrupted.blocks, resumed.blocks, strict=True):
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name

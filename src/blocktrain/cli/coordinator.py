@@ -31,6 +31,7 @@ def coordinator(
     from blocktrain.coordinator.main import run_coordinator
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     run_coordinator(
         find_recipe(recipe),
         set_,

@@ -186,9 +186,10 @@ def generate_from_url(
     if mode is not None:
         fields["mode"] = mode
     with GatewayClient(url, key) as client:
+        model = client.model()
         write(prompt)
         begun = time.monotonic()
-        usage = write_deltas(client.complete({"model": client.model(), **fields}))
+        usage = write_deltas(client.complete({"model": model, **fields}))
         write("\n")
     print(cost_line(usage, time.monotonic() - begun), file=sys.stderr)
 

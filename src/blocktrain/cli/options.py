@@ -17,7 +17,7 @@ DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best one here.")
 ]
 RecipeArgument = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of a shipped one (demo, wikitext-2, litepaper).")
+    str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as demo.")
 ]
 
 PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
+from blocktrain.cli.signals import stop_on_signals
 
 DEFAULT_DATA_DIR = Path("~/.blocktrain/worker")
 
@@ -89,17 +87,3 @@ def status(
         typer.echo(answer.model_dump_json())
     else:
         Console().print(status_tables(answer))
-
-
-def stop_on_signals() -> threading.Event:
-    """An event that SIGINT and SIGTERM set; the second signal ends the process at once."""
-    stop = threading.Event()
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    return stop

@@ -15,6 +15,7 @@ from rich.table import Table
 from blocktrain.cli.curves import draw_curves
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
+from blocktrain.cli.signals import stop_on_signals
 from blocktrain.config import Recipe, load_recipe
 from blocktrain.errors import UserError
 from blocktrain.training.local import LocalRun
@@ -38,7 +39,7 @@ def train(
 
 def run_training(recipe: Recipe, out: Path, device: str, console: Console, *, resume: bool) -> dict[str, Any]:
     with TrainingProgress(console) as progress:
-        run = LocalRun(recipe, out, find_device(device), progress)
+        run = LocalRun(recipe, out, find_device(device), progress, stop_on_signals())
         run.train(resume=resume)
         report = run.finish()
     draw_curves(report, out / "curves.png")

@@ -48,7 +48,7 @@ def judge(
 ) -> None:
     """Score updates for a coordinator, beside its own judge and others. May be killed at any time."""
     from blocktrain.cli.judging import Judge
-    from blocktrain.cli.swarm import stop_on_signals
+    from blocktrain.cli.signals import stop_on_signals
     from blocktrain.wire.identity import load_or_create
     from blocktrain.worker.client import CoordinatorClient, Stopped
     from blocktrain.worker.traffic import Traffic

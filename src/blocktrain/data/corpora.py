@@ -66,7 +66,7 @@ def read_text(path: Path) -> bytes:
         text = path.read_bytes()
     except FileNotFoundError:
         raise DataError(
-            f"no text at {path}; give a file, a folder, hf:NAME or builtin (--set data.corpus=…)"
+            f"no text at {path}; a run's text is named by --set data.corpus=FILE, FOLDER, hf:NAME or builtin"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
@@ -132,7 +132,9 @@ def _hugging_face(name: str) -> tuple[bytes, bytes | None]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError("hf: corpora need the extra: pip install 'blocktrain[datasets]'") from None
+        raise DataError(
+            "hf: corpora need the extra: pip install -e '.[datasets]' in the source folder"
+        ) from None
     name, _, configuration = name.partition(":")
     try:
         splits = load_dataset(name, configuration or None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from blocktrain.config import Recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import CheckpointError, DivergedError, UserError
+from blocktrain.errors import CheckpointError, DivergedError, Interrupted, UserError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
@@ -73,8 +74,16 @@ class Unit:
 
 
 class LocalRun:
-    def __init__(self, recipe: Recipe, out: Path, device: torch.device, observer: Observer) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: Path,
+        device: torch.device,
+        observer: Observer,
+        stop: threading.Event | None = None,
+    ) -> None:
         self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
+        self.stop = stop or threading.Event()
         self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
         self.tokenizer = load_tokenizer(recipe.data.tokenizer)
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
@@ -271,9 +280,15 @@ class Group:
                     self.run.observer.stepped(unit.name, step + 1, steps, ce, tokens)
             self.seconds = seconds_before + time.monotonic() - started
             at_point = (step + 1) % every == 0
-            if at_point and time.monotonic() - saved >= config.checkpoint_seconds:
+            stopped = self.run.stop.is_set() and step + 1 < steps
+            if at_point and (stopped or time.monotonic() - saved >= config.checkpoint_seconds):
                 self.save(step + 1)
                 saved = time.monotonic()
+                if stopped:
+                    raise Interrupted(
+                        f"stopped at step {step + 1} of {self.units[0].name}; the same command with --resume "
+                        "goes on from there"
+                    )
         if start < steps:
             self.save(steps)
 
@@ -339,6 +354,8 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
     """Refuse to overwrite another run, and to resume one under a different recipe or text."""
     identity = {"recipe": recipe.to_dict(), "corpus_sha256": corpus.sha256}
     path = out / "run.json"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; choose a folder")
     if not path.exists():
         if resume:
             raise UserError(f"nothing to resume in {out}; leave out --resume to start")
