@@ -89,15 +89,15 @@ def run_benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 HEADER = (
-    "stages  RTT ms  mode    codec   K  bytes/trav  bytes/s  p50 ms  p99 ms  wire B out/byte  in/byte  exact"
+    "stages  RTT ms  mode       codec   K  bytes/trav  bytes/s  p50 ms  p99 ms  wire out/B  in/byte  exact"
 )
 
 
 def line(row: dict[str, Any]) -> str:
     return (
-        f"{row['stages']:6d}  {row['rtt_ms']:6d}  {row['mode']:6s}  {row['codec']:5s}  "
+        f"{row['stages']:6d}  {row['rtt_ms']:6d}  {row['mode']:9s}  {row['codec']:5s}  "
         f"{row['mean_draft']:4.1f}  {row['bytes_per_traversal']:8.2f}  {row['bytes_per_second']:7.1f}  "
-        f"{row['p50_ms']:6.1f}  {row['p99_ms']:6.1f}  {row['sent_per_byte']:15.0f}  "
+        f"{row['p50_ms']:6.1f}  {row['p99_ms']:6.1f}  {row['sent_per_byte']:10.0f}  "
         f"{row['received_per_byte']:7.0f}  {row['exact_passes']:5d}"
     )
 
@@ -118,8 +118,8 @@ def speedups(rows: list[dict[str, Any]]) -> Iterator[str]:
     best = {(r["stages"], r["rtt_ms"], r["mode"], r["codec"]): r["bytes_per_second"] for r in rows}
     for (stages, rtt, mode, codec), rate in best.items():
         plain = best.get((stages, rtt, "ar", codec))
-        if mode == "verify" and plain:
-            yield f"  stages {stages} RTT {rtt:3d} ms {codec}: verify {rate / plain:.2f} x ar"
+        if mode != "ar" and plain:
+            yield f"  stages {stages} RTT {rtt:3d} ms {codec}: {mode} {rate / plain:.2f} x ar"
 
 
 # ---- the stage and engine processes ----
@@ -154,6 +154,13 @@ def held_out_prompts(checkpoint: Path, count: int) -> list[list[int]]:
     return [[int(t) for t in loaded.tokenizer.encode(valid[i * step :][:PROMPT_BYTES])] for i in range(count)]
 
 
+def parse_mode(entry: str) -> tuple[str, int | None, str]:
+    """`verify@16:q8` is verify with 16 drafted tokens and rows as Q8; without @ the length adapts."""
+    name, _, codec = entry.partition(":")
+    mode, _, draft = name.partition("@")
+    return mode, int(draft) if draft else None, codec or "q16"
+
+
 async def engine_role(arguments: argparse.Namespace) -> None:
     import torch
 
@@ -166,13 +173,17 @@ async def engine_role(arguments: argparse.Namespace) -> None:
     addresses = [Address.parse(text) for text in arguments.addresses.split(",")]
     rows, texts = [], []
     for entry in arguments.modes.split(","):
-        mode, _, codec = entry.partition(":")
-        config = EngineConfig(stages=addresses, codec=Codec[(codec or "q16").upper()])
+        mode, draft, codec = parse_mode(entry)
+        config = EngineConfig(stages=addresses, codec=Codec[codec.upper()])
         engine = Engine(arguments.checkpoint, config)
         await engine.start()
-        await write(engine, prompts[0], 24, mode, arguments.temperature)
-        samples = [await write(engine, p, arguments.tokens, mode, arguments.temperature) for p in prompts]
-        rows.append({"mode": mode, "codec": codec or "q16", **summary(samples)})
+        await write(engine, prompts[0], 24, mode, draft, arguments.temperature)
+        samples = [
+            await write(engine, prompt, arguments.tokens, mode, draft, arguments.temperature)
+            for prompt in prompts
+        ]
+        name = mode if draft is None else f"{mode}@{draft}"
+        rows.append({"mode": name, "codec": codec, **summary(samples)})
         texts.append([text for text, _, _ in samples])
         await engine.close()
     assert all(text == texts[0] for text in texts), "modes and codecs wrote different texts"
@@ -180,12 +191,18 @@ async def engine_role(arguments: argparse.Namespace) -> None:
 
 
 async def write(
-    engine: Any, prompt: list[int], tokens: int, mode: str, temperature: float
+    engine: Any, prompt: list[int], tokens: int, mode: str, draft: int | None, temperature: float
 ) -> tuple[list[int], Any, list[float]]:
     from blocktrain.serving.engine_api import GenerationRequest, Mode
 
     request = GenerationRequest(
-        prompt, tokens, seed=1, temperature=temperature, mode=cast(Mode, mode), deadline_seconds=600
+        prompt,
+        tokens,
+        seed=1,
+        temperature=temperature,
+        mode=cast(Mode, mode),
+        draft_tokens=draft,
+        deadline_seconds=600,
     )
     generation = engine.generate(request)
     text: list[int] = []
@@ -223,7 +240,7 @@ def main() -> None:
     parser.add_argument("--role", choices=["benchmark", "stage", "engine"], default="benchmark")
     parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
     parser.add_argument("--stages", default="1,2,3,5")
-    parser.add_argument("--modes", default="ar,verify", help="mode or mode:codec (f32, q16, q8)")
+    parser.add_argument("--modes", default="ar,verify", help="such as ar, verify, verify@16, verify:q8")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)

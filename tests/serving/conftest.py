@@ -15,12 +15,12 @@ TINY = Recipe(
     name="tiny",
     model=ModelConfig(width=64, heads=4, blocks=3, layers_per_block=1, context=96),
     data=DataConfig(max_bytes=200_000),
-    training=TrainingConfig(steps=60, batch=12, warmup_steps=5, reference=False),
+    training=TrainingConfig(steps=40, batch=12, warmup_steps=5, reference=False),
     evaluation=EvaluationConfig(max_bytes=5_000, noise_draws=1, pooling_bytes=10_000, sample_bytes=0),
 )
 
 
-def train_tiny(folder: Path, *, name: str = "tiny", seed: int = 0, steps: int = 60) -> Path:
+def train_tiny(folder: Path, *, name: str = "tiny", seed: int = 0, steps: int = 40) -> Path:
     training = dataclasses.replace(TINY.training, steps=steps)
     run = LocalRun(
         dataclasses.replace(TINY, name=name, seed=seed, training=training),

@@ -358,11 +358,12 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
             ServingFrameReason.PAYLOAD,
             f"expected {rows} rows of {vocabulary} as {codec.name} in {expected} bytes, found {len(payload)}",
         )
-    if codec in _CODE:
-        values = _decode_quantised(payload, codec, rows)
-    else:
-        flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
-        values = flat.astype(np.float64).reshape(rows, vocabulary)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if codec in _CODE:
+            values = _decode_quantised(payload, codec, rows)
+        else:
+            flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
+            values = flat.astype(np.float64).reshape(rows, vocabulary)
     if not np.isfinite(values).all():
         _refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
     return values
