@@ -8,7 +8,7 @@
     │   └── DeviceError      a device that does not exist here
     ├── DivergedError        the person at the keyboard: a loss that is no longer finite
     ├── StorageError         the operator: a full or read-only disk (exit code 2)
-    ├── Interrupted          nobody: the person asked to stop; what was done is saved (exit code 130)
+    ├── StoppedError         nobody: the person asked to stop; what was done is saved (exit code 130)
     └── WireError            the peer: bytes or a message that break the protocol
 
 Each message gives what was expected, what was found and what to do about it.
@@ -49,7 +49,7 @@ class StorageError(BlocktrainError):
     exit_code = 2
 
 
-class Interrupted(BlocktrainError):
+class StoppedError(BlocktrainError):
     exit_code = 130
 
 

@@ -23,7 +23,7 @@ BAD_FLAGS = {
     "a number for a truth": ("training.reference=1", "training.reference must be bool"),
     "a learned codebook one block at a time": ("objective.codebook=learned", "training.order"),
     "a missing file": ("data.corpus=/no/such/file.txt", "no text at /no/such/file.txt"),
-    "a dataset without the extra": ("data.corpus=hf:wikitext", "blocktrain[datasets]"),
+    "a dataset without the extra": ("data.corpus=hf:wikitext", ".[datasets]"),
     "a batch longer than the text": ("training.batch=50000", "fewer than one batch needs"),
     "a context longer than the text": ("model.context=50000", "fewer than one batch needs"),
 }
@@ -112,7 +112,7 @@ def test_an_out_that_is_a_file_is_refused(recipe_file: Path, tmp_path: Path) -> 
     (tmp_path / "run").write_text("my thesis")
     outcome = run_main("train", recipe_file, "--out", tmp_path / "run")
     assert outcome.code == 2
-    assert "cannot write" in outcome.complaint
+    assert "is a file; choose a folder" in outcome.complaint
     assert (tmp_path / "run").read_text() == "my thesis"
 
 

@@ -14,7 +14,7 @@ import torch
 from tiny import prose, tiny_recipe
 
 from blocktrain.config import Recipe
-from blocktrain.errors import DivergedError, Interrupted, UserError
+from blocktrain.errors import DivergedError, StoppedError, UserError
 from blocktrain.training.local import LocalRun, Silent
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def test_a_run_asked_to_stop_saves_its_state_and_resumes_to_the_same_weights(
     uninterrupted.train(resume=False)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Interrupted, match="--resume"):
+    with pytest.raises(StoppedError, match="--resume"):
         LocalRun(recipe, parts, CPU, Silent(), stop).train(resume=False)
     resumed = LocalRun(recipe, parts, CPU, Silent())
     resumed.train(resume=True)

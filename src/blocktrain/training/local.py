@@ -25,7 +25,7 @@ from blocktrain.config import Recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import CheckpointError, DivergedError, Interrupted, UserError
+from blocktrain.errors import CheckpointError, DivergedError, StoppedError, UserError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
@@ -285,7 +285,7 @@ class Group:
                 self.save(step + 1)
                 saved = time.monotonic()
                 if stopped:
-                    raise Interrupted(
+                    raise StoppedError(
                         f"stopped at step {step + 1} of {self.units[0].name}; the same command with --resume "
                         "goes on from there"
                     )
