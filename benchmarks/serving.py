@@ -88,9 +88,7 @@ def run_benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-HEADER = (
-    "stages  RTT ms  mode       codec   K  bytes/trav  bytes/s  p50 ms  p99 ms  wire out/B  in/byte  exact"
-)
+HEADER = "stages  RTT ms  mode       codec   K  bytes/trav  bytes/s  p50 ms  p99 ms  wire out/B   in/B  exact"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -98,7 +96,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['stages']:6d}  {row['rtt_ms']:6d}  {row['mode']:9s}  {row['codec']:5s}  "
         f"{row['mean_draft']:4.1f}  {row['bytes_per_traversal']:8.2f}  {row['bytes_per_second']:7.1f}  "
         f"{row['p50_ms']:6.1f}  {row['p99_ms']:6.1f}  {row['sent_per_byte']:10.0f}  "
-        f"{row['received_per_byte']:7.0f}  {row['exact_passes']:5d}"
+        f"{row['received_per_byte']:5.0f}  {row['exact_passes']:5d}"
     )
 
 
