@@ -1,6 +1,7 @@
 """Serving over emulated links: modes x round-trip time x stages, with real TCP (see links.py).
 
     python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
+    python benchmarks/serving.py --table T8          the litepaper's large shapes: large_shapes.py
 
 Blocks are dealt out over stage processes, each in a network namespace of its own; the engine runs in the
 gateway's. Prompts are held-out text of the checkpoint's corpus. Every row states text bytes per traversal
@@ -234,7 +235,10 @@ def summary(samples: list[tuple[list[int], Any, list[float]]]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, nargs="?")
+    parser.add_argument("--table", choices=["T8"], help="the litepaper's large shapes, see large_shapes.py")
+    parser.add_argument("--quick", action="store_true", help="with --table: tiny shapes on the CPU")
+    parser.add_argument("--only", default=None, help="with --table: names of shapes, separated by commas")
     parser.add_argument("--role", choices=["benchmark", "stage", "engine"], default="benchmark")
     parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
     parser.add_argument("--stages", default="1,2,3,5")
@@ -248,6 +252,12 @@ def main() -> None:
     parser.add_argument("--listen", default="")
     parser.add_argument("--addresses", default="")
     arguments = parser.parse_args()
+    if arguments.table:
+        from large_shapes import run_table
+
+        return run_table(quick=arguments.quick, json_path=arguments.json, only=arguments.only)
+    if arguments.checkpoint is None:
+        parser.error("expected a checkpoint, or --table")
     if arguments.role == "stage":
         return stage_role(arguments)
     if arguments.role == "engine":

@@ -21,21 +21,23 @@ from blocktrain.serving.engine import Engine, EngineConfig
 from blocktrain.serving.main_stage import load_stage
 from blocktrain.serving.stage import Stage, StageConfig
 from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
-from blocktrain.wire.frames import (
+from blocktrain.wire.frame_metadata import (
     Ask,
-    Codec,
     Failure,
     FailureCode,
+    Hello,
+    decode_metadata,
+    encode_metadata,
+)
+from blocktrain.wire.frames import (
+    Codec,
     Frame,
     FrameType,
     Header,
-    Hello,
     Limits,
-    decode_metadata,
     decode_rows,
     encode_frame,
     encode_ids,
-    encode_metadata,
     prefix_checksum,
 )
 

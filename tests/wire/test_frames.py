@@ -13,30 +13,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.wire import frames
-from blocktrain.wire.frames import (
-    HEADER_BYTES,
+from blocktrain.wire.frame_metadata import (
     Answer,
     Ask,
-    Codec,
     Failure,
     FailureCode,
+    Hello,
+    ModelShape,
+    Welcome,
+    decode_metadata,
+    encode_metadata,
+)
+from blocktrain.wire.frames import (
+    HEADER_BYTES,
+    Codec,
     Frame,
     FrameType,
     Header,
-    Hello,
     Limits,
-    ModelShape,
     ServingFrameError,
     ServingFrameReason,
-    Welcome,
     decode_frame,
     decode_header,
     decode_ids,
-    decode_metadata,
     decode_rows,
     encode_frame,
     encode_ids,
-    encode_metadata,
     encode_rows,
     row_bytes,
     row_tolerance,

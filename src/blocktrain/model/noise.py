@@ -94,3 +94,12 @@ def sample_sigma(
     uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
     q = q_low + (q_high - q_low) * uniform
     return torch.exp(config.p_mean + config.p_std * torch.special.ndtri(q)).clamp(low, high).float()
+
+
+def noise_share(sigma_start: float, sigma: float) -> float:
+    """a in z = a z0 + p_bar E, the state of an Euler chain that began at `sigma_start` with noise z0.
+
+    A step from s to s' gives z' = (s'/s) z + (1 - s'/s) p E, so a shrinks with sigma and p_bar stays a
+    mixture over the vocabulary: a hop needs the seed of z0 and one row of V numbers, not of d.
+    """
+    return math.sqrt(1 + sigma_start**2) * sigma / sigma_start

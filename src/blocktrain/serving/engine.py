@@ -37,7 +37,14 @@ from blocktrain.serving.sampling import Sampler
 from blocktrain.serving.scoring import check_scorable, scored_window, under_deadline, windows
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import load_checkpoint
-from blocktrain.wire.frames import Codec, FrameType, Hello, ModelShape
+from blocktrain.wire.frame_metadata import (
+    Hello,
+    ModelShape,
+)
+from blocktrain.wire.frames import (
+    Codec,
+    FrameType,
+)
 
 SCORING_WINDOWS_AT_ONCE = 4
 SPARE_SECONDS = 1.0

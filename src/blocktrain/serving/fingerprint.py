@@ -13,7 +13,10 @@ from pathlib import Path
 from blocktrain.errors import CheckpointError
 from blocktrain.serving.engine_api import ModelInfo
 from blocktrain.training.checkpoint import Checkpoint, block_file, read_config
-from blocktrain.wire.frames import MAX_NAME, ModelShape
+from blocktrain.wire.frame_metadata import (
+    MAX_NAME,
+    ModelShape,
+)
 from blocktrain.wire.hashing import canonical_json, content_hash, snapshot_hash
 
 

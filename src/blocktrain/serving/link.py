@@ -18,20 +18,22 @@ from dataclasses import dataclass
 from blocktrain.errors import WireError
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
+from blocktrain.wire.frame_metadata import (
+    Failure,
+    Hello,
+    Welcome,
+    decode_metadata,
+    encode_metadata,
+)
 from blocktrain.wire.frames import (
     GREETING_LIMITS,
     Codec,
-    Failure,
     Frame,
     FrameType,
     Header,
-    Hello,
     Limits,
     ServingFrameError,
-    Welcome,
-    decode_metadata,
     encode_frame,
-    encode_metadata,
     row_bytes,
 )
 

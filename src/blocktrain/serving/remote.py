@@ -21,18 +21,20 @@ from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, St
 from blocktrain.serving.fanout import Call, Fanout, Part
 from blocktrain.serving.link import LinkError, StageLink
 from blocktrain.serving.sampling import FLOAT32_TOLERANCE, Row, normalised
+from blocktrain.wire.frame_metadata import (
+    Ask,
+    ModelShape,
+    encode_metadata,
+)
 from blocktrain.wire.frames import (
     NO_DEADLINE,
-    Ask,
     Codec,
     Frame,
     FrameType,
     Header,
-    ModelShape,
     ServingFrameError,
     decode_rows,
     encode_ids,
-    encode_metadata,
     prefix_checksum,
     row_tolerance,
 )

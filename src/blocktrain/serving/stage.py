@@ -27,29 +27,31 @@ from blocktrain.serving.held import HeldBlocks, Work
 from blocktrain.serving.metrics import StageMetrics
 from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
+from blocktrain.wire.frame_metadata import (
+    Answer,
+    Ask,
+    Failure,
+    FailureCode,
+    Hello,
+    ModelShape,
+    Welcome,
+    decode_metadata,
+    encode_metadata,
+    sentence,
+)
 from blocktrain.wire.frames import (
     GREETING_LIMITS,
     NO_DEADLINE,
-    Answer,
-    Ask,
     Codec,
-    Failure,
-    FailureCode,
     Frame,
     FrameType,
     Header,
-    Hello,
     Limits,
-    ModelShape,
     ServingFrameError,
-    Welcome,
     decode_ids,
-    decode_metadata,
     encode_frame,
-    encode_metadata,
     encode_rows,
     id_dtype,
-    sentence,
 )
 from blocktrain.wire.identity import Identity
 

@@ -1,6 +1,7 @@
 """Serving frames: what an engine and a stage say to each other, bytes in and values out.
 
-A frame is a fixed little-endian header, msgpack metadata of the frame's type, and a raw payload:
+A frame is a fixed little-endian header, msgpack metadata of the frame's type (frame_metadata.py), and a raw
+payload:
 
     magic 4s | version u8 | type u8 | codec u8 | zero u8 | session u64 | epoch u32 | traversal u32
     base position u32 | rows u32 | deadline ms u32 | metadata length u32 | payload length u32
@@ -11,7 +12,7 @@ Ids take 1, 2 or 4 bytes each, as the vocabulary needs. Rows are fp32, fp64 or q
 Knows nothing of sockets, models or time: a deadline is the milliseconds that were left at sending.
 
 Covered: any bytes give values or ServingFrameError; both checksums, every length against the receiver's
-limits before anything is allocated, metadata types and sizes, payload length against rows and vocabulary,
+limits before anything is allocated, payload length against rows and vocabulary,
 ids inside the vocabulary, NaN and infinite rows. Not covered: who sent it (TLS, `serving/transport.py`),
 or rows that are well formed and wrong.
 """
@@ -22,9 +23,8 @@ import enum
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,9 +36,6 @@ _LAYOUT: Final = struct.Struct("<4sBBBBQIIIIIIII")
 _CHECKSUM: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _LAYOUT.size + _CHECKSUM.size
 MAX_METADATA_BYTES: Final = 4096
-MAX_SENTENCE: Final = 1000
-MAX_NAME: Final = 200
-MAX_NUM_BLOCKS: Final = 4096
 NO_DEADLINE: Final = 0xFFFF_FFFF
 
 
@@ -103,7 +100,7 @@ class ServingFrameError(WireError):
         self.reason = reason
 
 
-def _refuse(reason: ServingFrameReason, sentence: str) -> NoReturn:
+def refuse(reason: ServingFrameReason, sentence: str) -> NoReturn:
     raise ServingFrameError(reason, sentence)
 
 
@@ -178,20 +175,20 @@ def encode_frame(header: Header, metadata: bytes = b"", payload: bytes = b"") ->
 def decode_header(raw: bytes, limits: Limits) -> Header:
     """The header in the first HEADER_BYTES of a frame; its lengths are within `limits`."""
     if len(raw) != HEADER_BYTES:
-        _refuse(ServingFrameReason.PAYLOAD, f"expected a header of {HEADER_BYTES} bytes, found {len(raw)}")
+        refuse(ServingFrameReason.PAYLOAD, f"expected a header of {HEADER_BYTES} bytes, found {len(raw)}")
     if raw[:4] != MAGIC:
-        _refuse(ServingFrameReason.MAGIC, f"expected {MAGIC!r} first, found {raw[:4]!r}; check the address")
+        refuse(ServingFrameReason.MAGIC, f"expected {MAGIC!r} first, found {raw[:4]!r}; check the address")
     if raw[4] != VERSION:
-        _refuse(ServingFrameReason.VERSION, f"expected version {VERSION}, found {raw[4]}; update one side")
+        refuse(ServingFrameReason.VERSION, f"expected version {VERSION}, found {raw[4]}; update one side")
     if _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0] != zlib.crc32(raw[: _LAYOUT.size]):
-        _refuse(ServingFrameReason.CHECKSUM, "the header's checksum does not match; send it again")
+        refuse(ServingFrameReason.CHECKSUM, "the header's checksum does not match; send it again")
     _, _, kind, codec, zero, *numbers = _LAYOUT.unpack_from(raw)
     try:
         header = Header(FrameType(kind), Codec(codec), *numbers)
     except ValueError:
-        _refuse(ServingFrameReason.TYPE, f"type {kind}, codec {codec}")
+        refuse(ServingFrameReason.TYPE, f"type {kind}, codec {codec}")
     if zero:
-        _refuse(ServingFrameReason.TYPE, f"expected 0 in the spare byte, found {zero}")
+        refuse(ServingFrameReason.TYPE, f"expected 0 in the spare byte, found {zero}")
     _check_length("metadata", header.metadata_bytes, limits.metadata_bytes)
     _check_length("payload", header.payload_bytes, limits.payload_bytes)
     return header
@@ -199,107 +196,20 @@ def decode_header(raw: bytes, limits: Limits) -> Header:
 
 def _check_length(part: str, found: int, limit: int) -> None:
     if found > limit:
-        _refuse(ServingFrameReason.TOO_LARGE, f"expected {part} of at most {limit} bytes, found {found}")
+        refuse(ServingFrameReason.TOO_LARGE, f"expected {part} of at most {limit} bytes, found {found}")
 
 
 def decode_body(header: Header, body: bytes) -> Frame:
     if len(body) != header.body_bytes:
-        _refuse(ServingFrameReason.PAYLOAD, f"expected {header.body_bytes} more bytes, found {len(body)}")
+        refuse(ServingFrameReason.PAYLOAD, f"expected {header.body_bytes} more bytes, found {len(body)}")
     if zlib.crc32(body) != header.body_checksum:
-        _refuse(ServingFrameReason.CHECKSUM, "the body's checksum does not match; send it again")
+        refuse(ServingFrameReason.CHECKSUM, "the body's checksum does not match; send it again")
     return Frame(header, body[: header.metadata_bytes], body[header.metadata_bytes :])
 
 
 def decode_frame(raw: bytes, limits: Limits) -> Frame:
     """A whole frame, nothing before and nothing after it."""
     return decode_body(decode_header(raw[:HEADER_BYTES], limits), raw[HEADER_BYTES:])
-
-
-# ---- metadata -----------------------------------------------------------------------------------
-
-_Hash = Annotated[str, msgspec.Meta(max_length=64)]
-_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
-_Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_BLOCKS)]
-_Blocks = Annotated[list[_Block], msgspec.Meta(max_length=256)]
-
-
-class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What both sides must agree on before a row means anything."""
-
-    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-    model_hash: _Hash
-    codebook_hash: _Hash
-    vocabulary: _Count
-    width: _Count
-    context: _Count
-    num_blocks: _Count
-
-
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    client: _Hash
-    """Random; sessions belong to it, so they outlive one connection."""
-    model: ModelShape
-    token: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """The secret of a stage that asks for one."""
-
-
-class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: ModelShape
-    blocks: _Blocks
-    credits: Annotated[int, msgspec.Meta(ge=1, le=65536)]
-    """Requests this client may have in flight on the connection."""
-    max_rows: _Count
-    """Rows one reply may carry."""
-
-
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of TRAVERSE, SCORE and EXACT."""
-
-    blocks: _Blocks
-    prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
-    """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
-
-
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of LOG_PROBS: what the stage spent, to tell computing from the network."""
-
-    queue_ms: float
-    compute_ms: float
-
-
-class FailureCode(enum.Enum):
-    LATE = "late"
-    BUSY = "busy"
-    STALE = "stale"
-    BAD_REQUEST = "bad_request"
-    INTERNAL = "internal"
-
-
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of FAILED and REFUSED."""
-
-    code: FailureCode
-    sentence: _Sentence
-
-
-Metadata = TypeVar("Metadata", bound=msgspec.Struct)
-
-
-def encode_metadata(value: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(value)
-
-
-def decode_metadata(frame: Frame, kind: type[Metadata]) -> Metadata:
-    try:
-        return msgspec.msgpack.decode(frame.metadata, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _refuse(ServingFrameReason.METADATA, f"expected {kind.__name__} in {frame.type.name}: {error}")
-
-
-def sentence(text: str) -> str:
-    """Cut to what a Failure may carry."""
-    return text if len(text) <= MAX_SENTENCE else text[: MAX_SENTENCE - 1] + "…"
 
 
 # ---- token ids ----------------------------------------------------------------------------------
@@ -319,12 +229,12 @@ def encode_ids(ids: list[int], vocabulary: int) -> bytes:
 def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
     dtype = id_dtype(vocabulary)
     if len(payload) % dtype.itemsize:
-        _refuse(
+        refuse(
             ServingFrameReason.PAYLOAD, f"expected ids of {dtype.itemsize} bytes, found {len(payload)} bytes"
         )
     ids = np.frombuffer(payload, dtype)
     if len(ids) and int(ids.max()) >= vocabulary:
-        _refuse(ServingFrameReason.PAYLOAD, f"expected ids below {vocabulary}, found {int(ids.max())}")
+        refuse(ServingFrameReason.PAYLOAD, f"expected ids below {vocabulary}, found {int(ids.max())}")
     return [int(token) for token in ids]
 
 
@@ -354,7 +264,7 @@ def encode_rows(rows: NDArray[np.float32] | NDArray[np.float64], codec: Codec) -
 def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
     expected = rows * row_bytes(codec, vocabulary)
     if len(payload) != expected or codec == Codec.NONE:
-        _refuse(
+        refuse(
             ServingFrameReason.PAYLOAD,
             f"expected {rows} rows of {vocabulary} as {codec.name} in {expected} bytes, found {len(payload)}",
         )
@@ -365,7 +275,7 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
             flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
             values = flat.astype(np.float64).reshape(rows, vocabulary)
     if not np.isfinite(values).all():
-        _refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
+        refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
     return values
 
 

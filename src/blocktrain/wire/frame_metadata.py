@@ -1,0 +1,102 @@
+"""The msgpack metadata of serving frames, one type for each frame that carries some.
+
+Covered: types, sizes and unknown fields; anything else is a ServingFrameError. Apart from frames.py so
+that a machine with numpy alone can still move frames.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from blocktrain.wire.frames import Frame, ServingFrameReason, refuse
+
+MAX_SENTENCE: Final = 1000
+MAX_NAME: Final = 200
+MAX_NUM_BLOCKS: Final = 4096
+
+_Hash = Annotated[str, msgspec.Meta(max_length=64)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_BLOCKS)]
+_Blocks = Annotated[list[_Block], msgspec.Meta(max_length=256)]
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What both sides must agree on before a row means anything."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    model_hash: _Hash
+    codebook_hash: _Hash
+    vocabulary: _Count
+    width: _Count
+    context: _Count
+    num_blocks: _Count
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    client: _Hash
+    """Random; sessions belong to it, so they outlive one connection."""
+    model: ModelShape
+    token: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The secret of a stage that asks for one."""
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelShape
+    blocks: _Blocks
+    credits: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    """Requests this client may have in flight on the connection."""
+    max_rows: _Count
+    """Rows one reply may carry."""
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of TRAVERSE, SCORE and EXACT."""
+
+    blocks: _Blocks
+    prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
+    """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of LOG_PROBS: what the stage spent, to tell computing from the network."""
+
+    queue_ms: float
+    compute_ms: float
+
+
+class FailureCode(enum.Enum):
+    LATE = "late"
+    BUSY = "busy"
+    STALE = "stale"
+    BAD_REQUEST = "bad_request"
+    INTERNAL = "internal"
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of FAILED and REFUSED."""
+
+    code: FailureCode
+    sentence: _Sentence
+
+
+Metadata = TypeVar("Metadata", bound=msgspec.Struct)
+
+
+def encode_metadata(value: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def decode_metadata(frame: Frame, kind: type[Metadata]) -> Metadata:
+    try:
+        return msgspec.msgpack.decode(frame.metadata, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        refuse(ServingFrameReason.METADATA, f"expected {kind.__name__} in {frame.type.name}: {error}")
+
+
+def sentence(text: str) -> str:
+    """Cut to what a Failure may carry."""
+    return text if len(text) <= MAX_SENTENCE else text[: MAX_SENTENCE - 1] + "…"
