@@ -67,6 +67,9 @@ class ObjectiveConfig:
     """`denoise`: the published block-local objective; `chain`: frozen earlier blocks feed later ones."""
     hint_probability: float = 0.15
     """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
+    sweep_probability: float = 0.0
+    """Share of sequences, of those with a noised target, whose context is unknown beyond a random prefix; for
+    writing many tokens in one traversal (mode `sweep`), which also wants sigma_min of about 0.15."""
     sigma_min: float = 1.0
     """Lowest noise of the partition; the last block ends here."""
     sigma_max: float = 10.0
@@ -93,6 +96,15 @@ class ObjectiveConfig:
             f"({self.sigma_max})",
         )
         _require(0.0 <= self.hint_probability <= 1.0, "objective.hint_probability must be between 0 and 1")
+        _require(
+            0.0 <= self.sweep_probability <= self.hint_probability,
+            f"objective.sweep_probability ({self.sweep_probability}) must be between 0 and "
+            f"objective.hint_probability ({self.hint_probability}): unknown context leaves only the hint",
+        )
+        _require(
+            self.sweep_probability == 0 or self.kind == "denoise",
+            f'objective.sweep_probability needs objective.kind = "denoise", found {self.kind!r}',
+        )
         _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
         for key in ("sigma_data", "p_std", "logit_scale"):
             _require(getattr(self, key) > 0, f"objective.{key} must be above 0")

@@ -40,7 +40,7 @@ class Objective:
         return build_block(
             self.model,
             self.config,
-            vocabulary=self.vocabulary,
+            vocabulary=self.vocabulary + self.trained_for_sweep,
             seed=seed,
             hints=self.config.hint_probability > 0,
             upstream=bool(self.frozen(block)),
@@ -56,6 +56,27 @@ class Objective:
             num_layers=self.model.blocks * self.model.layers_per_block,
             hints=False,
         )
+
+    @property
+    def trained_for_sweep(self) -> bool:
+        return self.config.sweep_probability > 0
+
+    @property
+    def unknown_token(self) -> int:
+        """The id behind the vocabulary that stands for context not yet written."""
+        assert self.trained_for_sweep, "only blocks trained for `sweep` have an embedding for it"
+        return self.vocabulary
+
+    def hide_context(self, tokens_BT: Tensor, generator: torch.Generator) -> Tensor:
+        """Unknown tokens beyond a random prefix, in the first of the sequences that have a hint."""
+        if not self.trained_for_sweep:
+            return tokens_BT
+        batch, length = tokens_BT.shape
+        swept = min(max(round(self.config.sweep_probability * batch), 1), self.num_hinted(batch))
+        prefix_S = torch.randint(1, max(2, length), (swept, 1), generator=generator, device=generator.device)
+        hidden_ST = torch.arange(length, device=tokens_BT.device) >= prefix_S
+        swept_ST = tokens_BT[:swept].masked_fill(hidden_ST, self.unknown_token)
+        return torch.cat([swept_ST, tokens_BT[swept:]])
 
     def num_hinted(self, batch: int) -> int:
         """Sequences of a batch that get a hint; some but not all where the recipe asks for a share."""

@@ -114,6 +114,7 @@ class BlockTrainer:
         if self.index is not None:
             self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
             hint = self.objective.draw_hint(self.index, targets, table, self.generator)
+            tokens = self.objective.hide_context(tokens, self.generator)
         z, sigma = (hint.z_PTD, hint.sigma_P) if hint is not None else (None, None)
         with autocast(self.device):
             upstream = self.frozen.features(tokens)
