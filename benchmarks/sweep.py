@@ -50,6 +50,8 @@ from blocktrain.training.inner import BlockTrainer, autocast, build_codebook
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "wikitext-2-sweep.toml"
 PASSES = (1, 2, 4, 8)
+SHARPER = (1.5, 2.0)
+"""Exponents on the probabilities that the Euler steps move towards."""
 JUDGE_LAYERS_PER_BLOCK = 2
 """The judge has this many layers for each of the recipe's blocks: 8 in all for four blocks."""
 QUICK = (
@@ -146,14 +148,14 @@ def train_judge(recipe: Recipe, corpus: Corpus, device: torch.device) -> Judge:
 
 @torch.no_grad()
 def write_by_sweep(
-    model: Checkpoint, prompts_NP: Tensor, count: int, passes: int, temperature: float
+    model: Checkpoint, prompts_NP: Tensor, count: int, passes: int, temperature: float, sharpness: float = 1.0
 ) -> Tensor:
     length = prompts_NP.shape[1] + count - 1
     width = model.recipe.model.width
     noise = [sweep_noise(seed, prompts_NP.shape[1], length, width) for seed in range(len(prompts_NP))]
     z0 = torch.stack(noise).to(prompts_NP.device)
     log_probs = sweep_log_probs(
-        model.objective, model.blocks, model.codebook_VD, prompts_NP, count, z0, passes
+        model.objective, model.blocks, model.codebook_VD, prompts_NP, count, z0, passes, sharpness
     )
     return choose(log_probs, prompts_NP.shape[1], temperature)
 
@@ -253,6 +255,9 @@ def measure(model: Checkpoint, judge: Judge, setting: Setting) -> list[dict[str,
     for passes, temperature in itertools.product(PASSES, (1.0, 0.0)):
         name = f"sweep {passes}" + (", most likely" if temperature == 0 else "")
         entries.append((name, partial(write_by_sweep, model, prompts, count, passes, temperature)))
+    for passes, sharpness in itertools.product((1, 8, 32), SHARPER):
+        name = f"sweep {passes}, sharpness {sharpness}"
+        entries.append((name, partial(write_by_sweep, model, prompts, count, passes, 0.0, sharpness)))
     rows = []
     print(HEADING)
     for name, write in entries:

@@ -64,9 +64,18 @@ def begin_sweep(objective: Objective, known_BL: Tensor, num_new: int, z0_BTD: Te
 
 
 def refine(
-    objective: Objective, index: int, block: Block, codebook_VD: Tensor, sweep: Sweep, passes: int
+    objective: Objective,
+    index: int,
+    block: Block,
+    codebook_VD: Tensor,
+    sweep: Sweep,
+    passes: int,
+    sharpness: float = 1.0,
 ) -> tuple[Sweep, Tensor]:
-    """Block `index`'s Euler steps; also its last log-probs of the new tokens, [B, N, V]."""
+    """Block `index`'s Euler steps; also its last log-probs of the new tokens, [B, N, V].
+
+    Steps move towards softmax(sharpness * log p): above 1, what is likely is preferred early.
+    """
     num_blocks = objective.model.blocks
     sigmas = levels(objective.config, num_blocks * passes)
     log_probs_BNV = torch.empty(0)
@@ -76,7 +85,8 @@ def refine(
         log_probs_BNV = _predict(block, codebook_VD, sweep, noise_share(sigmas[0], sigma), sigma)
         if i + 1 < len(sigmas):
             kept = sigmas[i + 1] / sigma
-            sweep = sweep.with_new_rows(kept * sweep.new_rows + (1 - kept) * log_probs_BNV.exp())
+            towards = (sharpness * log_probs_BNV).softmax(dim=-1)
+            sweep = sweep.with_new_rows(kept * sweep.new_rows + (1 - kept) * towards)
     return sweep, log_probs_BNV
 
 
@@ -95,10 +105,11 @@ def sweep_log_probs(
     num_new: int,
     z0_BTD: Tensor,
     passes: int = 1,
+    sharpness: float = 1.0,
 ) -> Tensor:
     """One pass of new positions through all blocks: the last block's log-probs of every new token."""
     sweep = begin_sweep(objective, known_BL, num_new, z0_BTD)
     log_probs_BNV = torch.empty(0)
     for index, block in enumerate(blocks):
-        sweep, log_probs_BNV = refine(objective, index, block, codebook_VD, sweep, passes)
+        sweep, log_probs_BNV = refine(objective, index, block, codebook_VD, sweep, passes, sharpness)
     return log_probs_BNV
