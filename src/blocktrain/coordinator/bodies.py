@@ -4,8 +4,8 @@ The order is that of protocol.md: length declared, length allowed, signature, re
 piece against the signed length and digest, within a time that follows from the minimum transfer rate.
 
 Covered: unsigned, wrongly signed, replayed, expired and skewed requests; endless, oversized, short, slow
-and damaged bodies; a client that goes away. Not covered: slow or endless headers (uvicorn bounds their
-size, not their time), caps per address.
+and damaged bodies; a client that goes away. Not covered: slow headers and how many connections there are
+(`front`).
 """
 
 from __future__ import annotations

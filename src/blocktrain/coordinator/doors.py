@@ -34,17 +34,20 @@ def listed_ids(path: Path) -> frozenset[str]:
     return frozenset(line.split("#")[0].strip() for line in text.splitlines()) - {""}
 
 
-def network_of(address: str, secret: bytes) -> str:
-    """A keyed hash of an IPv4 address or IPv6 /64: enough to count by, useless to who steals the database."""
+def network_name(address: str) -> str:
+    """What counts as one place: an IPv4 address or an IPv6 /64."""
     try:
         found = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
-        name = address
-    else:
-        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-        plain = mapped or found
-        name = str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
-    return blake3(f"network/{name}".encode(), key=secret).digest(length=16).hex()
+        return address
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    plain = mapped or found
+    return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
+
+
+def network_of(address: str, secret: bytes) -> str:
+    """A keyed hash of that place: enough to count by, useless to who steals the database."""
+    return blake3(f"network/{network_name(address)}".encode(), key=secret).digest(length=16).hex()
 
 
 class Door:

@@ -14,6 +14,7 @@ import uvicorn
 
 from blocktrain.config import load_recipe
 from blocktrain.coordinator.app import create_app
+from blocktrain.coordinator.front import front_of
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
 MAX_CONNECTIONS = 2000
+OTHER_FILES = 200
+"""Open files that are no connections: database, blobs, bodies being received."""
 DRAIN_SECONDS = 20
 KEEP_ALIVE_SECONDS = 75
 
@@ -68,17 +71,32 @@ def run_coordinator(
 def make_server(coordinator: Coordinator, ready: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         create_app(coordinator),
-        http="h11",
+        http=front_of(max_connections()),
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     return Server(config, coordinator, ready)
+
+
+def max_connections() -> int:
+    """As many as this process may have files open for, once it has asked the system for enough."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return MAX_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + OTHER_FILES
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - OTHER_FILES))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,0 +1,163 @@
+"""Slow and silent connections are closed, and a crowd of them keeps nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from blocktrain.coordinator import front
+from blocktrain.coordinator.front import Crowd
+from tests.coordinator.conftest import Place, Running, tiny_recipe
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+
+
+def connected(running: Running, source: str = "127.0.0.1") -> socket.socket:
+    address = urlsplit(running.url)
+    return socket.create_connection((address.hostname, address.port), timeout=30, source_address=(source, 0))
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """Until the server closes it."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            answer += piece
+    return answer
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEAD_SECONDS", "LINGER_SECONDS", "STALL_SECONDS"):
+        monkeypatch.setattr(front, name, 0.2)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_head_that_does_not_end_is_answered_with_too_slow(running: Running) -> None:
+    with connected(running) as connection:
+        connection.sendall(HEAD)
+        answer = all_of(connection)
+    assert b" 408 " in answer.split(b"\r\n", 1)[0]
+    assert b'"too_slow"' in answer
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_head_that_dribbles_in_is_not_given_more_time(running: Running) -> None:
+    with connected(running) as connection:
+        connection.sendall(HEAD)
+        connection.settimeout(0.02)
+        closed = False
+        while not closed:  # ends by the suite's time-out where the server does not close it
+            try:
+                closed = bool(connection.recv(65536))
+            except TimeoutError:
+                connection.sendall(b"X: 1\r\n")
+            except (ConnectionResetError, BrokenPipeError):
+                closed = True
+        assert httpx2.get(f"{running.url}/healthz").status_code == 200
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_connection_that_says_nothing_is_closed_without_a_word(running: Running) -> None:
+    with connected(running) as connection:
+        assert all_of(connection) == b""
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_second_request_on_a_connection_has_its_own_time(running: Running) -> None:
+    with connected(running) as connection:
+        connection.sendall(HEAD + b"\r\n" + HEAD)
+        answer = all_of(connection)
+    assert answer.count(b"HTTP/1.1 200") == 1
+    assert answer.count(b"HTTP/1.1 408") == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_refused_body_may_not_go_on_for_ever(running: Running) -> None:
+    with connected(running) as connection:
+        connection.sendall(b"POST /v1/join HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n{")
+        answer = all_of(connection)
+    assert b" 413 " in answer.split(b"\r\n", 1)[0]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_answer_that_nobody_reads_is_given_up(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1)) as running:
+        snapshot = running.peer().block(0).head_hash
+        with connected(running) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            request = f"GET /v1/snapshots/{snapshot} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(request * 200)
+                while True:  # until the server has had enough of filling buffers
+                    connection.sendall(request)
+        assert httpx2.get(f"{running.url}/healthz").status_code == 200
+
+
+@pytest.fixture
+def crowded(local: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr(front, "MAX_PER_NETWORK", 4)
+    with local.serve(tiny_recipe()) as running:
+        yield running
+
+
+def test_silent_connections_make_room_for_who_speaks_from_their_own_address(crowded: Running) -> None:
+    silent = [connected(crowded) for _ in range(12)]
+    for connection in silent:
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(HEAD)
+    for _ in range(3):
+        assert httpx2.get(f"{crowded.url}/healthz").status_code == 200
+    assert all_of(silent[0]) == b""
+    for connection in silent:
+        connection.close()
+
+
+def test_one_address_does_not_use_up_the_room_of_another(crowded: Running) -> None:
+    silent = [connected(crowded, "127.0.0.2") for _ in range(12)]
+    with connected(crowded) as honest:
+        honest.sendall(HEAD)
+        assert all_of(silent[0]) == b""
+        honest.sendall(b"Connection: close\r\n\r\n")
+        assert b" 200 " in all_of(honest)
+    for connection in silent:
+        connection.close()
+
+
+def test_the_longest_silent_of_a_full_network_is_closed_first() -> None:
+    crowd: Crowd[str] = Crowd(limit=10, limit_per_network=2)
+    assert crowd.enter("a", "home") is None
+    assert crowd.enter("b", "home") is None
+    crowd.spoke("a")
+    assert crowd.enter("c", "home") == "b"
+
+
+def test_a_full_network_of_busy_connections_takes_no_more() -> None:
+    crowd: Crowd[str] = Crowd(limit=10, limit_per_network=2)
+    for name in ("a", "b"):
+        crowd.enter(name, "home")
+        crowd.spoke(name)
+    assert crowd.enter("c", "home") == "c"
+    assert crowd.enter("d", "elsewhere") is None
+
+
+def test_a_full_server_closes_the_longest_silent_of_all() -> None:
+    crowd: Crowd[str] = Crowd(limit=3, limit_per_network=2)
+    for name in ("a", "b", "c"):
+        crowd.enter(name, name)
+    crowd.spoke("a")
+    crowd.fell_silent("a")
+    assert crowd.enter("d", "d") == "b"
+
+
+def test_who_leaves_makes_room() -> None:
+    crowd: Crowd[str] = Crowd(limit=1, limit_per_network=1)
+    crowd.enter("a", "home")
+    crowd.leave("a")
+    crowd.leave("a")
+    assert crowd.enter("b", "home") is None
