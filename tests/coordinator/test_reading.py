@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2
 import pytest
+from rich.console import Console
 
+from blocktrain.cli.status_view import status_tables
 from blocktrain.coordinator.app import byte_range
+from blocktrain.coordinator.display import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.wire.messages import StatusAnswer
+from blocktrain.errors import UserError
+from blocktrain.wire.messages import LedgerAnswer, StatusAnswer, VerdictsAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Refused
 
@@ -98,6 +104,70 @@ def test_status_shows_blocks_workers_rounds_and_bytes(running: Running) -> None:
     assert (status.reports[0].on_time, status.reports[0].mean_loss) == (1, 2.0)
 
 
+def test_status_shows_the_ledgers_head_and_what_full_checkpoints_would_have_moved(running: Running) -> None:
+    peer = running.peer()
+    peer.deliver(peer.lend())
+    running.wait_for_version(0, 1)
+    status = StatusAnswer.model_validate_json(peer.get("/v1/status").content)
+    last = LedgerAnswer.model_validate_json(peer.get("/v1/ledger").content).entries[-1]
+    assert (status.ledger_length, status.ledger_head) == (last.sequence + 1, last.entry_hash)
+    assert status.full_checkpoint_bytes == 2 * 4 * peer.schema(0).num_values
+    assert status.blocks[0].head_made == last.time
+    assert (status.references, status.gateway) == ((), None)
+
+
+def test_a_workers_label_is_shown_and_can_be_changed_by_joining_again(running: Running) -> None:
+    peer = running.peer(join=False)
+    for label in ("attic", "cellar (new)"):
+        peer.join(label=label)
+        assert running.coordinator.status().workers[0].label == label
+        assert running.coordinator.people.workers().workers[0].label == label
+
+
+@pytest.mark.parametrize("label", ["<img src=x onerror=alert(1)>", "a" * 65, "line\nbreak", "\u202eoverride"])
+def test_a_label_that_could_deceive_is_refused(running: Running, label: str) -> None:
+    peer = running.peer(join=False)
+    body = json.dumps({"corpus_sha256": peer.run.corpus_sha256, "label": label}).encode()
+    answer = peer.send("POST", "/v1/join", body)
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "invalid_message")
+
+
+def test_the_latest_verdicts_of_everybody_are_public(running: Running) -> None:
+    peers = [running.peer(), running.peer()]
+    for block, peer in enumerate(peers):
+        peer.deliver(peer.lend(prefer_block=block), seed=block)
+        running.wait_for_version(block, 1)
+    found = VerdictsAnswer.model_validate_json(peers[0].get("/v1/verdicts").content).verdicts
+    assert [(one.worker_id, one.block, one.reason) for one in found] == [
+        (peers[1].identity.worker_id, 1, "on_time"),
+        (peers[0].identity.worker_id, 0, "on_time"),
+    ]
+
+
+def test_the_status_of_a_run_fits_a_terminal_of_80_columns(running: Running) -> None:
+    peer = running.peer()
+    peer.heartbeat(peer.lend())
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(status_tables(running.coordinator.status()))
+    (block,) = [line for line in screen.getvalue().splitlines() if line.startswith("0 ")]
+    assert block.split()[:4] == ["0", "0/4", "0/1", "1"]
+    assert "block 0: " in screen.getvalue()
+
+
+def test_a_reference_is_a_number_or_the_report_of_a_run_on_the_same_text(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = {"corpus_sha256": "ab" * 32, "scored_tokens": 99, "tokens": {"reference": 7}}
+    path.write_text(json.dumps({**report, "reference": {"ce": 1.25}}))
+    found = end_to_end_reference(str(path), "ab" * 32)
+    assert (found.ce, found.source) == (1.25, "report.json: 99 held-out tokens, after 7 training tokens")
+    assert end_to_end_reference("1.5", "ab" * 32).ce == 1.5
+    with pytest.raises(UserError, match="is about text abababababab"):
+        end_to_end_reference(str(path), "cd" * 32)
+    path.write_text(json.dumps({**report, "reference": None}))
+    with pytest.raises(UserError, match="expected the report.json of a `blocktrain train`"):
+        end_to_end_reference(str(path), "ab" * 32)
+
+
 def test_metrics_count_verdicts_and_bytes(running: Running) -> None:
     peer = running.peer()
     peer.deliver(peer.lend())
@@ -118,3 +188,6 @@ def test_the_assembled_model_is_scored_off_the_request_path(local: Place) -> Non
         final = running.coordinator.status().evaluations[-1]
         assert final.versions == (1, 1)
         assert 0 < final.consensus_ce < 10
+        (bigram,) = running.coordinator.status().references
+        assert bigram.name == "bigram counts"
+        assert 0 < bigram.ce < 6

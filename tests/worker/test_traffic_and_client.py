@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.errors import WireError
+from blocktrain.errors import UserError, WireError
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JoinRequest
 from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
@@ -161,3 +161,30 @@ def test_bytes_are_counted_with_headers_and_by_kind(served: Served) -> None:
         served.client.run()
     assert 0 < served.traffic.bytes_up()["control"] < 500
     assert served.traffic.seconds()["transferring"] > 0
+
+
+@pytest.mark.parametrize("url", ["foo", "foo:8420", "ftp://host", "http://", "http://host:port", "//host"])
+def test_what_is_no_address_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(UserError, match="is no address of a coordinator"):
+        CoordinatorClient(url, Identity.generate(), Traffic(), threading.Event(), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (
+            404,
+            b'{"error": {"message": "no route", "type": "invalid_request_error", "code": "unknown_url"}}',
+        ),
+        (
+            401,
+            b'{"error": {"message": "no key", "type": "invalid_request_error", "code": "invalid_api_key"}}',
+        ),
+        (200, b"<!doctype html><title>Welcome</title>"),
+        (200, b"[]"),
+    ],
+)
+def test_another_server_is_told_from_a_coordinator(served: Served, status: int, body: bytes) -> None:
+    served.script = [lambda request: request.answer(status, body)]
+    with pytest.raises(UserError, match="is not a coordinator"):
+        served.client.run()

@@ -25,6 +25,13 @@ def coordinator(
     blobs: Annotated[
         str | None, typer.Option(help="Object storage by URL (s3://…); default: a folder.")
     ] = None,
+    gateway: Annotated[
+        str | None, typer.Option(help="Address of a gateway to chat with from the dashboard.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="End-to-end cross entropy, or report.json of `train`, to show beside the run."),
+    ] = None,
     set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
@@ -40,4 +47,6 @@ def coordinator(
         port=port,
         database_url=database,
         blobs_url=blobs,
+        gateway=gateway,
+        reference=reference,
     )

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from blocktrain.wire.messages import StatusAnswer
 
@@ -14,7 +16,7 @@ SHORT_ID = 8
 
 
 def status_tables(status: StatusAnswer) -> Group:
-    return Group(_heading(status), _blocks(status), _workers(status))
+    return Group(_heading(status), _blocks(status), *_deadlines(status), _workers(status))
 
 
 def _heading(status: StatusAnswer) -> str:
@@ -26,7 +28,7 @@ def _heading(status: StatusAnswer) -> str:
 
 
 def _blocks(status: StatusAnswer) -> Table:
-    table = Table("block", "round", "arrived", "workers", "deadline", "CE", box=None, pad_edge=False)
+    table = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
     newest = status.evaluations[-1].block_ce if status.evaluations else ()
     for block in status.blocks:
         state = block.round
@@ -36,17 +38,26 @@ def _blocks(status: StatusAnswer) -> Table:
             f"{block.head_version}/{status.rounds}",
             f"{state.accepted + state.late}/{state.wanted}",
             str(state.workers),
-            f"{left} ({state.deadline_reason})" if state.deadline_reason else left,
+            left,
             f"{newest[block.block]:.4f}" if block.block < len(newest) else "-",
         )
     return table
+
+
+def _deadlines(status: StatusAnswer) -> list[Text]:
+    """Why the rounds close when they do: below the table, a line for blocks that share a reason."""
+    blocks: dict[str, list[str]] = {}
+    for block in status.blocks:
+        if not block.finished and block.round.deadline_reason:
+            blocks.setdefault(block.round.deadline_reason, []).append(str(block.block))
+    return [Text(f"block {', '.join(names)}: {reason}", style="dim") for reason, names in blocks.items()]
 
 
 def _workers(status: StatusAnswer) -> Table:
     table = Table("worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False)
     for worker in status.workers:
         table.add_row(
-            worker.worker_id[:SHORT_ID],
+            f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
             worker.device if worker.live else f"{worker.device}, gone",
             "-" if worker.block is None else str(worker.block),
             "-" if worker.step is None else str(worker.step),

@@ -30,6 +30,7 @@ def worker(
     invite: Annotated[
         str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
     ] = None,
+    label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
     cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
@@ -43,6 +44,7 @@ def worker(
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
         invite=invite,
+        label=label,
     )
     run_worker(options, stop_on_signals())
 

@@ -65,6 +65,7 @@ from blocktrain.wire.messages import (
     RunAnswer,
     StatusAnswer,
     Verdict,
+    VerdictsAnswer,
     Wait,
     WorkerAnswer,
     WorkersAnswer,
@@ -494,6 +495,12 @@ def get_workers(service: Service) -> WorkersAnswer:
 def get_worker(service: Service, worker_id: WorkerPath) -> WorkerAnswer:
     """One worker's standing and its latest verdicts, each with its reason."""
     return service.people.worker(worker_id)
+
+
+@router.get("/v1/verdicts", responses=refuses())
+def get_verdicts(service: Service) -> VerdictsAnswer:
+    """The latest verdicts on anybody's updates, each with its reason."""
+    return service.people.verdicts()
 
 
 @router.get("/v1/contributions", responses=refuses())

@@ -60,6 +60,7 @@ class Assignments:
             else:
                 seen(row, now)
             row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
+            row.label = request.label
             row.versions = canonical_json(request.versions).decode()
             return JoinAnswer(worker_id=worker_id, receipt=receipt_of(session, row.join_sequence))
 

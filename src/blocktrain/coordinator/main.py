@@ -14,6 +14,7 @@ import uvicorn
 
 from blocktrain.config import load_recipe
 from blocktrain.coordinator.app import create_app
+from blocktrain.coordinator.display import make_display
 from blocktrain.coordinator.front import front_of
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import load_corpus
@@ -57,12 +58,17 @@ def run_coordinator(
     port: int = 0,
     database_url: str | None = None,
     blobs_url: str | None = None,
+    gateway: str | None = None,
+    reference: str | None = None,
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
     recipe = load_recipe(recipe_path, overrides)
     listener = bind(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-    with opened(recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url) as coordinator:
+    display = make_display(gateway, reference, corpus.sha256)
+    with opened(
+        recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
+    ) as coordinator:
         url = url_of(listener)
         server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True))
         server.run(sockets=[listener])

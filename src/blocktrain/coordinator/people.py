@@ -31,6 +31,7 @@ from blocktrain.wire.messages import (
     Receipt,
     VerdictReason,
     VerdictRecord,
+    VerdictsAnswer,
     WorkerAnswer,
     WorkersAnswer,
     WorkerSummary,
@@ -95,6 +96,17 @@ class People:
                 verdicts=tuple(map(_record, verdicts)),
             )
 
+    def verdicts(self) -> VerdictsAnswer:
+        """The latest first, whoever they are about."""
+        with self._context.store.read() as session:
+            rows = session.scalars(
+                select(UpdateRow)
+                .where(UpdateRow.verdict_sequence.is_not(None))
+                .order_by(UpdateRow.verdict_sequence.desc())
+                .limit(SHOWN_VERDICTS)
+            )
+            return VerdictsAnswer(verdicts=tuple(map(_record, rows)))
+
     def _row(self, session: Session, worker_id: str) -> WorkerRow:
         row = session.get(WorkerRow, worker_id)
         if row is None:
@@ -108,6 +120,7 @@ class People:
         credit = credits.get(row.worker_id, Credit(0, 0.0, 0.0))
         return WorkerSummary(
             worker_id=row.worker_id,
+            label=row.label,
             joined=row.joined,
             last_seen=row.last_seen,
             live=row.last_seen > now - self._context.run.swarm.lease_seconds,
@@ -205,6 +218,7 @@ class People:
 
 def _record(row: UpdateRow) -> VerdictRecord:
     return VerdictRecord(
+        worker_id=row.worker_id,
         update_id=row.update_id,
         block=row.block,
         round=row.round,

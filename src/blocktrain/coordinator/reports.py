@@ -6,6 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.display import Display
 from blocktrain.coordinator.ledger import read_entries
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.store import (
@@ -40,8 +41,8 @@ SHOWN_ROUNDS = 500
 
 
 class Reports:
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, display: Display) -> None:
+        self._context, self._display = context, display
 
     def run(self) -> RunAnswer:
         run = self._context.run
@@ -66,10 +67,16 @@ class Reports:
             block=row.block,
             head_version=row.version,
             head_hash=row.head_hash,
+            head_made=self._made(session, row),
             finished=row.version >= self._context.run.swarm.rounds,
             round=state,
             server_time=now,
         )
+
+    def _made(self, session: Session, row: BlockRow) -> float:
+        head = session.get(SnapshotRow, (row.block, row.version))
+        assert head is not None
+        return head.made
 
     def merges(self, block: int, since: int) -> MergesAnswer:
         with self._context.store.read() as session:
@@ -90,16 +97,16 @@ class Reports:
     def ledger(self, since: int) -> LedgerAnswer:
         with self._context.store.read() as session:
             entries = read_entries(session, since, MAX_LEDGER_PAGE)
-            return LedgerAnswer(length=self._ledger_length(session), entries=tuple(entries))
+            return LedgerAnswer(length=self._run_row(session).ledger_length, entries=tuple(entries))
 
     def ledger_length(self) -> int:
         with self._context.store.read() as session:
-            return self._ledger_length(session)
+            return self._run_row(session).ledger_length
 
-    def _ledger_length(self, session: Session) -> int:
+    def _run_row(self, session: Session) -> RunRow:
         run = session.get(RunRow, 1)
         assert run is not None
-        return run.ledger_length
+        return run
 
     def find_snapshot(self, snapshot_hash: str) -> None:
         """Refuses a hash that no published snapshot has."""
@@ -127,10 +134,11 @@ class Reports:
             seats = self._context.seats(session, now)
             rows = session.scalars(select(BlockRow).order_by(BlockRow.block))
             blocks = tuple(self._block(session, row, seats, now) for row in rows)
-            reports = self._round_reports(session)
+            reports, run = self._round_reports(session), self._run_row(session)
             return StatusAnswer(
-                run_id=self._context.run.run_id,
+                run_id=run.run_id,
                 name=self._context.run.recipe.name,
+                created=run.created,
                 server_time=now,
                 finished=all(block.finished for block in blocks),
                 rounds=self._context.run.swarm.rounds,
@@ -140,9 +148,13 @@ class Reports:
                 ages=self._ages(session),
                 up=up,
                 down=down,
+                full_checkpoint_bytes=self._full_checkpoint_bytes(session),
                 evaluations=self._evaluations(session),
+                references=self._display.references(),
                 reports=reports,
-                ledger_length=self._ledger_length(session),
+                ledger_length=run.ledger_length,
+                ledger_head=run.ledger_hash,
+                gateway=self._display.gateway,
             )
 
     def _workers(self, session: Session, now: float) -> tuple[WorkerState, ...]:
@@ -162,6 +174,16 @@ class Reports:
         )
         return tuple(map(RoundReport.model_validate_json, reversed(rows.all())))
 
+    def _full_checkpoint_bytes(self, session: Session) -> int:
+        """Every update that arrived, as if its whole block had travelled in fp32, down and up."""
+        rows = session.execute(
+            select(UpdateRow.block, func.count())
+            .where(UpdateRow.revealed.is_not(None))
+            .group_by(UpdateRow.block)
+        )
+        schemas = self._context.run.schemas
+        return sum(2 * 4 * schemas[block].num_values * count for block, count in rows)
+
     def _ages(self, session: Session) -> dict[str, int]:
         age = UpdateRow.merge_version - 1 - UpdateRow.base_version
         rows = session.execute(
@@ -179,6 +201,7 @@ def _worker_state(row: WorkerRow, *, live: bool) -> WorkerState:
     account = Account.model_validate_json(row.account)
     return WorkerState(
         worker_id=row.worker_id,
+        label=row.label,
         device=row.device,
         block=row.block,
         live=live,

@@ -17,17 +17,18 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 
 from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.display import Display
 from blocktrain.coordinator.run import build_objective
 from blocktrain.coordinator.store import BlockRow, EvaluationRow
 from blocktrain.data.corpora import Corpus
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
-from blocktrain.training.evaluation import Evaluator
+from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.snapshot import load_into
 from blocktrain.wire.hashing import canonical_json
-from blocktrain.wire.messages import EvaluationState
+from blocktrain.wire.messages import EvaluationState, ReferenceState
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,14 @@ POLL_SECONDS = 0.5
 
 
 class Scoring:
-    def __init__(self, context: Context, corpus: Corpus) -> None:
+    def __init__(self, context: Context, corpus: Corpus, display: Display) -> None:
         recipe = context.run.recipe
         self._context, self._every = context, recipe.swarm.evaluate_every_seconds
+        self._corpus, self._display = corpus, display
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._objective = build_objective(recipe)
         tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self._tokenizer = tokenizer
         codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
         self._evaluator = Evaluator(self._objective, codebook(), recipe.evaluation, seed=recipe.seed)
         limit = min(recipe.evaluation.max_bytes or MAX_SCORED_BYTES, MAX_SCORED_BYTES)
@@ -58,6 +61,7 @@ class Scoring:
 
     def run(self, stop: threading.Event) -> None:
         lower_priority()
+        self._count_bigrams()
         waited = self._every
         while not stop.is_set():
             try:
@@ -70,6 +74,13 @@ class Scoring:
                 log.exception("failed to score the model")
             stop.wait(POLL_SECONDS)
             waited += POLL_SECONDS
+
+    def _count_bigrams(self) -> None:
+        """The least that a model must beat, on the text it is scored on."""
+        train = self._tokenizer.encode(self._corpus.train)
+        ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
+        source = f"counts of the training text, on the same {len(self._held_out)} held-out tokens as the run"
+        self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
 
     def _finished(self) -> bool:
         with self._context.store.read() as session:

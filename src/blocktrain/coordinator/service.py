@@ -21,6 +21,7 @@ from blocktrain.config import Recipe, TrustConfig
 from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.blobs import Blobs
 from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.display import Display
 from blocktrain.coordinator.doors import Door
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.ledger import Ledger
@@ -53,9 +54,14 @@ PATIENCE_SECONDS = 5.0
 
 class Coordinator:
     def __init__(
-        self, context: Context, scoring: Scoring | None, scorer: Scorer | None, data_dir: Path
+        self,
+        context: Context,
+        scoring: Scoring | None,
+        scorer: Scorer | None,
+        data_dir: Path,
+        display: Display,
     ) -> None:
-        self.context = context
+        self.context, self.display = context, display
         self.metrics = Metrics()
         self.door = Door(
             context.run.recipe.trust,
@@ -67,7 +73,7 @@ class Coordinator:
         self.assignments = Assignments(context, self.door)
         self.people = People(context)
         self.updates = Updates(context, self.assignments)
-        self.reports = Reports(context)
+        self.reports = Reports(context, display)
         self.judging = Judging(context, scorer, self.metrics.judged)
         self.rounds = Rounds(context, self.metrics.merged, self.judging)
         self._scoring = scoring
@@ -141,6 +147,7 @@ def opened(
     blobs_url: str | None = None,
     clock: Callable[[], float] = time.time,
     scoring: bool = True,
+    display: Display | None = None,
 ) -> Iterator[Coordinator]:
     """A coordinator on this data directory, its threads running; stopped at the end."""
     try:
@@ -163,7 +170,10 @@ def opened(
             secret=secret_of(identity, "judging"),
         )
         scorer = Scorer(recipe, corpus) if _needs_scorer(recipe.trust) else None
-        coordinator = Coordinator(context, Scoring(context, corpus) if scoring else None, scorer, data_dir)
+        display = display or Display()
+        coordinator = Coordinator(
+            context, Scoring(context, corpus, display) if scoring else None, scorer, data_dir, display
+        )
         coordinator.start()
         try:
             yield coordinator

@@ -90,6 +90,7 @@ class WorkerRow(Table):
     __tablename__ = "workers"
     worker_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
     public_key: Mapped[str] = mapped_column(Hex64)
+    label: Mapped[str] = mapped_column(String(64), default="", server_default="")
     device: Mapped[str] = mapped_column(String(64))
     memory_bytes: Mapped[int | None]
     versions: Mapped[str]
@@ -191,6 +192,7 @@ class UpdateRow(Table):
         Index("updates_of_block", "block", "state"),
         Index("updates_of_merge", "block", "merge_version"),
         Index("updates_of_worker", "worker_id", "payload_hash"),
+        Index("updates_by_verdict", "verdict_sequence"),
     )
 
 

@@ -186,6 +186,8 @@ class JoinRequest(Request):
     )
     """Library versions, for the operator's eyes."""
     device: Label = "cpu"
+    label: Label = ""
+    """A name for people, shown beside the worker's id; nothing depends on it."""
     memory_bytes: Count | None = None
     """Memory of the training device; None when unknown, then any block fits."""
     challenge: Hash | None = None
@@ -441,6 +443,8 @@ class BlockAnswer(Answer):
     block: BlockIndex
     head_version: Count
     head_hash: Hash
+    head_made: float
+    """Server time at which the head was published."""
     finished: bool
     round: RoundState
     server_time: float
@@ -503,6 +507,7 @@ class LedgerAnswer(Answer):
 
 class WorkerState(BaseModel):
     worker_id: WorkerIdText
+    label: str
     device: str
     block: BlockIndex | None
     live: bool
@@ -531,6 +536,15 @@ class EvaluationState(BaseModel):
     weights: tuple[float, ...]
 
 
+class ReferenceState(BaseModel):
+    """Something to hold the run's cross entropy against, in nats per token."""
+
+    name: Literal["end to end", "bigram counts"]
+    ce: FiniteFloat
+    source: str
+    """Who measured it, and on what."""
+
+
 class RoundReport(BaseModel):
     """One closed round, for reports."""
 
@@ -549,6 +563,7 @@ class StatusAnswer(Answer):
 
     run_id: Hash
     name: str
+    created: float
     server_time: float
     finished: bool
     rounds: Count
@@ -562,11 +577,20 @@ class StatusAnswer(Answer):
     """Bytes of bodies received by this coordinator process."""
     down: Traffic
     """Bytes of bodies sent by this coordinator process."""
+    full_checkpoint_bytes: Count
+    """What the updates that arrived would have moved as full fp32 checkpoints: for each, its whole block once
+    down to the worker and once up. `up` and `down` of `workers` are what was moved instead."""
     evaluations: tuple[EvaluationState, ...]
     """The latest, oldest first."""
+    references: tuple[ReferenceState, ...]
+    """What is known to compare them with."""
     reports: tuple[RoundReport, ...]
     """The rounds closed last, oldest first."""
     ledger_length: Count
+    ledger_head: Hash
+    """`entry_hash` of the last ledger entry."""
+    gateway: Annotated[str, StringConstraints(max_length=2048)] | None
+    """Address of a gateway that serves this run's model, where the operator named one."""
 
 
 # --- judges and the operator -------------------------------------------------------------------------
@@ -639,6 +663,7 @@ class WorkerSummary(BaseModel):
     """A worker's standing and contribution."""
 
     worker_id: WorkerIdText
+    label: str
     joined: float
     last_seen: float
     live: bool
@@ -666,6 +691,7 @@ class WorkersAnswer(Answer):
 
 
 class VerdictRecord(BaseModel):
+    worker_id: WorkerIdText
     update_id: Hash
     block: BlockIndex
     round: Count
@@ -683,6 +709,12 @@ class WorkerAnswer(Answer):
     """GET /v1/workers/{worker_id}: its standing, and its latest verdicts with their reasons."""
 
     worker: WorkerSummary
+    verdicts: tuple[VerdictRecord, ...]
+
+
+class VerdictsAnswer(Answer):
+    """GET /v1/verdicts: the latest of all workers, newest first."""
+
     verdicts: tuple[VerdictRecord, ...]
 
 

@@ -14,16 +14,19 @@ import base64
 import binascii
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blake3 import blake3
 
+from blocktrain.errors import StoppedError
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import Identity, verify
 
 CHALLENGE_SECONDS = 3600
 """A challenge is accepted for at least this long and less than twice as long."""
 STAMP_BYTES = 8
+HASHES_BETWEEN_LOOKS = 1 << 14
 MAX_TOKEN_CHARACTERS = 512
 _INVITE_CONTEXT = b"blocktrain invite 1\n"
 _SECRET_CONTEXT = b"blocktrain coordinator secret 1\n"
@@ -48,8 +51,8 @@ def is_stamp(challenge: str, stamp: str, bits: int) -> bool:
     return int.from_bytes(digest, "big") >> (64 - bits) == 0
 
 
-def find_stamp(challenge: str, bits: int) -> str:
-    """About 2^bits hashes; 2 microseconds each in Python."""
+def find_stamp(challenge: str, bits: int, stopped: Callable[[], bool] = lambda: False) -> str:
+    """About 2^bits hashes; 2 microseconds each in Python, so `stopped` is asked now and then."""
     prefix, limit = bytes.fromhex(challenge), 1 << (64 - bits)
     number = secrets.randbits(63)
     while True:
@@ -57,6 +60,8 @@ def find_stamp(challenge: str, bits: int) -> str:
         if int.from_bytes(blake3(prefix + stamp).digest(length=8), "big") < limit:
             return stamp.hex()
         number = (number + 1) % (1 << 64)
+        if number % HASHES_BETWEEN_LOOKS == 0 and stopped():
+            raise StoppedError("stopped before the stamp was found")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from blocktrain.errors import BlocktrainError, WireError
+from blocktrain.errors import BlocktrainError, UserError, WireError
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     AssignmentAnswer,
@@ -75,6 +76,10 @@ class Refusal(WireError):
         self.status, self.reason = status, reason
 
 
+class NotCoordinator(UserError):
+    """Something answers at this address, and it is not a coordinator."""
+
+
 class _TryAgain(Exception):
     def __init__(self, why: str, after_seconds: float | None = None) -> None:
         super().__init__(why)
@@ -91,7 +96,7 @@ class CoordinatorClient:
         report: Callable[[str], None],
         attempts: int | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url)
         self.attempts = attempts
         """Tries of every request; None for as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
@@ -118,7 +123,7 @@ class CoordinatorClient:
     # --- routes
 
     def run(self) -> RunAnswer:
-        return self._get("/v1/run", RunAnswer)
+        return self._introduced("/v1/run", RunAnswer)
 
     def join(self, request: JoinRequest) -> JoinAnswer:
         return self._send("POST", "/v1/join", request, JoinAnswer)
@@ -160,7 +165,7 @@ class CoordinatorClient:
         return self._get(f"/v1/blocks/{block}/merges?since={since}", MergesAnswer)
 
     def status(self) -> StatusAnswer:
-        return self._get("/v1/status", StatusAnswer)
+        return self._introduced("/v1/status", StatusAnswer)
 
     def ledger(self, since: int) -> LedgerAnswer:
         return self._get(f"/v1/ledger?since={since}", LedgerAnswer)
@@ -207,6 +212,18 @@ class CoordinatorClient:
 
     def _get(self, path: str, kind: type[T]) -> T:
         content = self._request("GET", path, b"", signed=False)
+        return _parsed(lambda: kind.model_validate_json(content))
+
+    def _introduced(self, path: str, kind: type[T]) -> T:
+        """What is asked first at an address a person typed: something else may live there."""
+        try:
+            content = self._request("GET", path, b"", signed=False)
+        except Refusal as refusal:
+            if refusal.reason != f"http_{refusal.status}":
+                raise
+            raise NotCoordinator(_not_coordinator(self.url, f"{refusal.status} to GET {path}")) from None
+        if not _speaks_protocol(content):
+            raise NotCoordinator(_not_coordinator(self.url, f"something else to GET {path}"))
         return _parsed(lambda: kind.model_validate_json(content))
 
     def _send(self, method: str, path: str, request: BaseModel, kind: type[T]) -> T:
@@ -297,6 +314,18 @@ class CoordinatorClient:
         return b""
 
 
+def checked_url(url: str) -> str:
+    """Without its last slash; what cannot be a coordinator's address is refused before anything is sent."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UserError(f"{url!r} is no address of a coordinator; expected http(s)://HOST[:PORT]")
+    return url.rstrip("/")
+
+
 def _body(request: BaseModel) -> bytes:
     return json.dumps(request.model_dump(mode="json")).encode()
 
@@ -309,6 +338,20 @@ def _parsed(parse: Callable[[], T]) -> T:
             f"the coordinator's answer does not fit protocol 1 ({error.error_count()} errors, first: "
             f"{error.errors()[0]['msg']}); is it a newer version? update one of the two"
         ) from None
+
+
+def _not_coordinator(url: str, answered: str) -> str:
+    return (
+        f"{url} is not a coordinator: it answered {answered}; is it a gateway, or another program? Give the "
+        "address that `blocktrain coordinator` printed"
+    )
+
+
+def _speaks_protocol(content: bytes) -> bool:
+    try:
+        return "protocol" in json.loads(content)
+    except (ValueError, TypeError):
+        return False
 
 
 def _bounded(response: httpx2.Response, max_bytes: int) -> bytes:

@@ -12,18 +12,19 @@ import math
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import BlocktrainError, DataError, RecipeError
+from blocktrain.errors import BlocktrainError, DataError, RecipeError, StoppedError, UserError
 from blocktrain.model.objective import Objective
 from blocktrain.training.inner import build_codebook
 from blocktrain.wire import messages
@@ -60,16 +61,20 @@ class WorkerOptions:
     """Where the run's text lies on this machine, if not where the recipe says."""
     invite: str | None = None
     """Token from the operator, where the run asks for one."""
+    label: str = ""
+    """A name for people, shown on the coordinator's dashboard."""
 
 
 def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
     """Train until the run is finished or `stop` is set."""
+    check_label(options.label)
     identity = load_or_create(options.key or options.data_dir / "key.pem")
     traffic = Traffic()
     with contextlib.suppress(Stopped), make_progress(identity.worker_id, traffic) as progress:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
         with contextlib.closing(client):
-            run = client.run()
+            with unless_stopped(stop, f"{options.coordinator} had answered"):
+                run = client.run()
             client.audience = run.run_id
             recipe = swarm_recipe(run)
             corpus = load_run_corpus(recipe, run, options.corpus)
@@ -80,6 +85,25 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
                     worker.train()
                 finally:
                     worker.close()
+
+
+def check_label(label: str) -> None:
+    try:
+        TypeAdapter(messages.Label).validate_python(label)
+    except ValidationError:
+        raise UserError(
+            f"--label {label!r}: expected at most 64 letters, digits, spaces and . _ : ( ) / @ + -"
+        ) from None
+
+
+@contextlib.contextmanager
+def unless_stopped(stop: threading.Event, what: str) -> Iterator[None]:
+    """Until it has joined, a worker that is stopped has not done what it was asked for; later it has."""
+    with contextlib.suppress(Stopped):
+        if not stop.is_set():
+            yield
+            return
+    raise StoppedError(f"stopped before {what}")
 
 
 class Worker:
@@ -96,7 +120,8 @@ class Worker:
     ) -> None:
         self.client, self.progress, self.stop, self.state = client, progress, stop, state
         self.traffic, self.identity, self.device = client.traffic, client.identity, options.device
-        self.recipe, self.corpus, self.invite = recipe, corpus, options.invite
+        self.recipe, self.corpus = recipe, corpus
+        self.invite, self.label = options.invite, options.label
         self.crew = Crew(stop)
         self._standings: dict[int, Standing] = {}
         self._lock = threading.Lock()
@@ -165,16 +190,18 @@ class Worker:
             corpus_sha256=self.corpus.sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             device=self.device.type,
+            label=self.label,
             memory_bytes=_device_memory(self.device),
             challenge=asked.challenge if asked is not None else None,
-            stamp=find_stamp(asked.challenge, asked.bits) if asked is not None else None,
+            stamp=None if asked is None else find_stamp(asked.challenge, asked.bits, self.stop.is_set),
             invite=self.invite,
         )
 
     # --- training
 
     def train(self) -> None:
-        self.join()
+        with unless_stopped(self.stop, f"joining {self.client.url}"):
+            self.join()
         for layout in self.snapshots.layouts:
             self.sender.deliver_leftovers(layout.block)
         self.crew.start("asking", self.desk.run_asking)
