@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
+from blocktrain.errors import UserError
 
 
 def coordinator(
@@ -25,13 +26,19 @@ def coordinator(
     blobs: Annotated[
         str | None, typer.Option(help="Object storage by URL (s3://…); default: a folder.")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Speak HTTPS with this PEM certificate (and its chain).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's PEM key.")] = None,
     set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
-    from blocktrain.coordinator.main import run_coordinator
+    from blocktrain.coordinator.main import Tls, run_coordinator
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key go together; give both or neither")
     run_coordinator(
         find_recipe(recipe),
         set_,
@@ -40,4 +47,5 @@ def coordinator(
         port=port,
         database_url=database,
         blobs_url=blobs,
+        tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
     )

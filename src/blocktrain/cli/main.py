@@ -12,6 +12,7 @@ import typer
 
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.doctor.verb import doctor
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.gateway import chat, gateway, serve
 from blocktrain.cli.serving import stage
@@ -46,6 +47,7 @@ app.command()(contributions)
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)
+app.command()(doctor)
 
 
 @app.command()
