@@ -21,6 +21,8 @@ from typing import Any, Literal
 from blocktrain.errors import RecipeError
 
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
+MAX_CONTEXT = 1 << 20
+"""A block's tables grow with the context, and a recipe may come from a stranger."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -57,6 +59,7 @@ class ModelConfig:
             f"model.width ({self.width}) must be a multiple of twice model.heads ({self.heads}), so that "
             "rotary embedding can pair the channels of a head; change one of them",
         )
+        _require(self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}")
         _require(self.condition_width >= 2, "model.condition_width must be at least 2")
         _require(0 <= self.convolution <= 16, "model.convolution must be between 0 and 16 taps")
 

@@ -173,6 +173,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda c: retensor(c / "codebook.safetensors", lambda t: t.update(table=torch.zeros(256, 32).half())),
         r"table: expected float32 \[256, 32\], found float16 \[256, 32\]",
     ),
+    "a changed weight": (
+        lambda c: retensor(c / "block-01.safetensors", lambda t: t["out.weight"].add_(1)),
+        "block-01.safetensors: expected sha256",
+    ),
+    "a changed codebook": (
+        lambda c: retensor(c / "codebook.safetensors", lambda t: t["table"].add_(1)),
+        "codebook.safetensors: expected sha256",
+    ),
+    "a recipe of a block that no machine holds": (
+        lambda c: rewrite(c / "config.json", lambda config: config["recipe"]["model"].update(width=2**24)),
+        r"expected float32 \[256, 16777216\]",
+    ),
+    "a recipe of more layers than tensors": (
+        lambda c: rewrite(
+            c / "config.json", lambda config: config["recipe"]["model"].update(layers_per_block=10**12)
+        ),
+        "too few for the recipe's 1000000000000 layers",
+    ),
+    "a recipe of an endless context": (
+        lambda c: rewrite(c / "config.json", lambda config: config["recipe"]["model"].update(context=2**40)),
+        "model.context must be at most",
+    ),
+    "a config without the blocks' hashes": (
+        lambda c: rewrite(c / "config.json", lambda config: config.update(blocks=[])),
+        "no sha256 of block 0",
+    ),
     "no config": (lambda c: (c / "config.json").unlink(), "has no config.json"),
     "a config that is not JSON": (
         lambda c: (c / "config.json").write_text("{"),

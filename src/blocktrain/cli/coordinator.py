@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
+from blocktrain.errors import UserError
 
 
 def coordinator(
@@ -32,13 +33,19 @@ def coordinator(
         str | None,
         typer.Option(help="End-to-end cross entropy, or report.json of `train`, to show beside the run."),
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Speak HTTPS with this PEM certificate (and its chain).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's PEM key.")] = None,
     set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
-    from blocktrain.coordinator.main import run_coordinator
+    from blocktrain.coordinator.main import Tls, run_coordinator
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key go together; give both or neither")
     run_coordinator(
         find_recipe(recipe),
         set_,
@@ -49,4 +56,5 @@ def coordinator(
         blobs_url=blobs,
         gateway=gateway,
         reference=reference,
+        tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
     )

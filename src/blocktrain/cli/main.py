@@ -12,7 +12,9 @@ import typer
 
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.doctor.verb import doctor
 from blocktrain.cli.evaluate import evaluate, generate
+from blocktrain.cli.exchange import export, import_
 from blocktrain.cli.gateway import chat, gateway, serve
 from blocktrain.cli.serving import stage
 from blocktrain.cli.simulate import simulate
@@ -32,6 +34,8 @@ app.command()(train)
 app.command()(evaluate)
 app.command()(generate)
 app.command()(demo)
+app.command()(export)
+app.command("import")(import_)
 app.command()(serve)
 app.command()(chat)
 app.command()(stage)
@@ -46,6 +50,7 @@ app.command()(contributions)
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)
+app.command()(doctor)
 
 
 @app.command()

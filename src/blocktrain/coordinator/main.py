@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +30,24 @@ OTHER_FILES = 200
 """Open files that are no connections: database, blobs, bodies being received."""
 DRAIN_SECONDS = 20
 KEEP_ALIVE_SECONDS = 75
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files: the certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+    def check(self) -> None:
+        """Tell what is wrong with the files before a run is opened for them."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(
+                f"cannot use --tls-cert {self.certificate} with --tls-key {self.key}: "
+                f"{error.strerror or error}; expected PEM files that belong together"
+            ) from None
 
 
 class Server(uvicorn.Server):
@@ -60,21 +80,24 @@ def run_coordinator(
     blobs_url: str | None = None,
     gateway: str | None = None,
     reference: str | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
     recipe = load_recipe(recipe_path, overrides)
+    if tls is not None:
+        tls.check()
     listener = bind(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     display = make_display(gateway, reference, corpus.sha256)
     with opened(
         recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
     ) as coordinator:
-        url = url_of(listener)
-        server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True))
+        url = url_of(listener, "http" if tls is None else "https")
+        server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True), tls)
         server.run(sockets=[listener])
 
 
-def make_server(coordinator: Coordinator, ready: Callable[[], None]) -> Server:
+def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None) -> Server:
     config = uvicorn.Config(
         create_app(coordinator),
         http=front_of(max_connections()),
@@ -85,6 +108,8 @@ def make_server(coordinator: Coordinator, ready: Callable[[], None]) -> Server:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     return Server(config, coordinator, ready)
 
@@ -116,10 +141,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
 
 
 def main(arguments: Sequence[str]) -> None:

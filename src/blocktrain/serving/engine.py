@@ -73,7 +73,7 @@ class Engine:
     def __init__(self, checkpoint_path: Path, config: EngineConfig) -> None:
         checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=[DRAFT_BLOCK])
         self.config = config
-        self.shape: ModelShape = fingerprint(checkpoint_path, checkpoint, [DRAFT_BLOCK])
+        self.shape: ModelShape = fingerprint(checkpoint_path, checkpoint)
         self._model = model_info(checkpoint, self.shape)
         self._held = HeldBlocks(checkpoint, [DRAFT_BLOCK])
         self._weights = checkpoint.pooling

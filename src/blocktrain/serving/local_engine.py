@@ -29,7 +29,7 @@ class LocalEngine:
     def __init__(self, checkpoint_path: Path, device: torch.device | None = None) -> None:
         self._checkpoint = load_checkpoint(checkpoint_path, device or torch.device("cpu"))
         self._blocks = tuple(range(len(self._checkpoint.blocks)))
-        shape = fingerprint(checkpoint_path, self._checkpoint, self._blocks)
+        shape = fingerprint(checkpoint_path, self._checkpoint)
         self._model = model_info(self._checkpoint, shape)
         self._held = HeldBlocks(self._checkpoint, self._blocks)
         self._batcher: Batcher | None = None

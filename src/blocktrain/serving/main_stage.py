@@ -45,7 +45,7 @@ def load_stage(path: Path, blocks: Sequence[int], device: torch.device, config: 
             f"blocks {list(blocks)} take features of blocks {lacking} (objective.kind is chain); "
             "give them to the same stage with --blocks"
         )
-    return Stage(held, fingerprint(path, checkpoint, blocks), config)
+    return Stage(held, fingerprint(path, checkpoint), config)
 
 
 async def serve_stage(stage: Stage, *, metrics_port: int | None, announce: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """A trained model on disk: config.json, codebook.safetensors and one safetensors file per block.
 
-Everything read back is checked against the recipe in config.json before it is used: names, shapes and
-dtypes. Nothing is unpickled.
+Everything read back is checked before it is used: names, shapes and dtypes against the recipe in
+config.json (before a block of that shape is made), and the files' sha256. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from blocktrain.training.storage import read_tensors, replaced_folder, write_jso
 
 FORMAT = "blocktrain-checkpoint"
 FORMAT_VERSION = 1
+CODEBOOK_FILE = "codebook.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ def block_file(index: int) -> str:
     return f"block-{index:02d}.safetensors"
 
 
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    return {"file": path.name, "sha256": sha256_of(path), "bytes": path.stat().st_size}
+
+
 def save_checkpoint(
     path: Path,
     recipe: Recipe,
@@ -52,14 +62,26 @@ def save_checkpoint(
     codebook_VD: Tensor,
     pooling: Sequence[float],
 ) -> None:
+    write_checkpoint(
+        path, recipe, corpus_sha256, (block.state_dict() for block in blocks), codebook_VD, pooling
+    )
+
+
+def write_checkpoint(
+    path: Path,
+    recipe: Recipe,
+    corpus_sha256: CorpusHash,
+    blocks: Iterable[Mapping[str, Tensor]],
+    codebook_VD: Tensor,
+    pooling: Sequence[float],
+) -> None:
+    """Each block's tensors are asked for when their turn comes, so that one at a time is in memory."""
     with replaced_folder(path) as folder:
         entries = []
-        for index, block in enumerate(blocks):
-            file = folder / block_file(index)
-            write_tensors(file, block.state_dict())
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            entries.append({"file": file.name, "sha256": digest, "bytes": file.stat().st_size})
-        write_tensors(folder / "codebook.safetensors", {"table": codebook_VD})
+        for index, tensors in enumerate(blocks):
+            write_tensors(folder / block_file(index), tensors)
+            entries.append(file_entry(folder / block_file(index)))
+        write_tensors(folder / CODEBOOK_FILE, {"table": codebook_VD})
         write_json(
             folder / "config.json",
             {
@@ -69,6 +91,7 @@ def save_checkpoint(
                 "corpus_sha256": corpus_sha256,
                 "pooling": list(pooling),
                 "blocks": entries,
+                "codebook": file_entry(folder / CODEBOOK_FILE),
             },
         )
 
@@ -92,54 +115,112 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint's config.json, checked."""
+
+    recipe: Recipe
+    corpus_sha256: CorpusHash
+    pooling: list[float]
+    block_sha256: list[str]
+    codebook_sha256: str | None
+    """None in checkpoints of before it was written down."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: Path) -> Description:
+        try:
+            recipe = resolve_recipe(config["recipe"])
+            pooling = [float(weight) for weight in config["pooling"]]
+            corpus = CorpusHash(str(config["corpus_sha256"]))
+            digests = [str(entry["sha256"]) for entry in config["blocks"]]
+            codebook = str(config["codebook"]["sha256"]) if "codebook" in config else None
+        except (KeyError, TypeError, ValueError, RecipeError) as error:
+            raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
+        if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
+            raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
+        return cls(recipe, corpus, pooling, digests, codebook)
+
+    def objective(self) -> Objective:
+        tokenizer = load_tokenizer(self.recipe.data.tokenizer)
+        return Objective(self.recipe.model, self.recipe.objective, vocabulary=tokenizer.vocabulary)
+
+
 def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None = None) -> Checkpoint:
     """The whole model, or only some of its blocks (as a stage holds them)."""
-    config = read_config(path)
-    try:
-        recipe = resolve_recipe(config["recipe"])
-        pooling = [float(weight) for weight in config["pooling"]]
-        corpus = CorpusHash(str(config["corpus_sha256"]))
-    except (KeyError, TypeError, ValueError, RecipeError) as error:
-        raise CheckpointError(f"{path / 'config.json'} is damaged: {error}") from None
-    if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
-        raise CheckpointError(f"{path}: expected {recipe.model.blocks} pooling weights, found {pooling}")
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
-    objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
+    described = Description.of(read_config(path), path)
+    recipe, objective = described.recipe, described.objective()
     indices = range(recipe.model.blocks) if only is None else only
-    blocks = [_load_block(path / block_file(i), objective, i).to(device).eval() for i in indices]
-    codebook = _load_codebook(path / "codebook.safetensors", tokenizer.vocabulary, recipe.model.width)
-    return Checkpoint(recipe, corpus, objective, blocks, codebook.to(device), pooling, tokenizer)
+    blocks = [_load_block(path, described, objective, i).to(device).eval() for i in indices]
+    codebook = _load_codebook(path / CODEBOOK_FILE, described, objective)
+    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    return Checkpoint(
+        recipe, described.corpus_sha256, objective, blocks, codebook.to(device), described.pooling, tokenizer
+    )
 
 
-def _load_block(path: Path, objective: Objective, index: int) -> Block:
-    tensors, _ = read_tensors(path)
+def _load_block(path: Path, described: Description, objective: Objective, index: int) -> Block:
+    file = path / block_file(index)
+    tensors, _ = read_tensors(file)
+    found = {name: kind(tensor) for name, tensor in tensors.items()}
+    check_layers(described.recipe.model.layers_per_block, found, str(file))
+    check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
+    if index >= len(described.block_sha256):
+        raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
+    check_sha256(file, described.block_sha256[index])
     block = objective.build(index, seed=0)
-    load_weights(block, tensors, where=f"block {index} ({path})")
+    block.load_state_dict(tensors)
     return block
 
 
+def block_kinds(objective: Objective, index: int) -> dict[str, str]:
+    """Type and shape of every tensor of a block, without making one."""
+    with torch.device("meta"):
+        return {name: kind(tensor) for name, tensor in objective.build(index, seed=0).state_dict().items()}
+
+
 def load_weights(block: Block, tensors: dict[str, Tensor], *, where: str) -> None:
-    state = block.state_dict()
-    for name in sorted(state.keys() | tensors.keys()):
-        expected, found = _kind(state.get(name)), _kind(tensors.get(name))
-        if expected != found:
-            raise CheckpointError(
-                f"{where}: tensor {name}: expected {expected}, found {found}; the file belongs to another "
-                "recipe or is damaged"
-            )
+    expected = {name: kind(tensor) for name, tensor in block.state_dict().items()}
+    check_kinds(expected, {name: kind(tensor) for name, tensor in tensors.items()}, where)
     block.load_state_dict(tensors)
 
 
-def _kind(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "none"
+def check_layers(layers: int, found: Mapping[str, str], where: str) -> None:
+    """Every layer has tensors: a recipe that claims more layers than that is not laid out at all."""
+    if layers > len(found):
+        raise CheckpointError(f"{where}: {len(found)} tensors are too few for the recipe's {layers} layers")
+
+
+def check_kinds(expected: Mapping[str, str], found: Mapping[str, str], where: str) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        one, other = expected.get(name, "none"), found.get(name, "none")
+        if one != other:
+            raise CheckpointError(
+                f"{where}: tensor {name}: expected {one}, found {other}; the file belongs to another "
+                "recipe or is damaged"
+            )
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    found = sha256_of(path)
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: expected sha256 {expected[:12]}… as in config.json, found {found[:12]}…; "
+            "the file is damaged or from another run, copy the checkpoint again"
+        )
+
+
+def kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _load_codebook(path: Path, vocabulary: int, width: int) -> Tensor:
+def codebook_kind(objective: Objective) -> str:
+    return f"float32 {[objective.vocabulary, objective.model.width]}"
+
+
+def _load_codebook(path: Path, described: Description, objective: Objective) -> Tensor:
     tensors, _ = read_tensors(path)
-    table = tensors.get("table")
-    expected = f"float32 {[vocabulary, width]}"
-    if table is None or _kind(table) != expected:
-        raise CheckpointError(f"{path}: tensor table: expected {expected}, found {_kind(table)}")
-    return table
+    found = {name: kind(tensor) for name, tensor in tensors.items()}
+    check_kinds({"table": codebook_kind(objective)}, found, str(path))
+    if described.codebook_sha256 is not None:
+        check_sha256(path, described.codebook_sha256)
+    return tensors["table"]

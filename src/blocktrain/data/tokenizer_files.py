@@ -1,0 +1,54 @@
+"""A tokenizer as the files that Hugging Face programs read: tokenizer.json and tokenizer_config.json.
+
+Plain JSON. lm-eval puts its end-of-text token in front of texts that have no context; a byte model knows
+none, so a line feed stands for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
+from blocktrain.errors import DataError
+
+LINE_FEED = 10
+
+
+def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, dict[str, Any]]:
+    """The content of each file by its name."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        raise DataError(f"the tokenizer {tokenizer.name!r} has no Hugging Face form; known: byte")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": byte_letters()[LINE_FEED],
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": byte_tokenizer(), "tokenizer_config.json": config}
+
+
+def byte_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte: itself where printable, U+0100 on elsewhere."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """Byte-level BPE without merges: a token's id is its byte."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: byte for byte, letter in enumerate(byte_letters())},
+            "merges": [],
+        },
+    }
