@@ -26,7 +26,7 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import RecipeError
 from blocktrain.serving import openai_messages
 from blocktrain.training.snapshot import SnapshotError, from_safetensors, to_safetensors
-from blocktrain.wire import frames, messages
+from blocktrain.wire import frame_metadata, frames, messages
 from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode, encode, frame_length
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.signing import SignatureError, body_digest, sign_request, verify_request
@@ -99,14 +99,14 @@ def small_snapshot() -> bytes:
 # --- serving frames -------------------------------------------------------------------------------------
 
 METADATA: dict[frames.FrameType, type[msgspec.Struct]] = {
-    frames.FrameType.HELLO: frames.Hello,
-    frames.FrameType.WELCOME: frames.Welcome,
-    frames.FrameType.REFUSED: frames.Failure,
-    frames.FrameType.TRAVERSE: frames.Ask,
-    frames.FrameType.SCORE: frames.Ask,
-    frames.FrameType.EXACT: frames.Ask,
-    frames.FrameType.LOG_PROBS: frames.Answer,
-    frames.FrameType.FAILED: frames.Failure,
+    frames.FrameType.HELLO: frame_metadata.Hello,
+    frames.FrameType.WELCOME: frame_metadata.Welcome,
+    frames.FrameType.REFUSED: frame_metadata.Failure,
+    frames.FrameType.TRAVERSE: frame_metadata.Ask,
+    frames.FrameType.SCORE: frame_metadata.Ask,
+    frames.FrameType.EXACT: frame_metadata.Ask,
+    frames.FrameType.LOG_PROBS: frame_metadata.Answer,
+    frames.FrameType.FAILED: frame_metadata.Failure,
 }
 
 
@@ -114,7 +114,7 @@ def read_serving_frame(data: bytes) -> bool:
     try:
         frame = frames.decode_frame(data, LIMITS)
         if frame.type in METADATA:
-            frames.decode_metadata(frame, METADATA[frame.type])
+            frame_metadata.decode_metadata(frame, METADATA[frame.type])
         if frame.type is frames.FrameType.LOG_PROBS:
             rows = frames.decode_rows(frame.payload, frame.header.codec, frame.header.rows, VOCABULARY)
             assert np.isfinite(rows).all()
@@ -140,21 +140,23 @@ def read_resealed_frame(data: bytes) -> bool:
 
 
 def serving_samples() -> Iterator[bytes]:
-    shape = frames.ModelShape("tiny", "a" * 64, "b" * 64, VOCABULARY, 64, 96, 3)
+    shape = frame_metadata.ModelShape("tiny", "a" * 64, "b" * 64, VOCABULARY, 64, 96, 3)
     kind, codec = frames.FrameType, frames.Codec
     for type_, metadata in (
-        (kind.HELLO, frames.Hello("c" * 32, shape, "secret")),
-        (kind.WELCOME, frames.Welcome(shape, [0, 2], 64, 1024)),
-        (kind.TRAVERSE, frames.Ask([1], 7)),
-        (kind.FAILED, frames.Failure(frames.FailureCode.BUSY, "no room")),
+        (kind.HELLO, frame_metadata.Hello("c" * 32, shape, "secret")),
+        (kind.WELCOME, frame_metadata.Welcome(shape, [0, 2], 64, 1024)),
+        (kind.TRAVERSE, frame_metadata.Ask([1], 7)),
+        (kind.FAILED, frame_metadata.Failure(frame_metadata.FailureCode.BUSY, "no room")),
     ):
         yield frames.encode_frame(
-            frames.Header(type_), frames.encode_metadata(metadata), frames.encode_ids([1, 2, 3], VOCABULARY)
+            frames.Header(type_),
+            frame_metadata.encode_metadata(metadata),
+            frames.encode_ids([1, 2, 3], VOCABULARY),
         )
     rows = np.log(np.full((2, VOCABULARY), 1 / VOCABULARY))
     for code in (codec.F32, codec.Q16, codec.Q8):
         header = frames.Header(kind.LOG_PROBS, code, 1, 2, 3, 4, 2)
-        spent = frames.encode_metadata(frames.Answer(0.5, 1.5))
+        spent = frame_metadata.encode_metadata(frame_metadata.Answer(0.5, 1.5))
         yield frames.encode_frame(header, spent, frames.encode_rows(rows, code))
 
 

@@ -25,17 +25,8 @@ from blocktrain.cli.doctor.findings import Certificate, Coordinator, Need, Stage
 from blocktrain.cli.doctor.machine import need_of
 from blocktrain.errors import BlocktrainError, RecipeError, UserError, WireError
 from blocktrain.serving.transport import Address, ConnectionLostError, connect
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    Failure,
-    FrameType,
-    Header,
-    Hello,
-    ModelShape,
-    decode_metadata,
-    encode_frame,
-    encode_metadata,
-)
+from blocktrain.wire.frame_metadata import Failure, Hello, ModelShape, decode_metadata, encode_metadata
+from blocktrain.wire.frames import GREETING_LIMITS, FrameType, Header, encode_frame
 from blocktrain.wire.messages import RunAnswer
 from blocktrain.worker.program import load_run_corpus, swarm_recipe
 
