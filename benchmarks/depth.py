@@ -1,12 +1,13 @@
 """Does depth compose? Blocks of equal size, more and more of them, beside end-to-end models as deep.
 
-    python benchmarks/depth.py --corpus W [--device cuda] [--seeds 0,1] [--json FILE]
-    python benchmarks/depth.py --quick            # CPU, builtin text, under a minute
+    python benchmarks/depth.py --corpus W [--device cuda] [--seeds 0] [--jobs 4] [--json FILE]
+    python benchmarks/depth.py --quick            # CPU, builtin text, about a minute
 
-Prints two tables. *Depth*: consensus of B = 1, 2, 4, 8 blocks beside end-to-end models of the same number
-of layers, at equal bytes per unit. *Frontier*: one row per objective at B = 4 with its cost. Blocks
-are trained once: independent blocks of a larger B contain those of a smaller one, so the depth
-table pools prefixes.
+*Depth*: consensus of B = 1, 2, 4, 8 blocks beside end-to-end models of the same number of layers, at equal
+bytes per unit; shallow end-to-end models get the better of two learning rates. Blocks are trained once:
+independent blocks of a larger B contain those of a smaller one, so the table pools prefixes.
+*Ideas*: one row per objective of depth_ideas.py at B = 4, all with `--idea-steps` steps.
+Units are independent and train in `--jobs` processes.
 """
 
 from __future__ import annotations
@@ -14,30 +15,67 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import depth_ideas
 import torch
+from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, build_block, num_parameters
+from blocktrain.model.block import Block, build_block
 from blocktrain.model.objective import Objective
-from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer, build_codebook
 
 FULL = {"width": 384, "heads": 6, "layers_per_block": 3, "context": 512}
 QUICK = {"width": 48, "heads": 2, "layers_per_block": 1, "context": 64}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "denoise, 15 % hints": {"objective": {"hint_probability": 0.15}},
-    "denoise, no hints": {"objective": {"hint_probability": 0.0}},
-    "no hints, no convolution": {"objective": {"hint_probability": 0.0}, "model": {"convolution": 0}},
-    "chain of frozen features": {"objective": {"kind": "chain", "hint_probability": 0.0}},
-}
+BLOCK_LR, DEEP_LR = 3e-3, 1e-3
+SHALLOW_LAYERS = 6
+"""Up to here an end-to-end model may prefer the blocks' learning rate; 12 layers were 0.028 worse with it."""
+QUICK_IDEAS = ("independent blocks (control)", "end to end (control)", "beliefs, residual logits")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One model to train: block `index` of a recipe, or `deep` blocks' layers end to end."""
+
+    seed: int
+    index: int | None
+    deep: int = 0
+    other_lr: float = BLOCK_LR
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all units; travels to the processes."""
+
+    corpus: str
+    device: str
+    steps: int
+    quick: bool
+
+    def recipe(self, seed: int, blocks: int, other_lr: float) -> Recipe:
+        training = {"steps": 60, "batch": 8, "warmup_steps": 6} if self.quick else {"steps": self.steps}
+        values: dict[str, Any] = {
+            "name": "depth",
+            "seed": seed,
+            "model": {**(QUICK if self.quick else FULL), "blocks": blocks},
+            "objective": {"hint_probability": 0.0},
+            "data": {"corpus": self.corpus, "max_bytes": 1_000_000 if self.quick else None},
+            "training": {**training, "other_lr": other_lr, "reference_other_lr": None},
+            "evaluation": {"max_bytes": 10_000, "pooling_bytes": 10_000} if self.quick else {},
+        }
+        return resolve_recipe(values)
 
 
 class Bench:
@@ -61,140 +99,155 @@ class Bench:
         self.pool = tokenizer.encode(corpus.pool)
         self.valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
-        self.tokens = recipe.training.steps * recipe.training.batch * recipe.model.context
 
-    def train(self, block: Block, index: int | None, frozen: list[Block]) -> Block:
-        trainer = BlockTrainer(
-            self.recipe, self.objective, block, index, self.shards, self.codebook, frozen=frozen
-        )
-        for step in range(self.recipe.training.steps):
-            trainer.step(step, index or 0)
-        return block.eval()
-
-    def blocks(self) -> list[Block]:
-        trained: list[Block] = []
-        for index in range(self.recipe.model.blocks):
-            block = self.objective.build(index, derive_seed("init", self.recipe.seed, index))
-            frozen = [trained[i] for i in self.objective.frozen(index)]
-            trained.append(self.train(block.to(self.device), index, frozen))
-        return trained
-
-    def end_to_end(self, num_blocks: int) -> float:
-        block = build_block(
+    def build(self, unit: Unit) -> Block:
+        if unit.index is not None:
+            return self.objective.build(unit.index, derive_seed("init", unit.seed, unit.index))
+        return build_block(
             self.recipe.model,
             self.recipe.objective,
             vocabulary=self.vocabulary,
-            seed=derive_seed("init", self.recipe.seed, "reference"),
-            num_layers=num_blocks * self.recipe.model.layers_per_block,
+            seed=derive_seed("init", unit.seed, "reference"),
+            num_layers=unit.deep * self.recipe.model.layers_per_block,
             hints=False,
         )
-        return self.evaluator.score_one(self.train(block.to(self.device), None, []), self.valid).ce
+
+    def train(self, unit: Unit) -> Block:
+        block = self.build(unit).to(self.device)
+        trainer = BlockTrainer(self.recipe, self.objective, block, unit.index, self.shards, self.codebook)
+        for step in range(self.recipe.training.steps):
+            trainer.step(step, unit.index or 0)
+        return block.eval()
 
     def consensus(self, blocks: list[Block]) -> float:
         weights = self.evaluator.fit_weights(blocks, self.pool)
         return self.evaluator.score(blocks, weights, self.valid, euler=False).consensus.ce
 
-    def flops(self, blocks: list[Block]) -> int:
-        forward = [forward_flops_per_token(self.recipe.model, b, self.vocabulary) for b in blocks]
-        return sum(
-            training_flops(own, sum(forward[f] for f in self.objective.frozen(i)), self.tokens)
-            for i, own in enumerate(forward)
-        )
+
+def train_unit(setting: Setting, unit: Unit) -> tuple[Unit, float, dict[str, Tensor]]:
+    """In a process of its own: the unit's cross entropy alone, and its weights."""
+    torch.set_num_threads(1)
+    bench = Bench(setting.recipe(unit.seed, 8, unit.other_lr), torch.device(setting.device))
+    block = bench.train(unit)
+    ce = bench.evaluator.score_one(block, bench.valid).ce
+    weights = block.state_dict() if unit.index is not None else {}
+    return unit, ce, {name: tensor.cpu() for name, tensor in weights.items()}
 
 
-def recipe_of(arguments: argparse.Namespace, seed: int, blocks: int, extra: dict[str, Any]) -> Recipe:
-    quick = arguments.quick
-    training = {"steps": 60, "batch": 8, "warmup_steps": 6} if quick else {"steps": arguments.steps}
-    values: dict[str, Any] = {
-        "name": "depth",
-        "seed": seed,
-        "model": {**(QUICK if quick else FULL), "blocks": blocks, **extra.get("model", {})},
-        "objective": extra.get("objective", {}),
-        "data": {"corpus": arguments.corpus, "max_bytes": 2_000_000 if quick else None},
-        "training": training,
-        "evaluation": {"max_bytes": 20_000, "pooling_bytes": 20_000} if quick else {},
-    }
-    return resolve_recipe(values)
+def units_of(seed: int, counts: Sequence[int], layers: int) -> list[Unit]:
+    """The longest first."""
+    deep = [
+        Unit(seed, None, count, lr)
+        for count in sorted(counts, reverse=True)
+        for lr in ((DEEP_LR, BLOCK_LR) if count * layers <= SHALLOW_LAYERS else (DEEP_LR,))
+    ]
+    return [*deep, *(Unit(seed, index) for index in range(max(counts)))]
 
 
-def depth_table(arguments: argparse.Namespace, counts: list[int]) -> list[dict[str, Any]]:
+def compose(setting: Setting, seed: int, counts: Sequence[int], found: list[Any]) -> list[dict[str, Any]]:
+    bench = Bench(setting.recipe(seed, 8, BLOCK_LR), torch.device(setting.device))
+    mine = [one for one in found if one[0].seed == seed]
+    blocks = []
+    for unit, _, weights in sorted((one for one in mine if one[2]), key=lambda one: one[0].index):
+        block = bench.build(unit)
+        block.load_state_dict(weights)
+        blocks.append(block.to(bench.device).eval())
     rows = []
-    for seed in arguments.seeds:
-        bench = Bench(
-            recipe_of(arguments, seed, counts[-1], OBJECTIVES["denoise, no hints"]), arguments.device
-        )
-        blocks = bench.blocks()
-        for count in counts:
-            composed, deep = bench.consensus(blocks[:count]), bench.end_to_end(count)
-            rows.append({"seed": seed, "blocks": count, "composed": composed, "end_to_end": deep})
-            print(f"  seed {seed} B={count} composed {composed:.4f} end to end {deep:.4f}", flush=True)
-    return rows
-
-
-def frontier_table(arguments: argparse.Namespace, blocks: int) -> list[dict[str, Any]]:
-    rows = []
-    for seed in arguments.seeds:
-        for name, extra in OBJECTIVES.items():
-            bench = Bench(recipe_of(arguments, seed, blocks, extra), arguments.device)
-            trained = bench.blocks()
-            row = {
+    for count in counts:
+        deep = min(ce for unit, ce, _ in mine if unit.deep == count)
+        rows.append(
+            {
                 "seed": seed,
-                "objective": name,
-                "ce": bench.consensus(trained),
-                "flops": bench.flops(trained),
-                "parameters": sum(num_parameters(block) for block in trained),
+                "blocks": count,
+                "composed": bench.consensus(blocks[:count]),
+                "end_to_end": deep,
             }
-            rows.append(row)
-            print(f"  seed {seed} {name}: {row['ce']:.4f}", flush=True)
+        )
     return rows
 
 
-def mean(rows: list[dict[str, Any]], key: str, **match: Any) -> float:
-    picked = [float(row[key]) for row in rows if all(row[k] == v for k, v in match.items())]
-    return statistics.mean(picked)
+def measure_idea(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return depth_ideas.measure(name, seed, arguments)
 
 
-def print_depth(rows: list[dict[str, Any]], counts: list[int]) -> None:
-    print(
-        "\n| B | composed | end to end | gain of doubling B: composed | end to end |\n|---|---|---|---|---|"
-    )
+def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
+    def mean(key: str, count: int) -> float:
+        return statistics.mean(float(row[key]) for row in rows if row["blocks"] == count)
+
+    print("\n| B | composed | end to end | gained by doubling: composed | end to end |\n|---|---|---|---|---|")
     before: tuple[float, float] | None = None
     for count in counts:
-        now = mean(rows, "composed", blocks=count), mean(rows, "end_to_end", blocks=count)
+        now = mean("composed", count), mean("end_to_end", count)
         gains = ("", "") if before is None else (f"{before[0] - now[0]:.4f}", f"{before[1] - now[1]:.4f}")
         print(f"| {count} | {now[0]:.4f} | {now[1]:.4f} | {gains[0]} | {gains[1]} |")
         before = now
 
 
-def print_frontier(rows: list[dict[str, Any]]) -> None:
-    print("\n| objective | consensus CE | total FLOPs | parameters |\n|---|---|---|---|")
-    for name in OBJECTIVES:
-        flops, parameters = mean(rows, "flops", objective=name), mean(rows, "parameters", objective=name)
-        print(f"| {name} | {mean(rows, 'ce', objective=name):.4f} | {flops:.2e} | {parameters / 1e6:.2f} M |")
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--corpus", default="builtin")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", default="0", type=lambda text: [int(seed) for seed in text.split(",")])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--idea-steps", type=int, default=500)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--tables", default="depth,frontier")
+    parser.add_argument("--tables", default="depth,ideas")
+    parser.add_argument("--ideas", help="names of ideas, separated by semicolons; default: all")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments, began = parse(), time.monotonic()
     counts = [1, 2, 4] if arguments.quick else [1, 2, 4, 8]
-    tables = arguments.tables.split(",")
-    depth = depth_table(arguments, counts) if "depth" in tables else []
-    frontier = frontier_table(arguments, 2 if arguments.quick else 4) if "frontier" in tables else []
-    if depth:
-        print_depth(depth, counts)
-    if frontier:
-        print_frontier(frontier)
+    layers = (QUICK if arguments.quick else FULL)["layers_per_block"]
+    setting = Setting(arguments.corpus, arguments.device, arguments.steps, arguments.quick)
+    names = tuple(arguments.ideas.split(";")) if arguments.ideas else tuple(depth_ideas.IDEAS)
+    names = QUICK_IDEAS if arguments.quick and not arguments.ideas else names
+    options = argparse.Namespace(
+        corpus=arguments.corpus,
+        device=torch.device(arguments.device),
+        steps=arguments.idea_steps,
+        quick=arguments.quick,
+    )
+    depth: list[Any] = []
+    ideas: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {}
+        for seed in arguments.seeds:
+            if "depth" in arguments.tables:
+                for unit in units_of(seed, counts, layers):
+                    waiting[pool.submit(train_unit, setting, unit)] = "unit"
+            if "ideas" in arguments.tables:
+                for name in names:
+                    waiting[pool.submit(measure_idea, name, seed, options)] = "idea"
+        for future in as_completed(waiting):
+            seconds = f"{time.monotonic() - began:.0f} s"
+            if waiting[future] == "unit":
+                depth.append(future.result())
+                print(f"{seconds} {depth[-1][0]} {depth[-1][1]:.4f}", flush=True)
+            else:
+                ideas.append(future.result())
+                print(f"{seconds} {json.dumps(ideas[-1])}", flush=True)
+            if arguments.json is not None:
+                units = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
+                arguments.json.write_text(json.dumps({"units": units, "ideas": ideas}, indent=1) + "\n")
+    for seed in arguments.seeds if depth else []:
+        rows += compose(setting, seed, counts, depth)
+    if rows:
+        print_depth(rows, counts)
+    if ideas:
+        print("\n".join(["", *depth_ideas.table(ideas)]))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"depth": depth, "frontier": frontier}, indent=1))
+        units = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
+        arguments.json.write_text(
+            json.dumps({"depth": rows, "units": units, "ideas": ideas}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
