@@ -61,6 +61,7 @@ def measure_point(wan: Wan, arguments: argparse.Namespace, addresses: list[str])
     command += ["--addresses", ",".join(addresses), "--modes", arguments.modes]
     command += ["--prompts", str(arguments.prompts), "--tokens", str(arguments.tokens)]
     command += ["--temperature", str(arguments.temperature)]
+    command += ["--text", str(arguments.text)] if arguments.text is not None else []
     done = subprocess.run(
         wan.inside(wan.gateway, command), stdout=subprocess.PIPE, text=True, check=True, timeout=1800
     )
@@ -141,14 +142,17 @@ def stage_role(arguments: argparse.Namespace) -> None:
     )
 
 
-def held_out_prompts(checkpoint: Path, count: int) -> list[list[int]]:
+def held_out_prompts(checkpoint: Path, count: int, text: Path | None) -> list[list[int]]:
     import torch
 
     from blocktrain.data.corpora import load_corpus
     from blocktrain.training.checkpoint import load_checkpoint
 
     loaded = load_checkpoint(checkpoint, torch.device("cpu"), only=[0])
-    valid = load_corpus(loaded.recipe.data, loaded.recipe.evaluation.pooling_bytes).valid
+    if text is not None:
+        valid = text.read_bytes()
+    else:
+        valid = load_corpus(loaded.recipe.data, loaded.recipe.evaluation.pooling_bytes).valid
     step = max(1, (len(valid) - PROMPT_BYTES) // count)
     return [[int(t) for t in loaded.tokenizer.encode(valid[i * step :][:PROMPT_BYTES])] for i in range(count)]
 
@@ -168,7 +172,7 @@ async def engine_role(arguments: argparse.Namespace) -> None:
     from blocktrain.wire.frames import Codec
 
     torch.set_num_threads(1)
-    prompts = held_out_prompts(arguments.checkpoint, arguments.prompts)
+    prompts = held_out_prompts(arguments.checkpoint, arguments.prompts, arguments.text)
     addresses = [Address.parse(text) for text in arguments.addresses.split(",")]
     rows, texts = [], []
     for entry in arguments.modes.split(","):
@@ -243,6 +247,7 @@ def main() -> None:
     parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
     parser.add_argument("--stages", default="1,2,3,5")
     parser.add_argument("--modes", default="ar,verify", help="such as ar, verify, verify@16, verify:q8")
+    parser.add_argument("--text", type=Path, help="prompts come from here; default: the held-out text")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)

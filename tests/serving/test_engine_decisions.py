@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
 from blocktrain.serving.draft_length import AdaptiveLength
-from blocktrain.serving.drafting import Lookup
 from blocktrain.serving.main_stage import parse_blocks
 from blocktrain.serving.routing import Candidate, cheapest_route
 from blocktrain.serving.scoring import windows
@@ -121,19 +120,6 @@ def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
     usual = taught(0.9, 0.05)
     assert drafted(usual, margin=0.1) < drafted(usual, margin=9.0)
     assert drafted(taught(0.98, 100.0)) > 32
-
-
-def test_lookup_finds_what_followed_last_time() -> None:
-    lookup = Lookup()
-    text = list(b"the university of the univers")
-    lookup.extend(text)
-    assert bytes(lookup.guess(text, 3)) == b"ity"
-    assert bytes(lookup.guess([*text, *b"ity of"], 4)) == b" the"
-    assert lookup.guess(list(b"never"), 4) == []
-    assert lookup.guess(text, -1) == []
-    fresh = Lookup()
-    fresh.extend(list(b"abcdefgh"))
-    assert fresh.guess(list(b"abcdefgh"), 4) == [], "the end of a text does not find itself"
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

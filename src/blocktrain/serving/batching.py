@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.serving.held import HeldBlocks, Work
+
+T = TypeVar("T")
 
 MAX_BATCH_TOKENS = 2048
 """New tokens in one forward pass; bounds how long a request that comes next can wait."""
@@ -101,6 +103,10 @@ class Batcher:
 
     async def exact_row(self, ids: Sequence[int], blocks: tuple[int, ...], deadline: float) -> Outcome:
         return await self.submit(Work(ids, 1, blocks, {}), exact=True, deadline=deadline)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run something else in the computing thread, such as a draft."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def submit(self, work: Work, *, exact: bool, deadline: float) -> asyncio.Future[Outcome]:
         if len(self._waiting) >= self.max_waiting:

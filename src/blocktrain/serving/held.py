@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, Cache, PackedCache
+from blocktrain.model.quick import PlainBlock, QuickBlock, make_stepper
 from blocktrain.training.checkpoint import Checkpoint
 
 
@@ -50,6 +51,7 @@ class HeldBlocks:
         self.vocabulary = checkpoint.tokenizer.vocabulary
         self.context = checkpoint.recipe.model.context
         self._exact_blocks: dict[int, Block] = {}
+        self._steppers: dict[int, QuickBlock | PlainBlock] = {}
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
@@ -57,6 +59,12 @@ class HeldBlocks:
 
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
+
+    def stepper(self, index: int) -> QuickBlock | PlainBlock:
+        """The block's rough next row, for drafts."""
+        if index not in self._steppers:
+            self._steppers[index] = make_stepper(self.blocks[index], self.codebook)
+        return self._steppers[index]
 
     @torch.inference_mode()
     def rows(self, works: Sequence[Work]) -> list[NDArray[np.float32]]:
