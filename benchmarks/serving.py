@@ -1,6 +1,7 @@
 """Serving over emulated links: modes x round-trip time x stages, with real TCP (see links.py).
 
     python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
+    python benchmarks/serving.py CHECKPOINT --check-lossless --prompts 200 --tokens 40
     python benchmarks/serving.py --table T8          the litepaper's large shapes: large_shapes.py
 
 Blocks are dealt out over stage processes, each in a network namespace of its own; the engine runs in the
@@ -237,6 +238,18 @@ def summary(samples: list[tuple[list[int], Any, list[float]]]) -> dict[str, Any]
     }
 
 
+def lossless_role(arguments: argparse.Namespace) -> None:
+    import torch
+    from lossless import run_check
+
+    torch.set_num_threads(1)
+    prompts = held_out_prompts(arguments.checkpoint, arguments.prompts, arguments.text)
+    num_blocks = len(json.loads((arguments.checkpoint / "config.json").read_text())["blocks"])
+    result = run_check(arguments, prompts, num_blocks)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?")
@@ -244,6 +257,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="with --table: tiny shapes on the CPU")
     parser.add_argument("--only", default=None, help="with --table: names of shapes, separated by commas")
     parser.add_argument("--role", choices=["benchmark", "stage", "engine"], default="benchmark")
+    parser.add_argument("--check-lossless", action="store_true", help="see lossless.py; no emulated links")
     parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
     parser.add_argument("--stages", default="1,2,3,5")
     parser.add_argument("--modes", default="ar,verify", help="such as ar, verify, verify@16, verify:q8")
@@ -263,6 +277,8 @@ def main() -> None:
         return run_table(quick=arguments.quick, json_path=arguments.json, only=arguments.only)
     if arguments.checkpoint is None:
         parser.error("expected a checkpoint, or --table")
+    if arguments.check_lossless:
+        return lossless_role(arguments)
     if arguments.role == "stage":
         return stage_role(arguments)
     if arguments.role == "engine":
