@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from blocktrain.config import DataConfig, EvaluationConfig, ModelConfig, Recipe, TrainingConfig
+from blocktrain.config import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    Recipe,
+    TrainingConfig,
+)
 from blocktrain.training.local import LocalRun, Silent
 
 TINY = Recipe(
@@ -20,10 +27,18 @@ TINY = Recipe(
 )
 
 
-def train_tiny(folder: Path, *, name: str = "tiny", seed: int = 0, steps: int = 40) -> Path:
+def train_tiny(
+    folder: Path,
+    *,
+    name: str = "tiny",
+    seed: int = 0,
+    steps: int = 40,
+    objective: ObjectiveConfig | None = None,
+) -> Path:
     training = dataclasses.replace(TINY.training, steps=steps)
+    objective = objective or TINY.objective
     run = LocalRun(
-        dataclasses.replace(TINY, name=name, seed=seed, training=training),
+        dataclasses.replace(TINY, name=name, seed=seed, training=training, objective=objective),
         folder,
         torch.device("cpu"),
         Silent(),
@@ -41,6 +56,13 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def sweep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained for mode `sweep` too."""
+    objective = ObjectiveConfig(hint_probability=0.6, sweep_probability=0.5, sigma_min=0.15)
+    return train_tiny(tmp_path_factory.mktemp("sweep"), name="swept", objective=objective)
 
 
 @pytest.fixture(scope="session")

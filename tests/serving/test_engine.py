@@ -264,7 +264,9 @@ def test_deadline_ends_a_request_and_says_how_far_it_came(checkpoint: Path) -> N
         ({"max_tokens": -1}, "max_tokens"),
         ({"draft_tokens": 33}, "draft_tokens"),
         ({"logprobs": 300}, "logprobs"),
-        ({"mode": "sweep"}, "mode"),
+        ({"mode": "sweep"}, "mode sweep is not offered by 'tiny'.*objective.sweep_probability"),
+        ({"passes": 17}, "passes must be between 1 and 16"),
+        ({"passes": 2}, "passes are for mode sweep"),
     ],
 )
 def test_bad_requests_are_refused_with_a_sentence(
@@ -272,7 +274,7 @@ def test_bad_requests_are_refused_with_a_sentence(
 ) -> None:
     values = {"prompt": [1], "max_tokens": 1} | settings
     with pytest.raises(RequestError, match=words):
-        GenerationRequest(**values).check(256)  # type: ignore[arg-type]
+        GenerationRequest(**values).check(LocalEngine(checkpoint).model)  # type: ignore[arg-type]
 
 
 def test_a_stage_with_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:

@@ -82,6 +82,10 @@ def generate(
     url: Annotated[str | None, typer.Option("--url", help="A gateway that serves the model.")] = None,
     key: KeyOption = None,
     mode: Annotated[str | None, typer.Option("--mode", help="With --url: ar, verify or sweep.")] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option("--passes", min=1, help="With --mode sweep: refining steps of each block."),
+    ] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
@@ -101,10 +105,16 @@ def generate(
             top_p=top_p,
             key=key,
             mode=mode,
+            passes=passes,
         )
         return
     if checkpoint is None or url is not None:
         raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
+    if mode is not None or passes is not None:
+        raise UserError(
+            "--mode and --passes say how a gateway writes, and there is none: leave them out, or start "
+            "`blocktrain serve CHECKPOINT` and give its --url"
+        )
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.

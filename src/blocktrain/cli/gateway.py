@@ -171,6 +171,7 @@ def generate_from_url(
     top_p: float,
     key: str | None = None,
     mode: str | None = None,
+    passes: int | None = None,
 ) -> None:
     """`generate --url`: the prompt and its continuation on stdout as they come, the cost on stderr."""
     from blocktrain.serving.client import GatewayClient
@@ -183,8 +184,8 @@ def generate_from_url(
         "top_p": top_p,
         "overflow": "slide",
     }
-    if mode is not None:
-        fields["mode"] = mode
+    fields |= {"mode": mode} if mode is not None else {}
+    fields |= {"passes": passes} if passes is not None else {}
     with GatewayClient(url, key) as client:
         model = client.model()
         write(prompt)

@@ -104,9 +104,16 @@ class Batcher:
     async def exact_row(self, ids: Sequence[int], blocks: tuple[int, ...], deadline: float) -> Outcome:
         return await self.submit(Work(ids, 1, blocks, {}), exact=True, deadline=deadline)
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Run something else in the computing thread, such as a draft."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+    async def call(self, function: Callable[[], T], deadline: float = float("inf")) -> T:
+        """Run something else in the computing thread, such as a draft; LateError if its turn comes late."""
+        loop = asyncio.get_running_loop()
+
+        def in_time() -> T:
+            if loop.time() >= deadline:
+                raise LateError("the deadline passed while the request was waiting")
+            return function()
+
+        return await loop.run_in_executor(self._executor, in_time)
 
     def submit(self, work: Work, *, exact: bool, deadline: float) -> asyncio.Future[Outcome]:
         if len(self._waiting) >= self.max_waiting:

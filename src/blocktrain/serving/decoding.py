@@ -55,6 +55,15 @@ class Draft(Protocol):
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None: ...
 
 
+class Writer(Protocol):
+    """What a generation is made by: `Decoder`, or `sweeping.SweepWriter`."""
+
+    request: GenerationRequest
+    stats: GenerationStats
+
+    def chunks(self) -> AsyncGenerator[Chunk]: ...
+
+
 class Decoder:
     """One generation: its text so far and the pieces it is made with."""
 
@@ -138,7 +147,7 @@ def token_logprob(row: Row, token: int, top: int) -> TokenLogprob:
 class DecodedGeneration:
     """The handle a caller iterates over: chunks under one deadline, caches freed at the end."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Writer) -> None:
         self._decoder = decoder
         self._iterator = decoder.chunks()
         self._started: float | None = None

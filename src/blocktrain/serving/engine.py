@@ -1,9 +1,9 @@
 """The engine that a gateway runs: drafts here, blocks on stages, one round trip per traversal.
 
-Composition is `consensus`: stages need nothing from each other, so all are asked at once. (`euler` would
-be a chain of hops and is not served; `blocktrain evaluate` computes it.) Rows travel as Q16 codes by
-default and as fp32 for scoring, log-probs and top-p; near ties are settled in fp64 (see `sampling`), so
-the text does not depend on the codec. Knows nothing of HTTP.
+`ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once.
+`sweep` composes by `euler`, a chain: stages are asked one after another (see `sweeping`). Rows travel as
+Q16 codes by default and as fp32 for scoring, log-probs, top-p and sweeps; near ties are settled in fp64
+(see `sampling`), so the text does not depend on the codec. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from blocktrain.serving.link import LinkConfig, StageLink
 from blocktrain.serving.remote import Consensus, RemoteScorer, StatelessCall
 from blocktrain.serving.sampling import Sampler
 from blocktrain.serving.scoring import check_scorable, scored_window, under_deadline, windows
+from blocktrain.serving.sweeping import RemoteRefiner, SweepWriter
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.wire.frame_metadata import (
@@ -165,9 +166,13 @@ class Engine:
     # ---- text ----
 
     def generate(self, request: GenerationRequest) -> DecodedGeneration:
-        request.check(self._model.vocabulary)
+        request.check(self._model)
         self._check_covered()
         stats = GenerationStats()
+        if request.mode == "sweep":
+            refiner = RemoteRefiner(self.fanout, self.shape, request, stats)
+            writer = SweepWriter(request, context=self._model.context, refiner=refiner, stats=stats)
+            return DecodedGeneration(writer)
         sampler = Sampler(request.seed, request.temperature, request.top_p)
         verify = request.mode == "verify"
         decoder = Decoder(

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import BlocktrainError, UserError
+from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Mode = Literal["ar", "verify", "sweep"]
 
@@ -42,18 +43,22 @@ class GenerationRequest:
     """Token ids, at least one; a prompt longer than the context is seen from its tail."""
     max_tokens: int
     seed: int = 0
-    """Same seed, same text: for every mode but `sweep`, any draft length, any retry or failover."""
+    """Same seed, same text: in `ar` and `verify`, any draft length, any retry or failover; in `sweep` for the
+    same number of passes."""
     temperature: float = 1.0
     top_p: float = 1.0
     mode: Mode = "verify"
     draft_tokens: int | None = None
     """Tokens drafted per traversal in `verify`; None lets the engine adapt it."""
+    passes: int = 1
+    """In `sweep`, steps that each block refines the new tokens by; the network sees one traversal."""
     logprobs: int | None = None
     """Top-n log-probs reported with every token; 0 for the token's own alone, None for none."""
     deadline_seconds: float = 60.0
 
-    def check(self, vocabulary: int) -> None:
+    def check(self, model: ModelInfo) -> None:
         """Raise RequestError with a sentence for the first thing that is wrong."""
+        vocabulary = model.vocabulary
         _require(len(self.prompt) > 0, "prompt is empty; expected at least one token")
         _require(
             all(0 <= token < vocabulary for token in self.prompt),
@@ -65,7 +70,18 @@ class GenerationRequest:
             f"temperature must be finite and not negative, found {self.temperature}",
         )
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}")
-        _require(self.mode in ("ar", "verify"), f"mode must be ar or verify here, found {self.mode!r}")
+        _require(
+            self.mode in model.modes,
+            f"mode {self.mode} is not offered by {model.name!r}, which has {', '.join(model.modes)}"
+            + ("; train with objective.sweep_probability for it" if self.mode == "sweep" else ""),
+        )
+        _require(
+            1 <= self.passes <= MAX_PASSES, f"passes must be between 1 and {MAX_PASSES}, found {self.passes}"
+        )
+        _require(
+            self.passes == 1 or self.mode == "sweep",
+            f"passes are for mode sweep, found {self.passes} in {self.mode}",
+        )
         _require(
             self.draft_tokens is None or 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS,
             f"draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, found {self.draft_tokens}",
@@ -126,6 +142,11 @@ class ModelInfo:
     context: int
     num_blocks: int
     tokenizer: Tokenizer
+    trained_for_sweep: bool = False
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        return ("ar", "verify", "sweep") if self.trained_for_sweep else ("ar", "verify")
 
 
 class Generation(Protocol):

@@ -51,6 +51,10 @@ class Call(Protocol):
     retries: int
     spread: int
 
+    @property
+    def patience_seconds(self) -> float:
+        """Time for computing before a leg counts as lagging."""
+
     def is_warm(self, link: StageLink) -> bool: ...
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
@@ -94,9 +98,9 @@ class Fanout:
 
     # ---- one traversal ----
 
-    async def collect(self, call: Call) -> list[Part]:
-        """Answers that cover every block once, or fewer blocks where some are out of reach."""
-        parts = await self._fetch(self.blocks, frozenset(), call)
+    async def collect(self, call: Call, blocks: tuple[int, ...] | None = None) -> list[Part]:
+        """Answers that cover every block (or these) once, or fewer where some are out of reach."""
+        parts = await self._fetch(blocks or self.blocks, frozenset(), call)
         if not parts:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
@@ -132,16 +136,17 @@ class Fanout:
     ) -> list[Part]:
         asked = asyncio.get_running_loop().create_task(call.ask(link, blocks))
         try:
-            if await self._answered_in_time(asked, link):
+            if await self._answered_in_time(asked, link, call):
                 return await self._result(asked, link, blocks, avoid, call)
             return await self._overtake(asked, link, blocks, avoid | {link.number}, call)
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
-    async def _answered_in_time(self, asked: asyncio.Task[Part], link: StageLink) -> bool:
+    async def _answered_in_time(self, asked: asyncio.Task[Part], link: StageLink, call: Call) -> bool:
         usual = link.latency_seconds or 0.0
-        done, _ = await asyncio.wait({asked}, timeout=max(self.config.hedge_seconds, 4 * usual))
+        patience = max(self.config.hedge_seconds, 4 * usual) + call.patience_seconds
+        done, _ = await asyncio.wait({asked}, timeout=patience)
         return bool(done)
 
     async def _result(

@@ -68,4 +68,5 @@ def model_info(checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
         context=shape.context,
         num_blocks=shape.num_blocks,
         tokenizer=checkpoint.tokenizer,
+        trained_for_sweep=checkpoint.objective.trained_for_sweep,
     )

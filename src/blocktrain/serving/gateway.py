@@ -78,8 +78,6 @@ class GatewayConfig:
     """None lets anyone in."""
     overflow: Overflow = "refuse"
     """What happens to prompts longer than the context where a request does not say."""
-    modes: tuple[Mode, ...] = ("ar", "verify")
-    """Modes the model was trained for."""
     origins: tuple[str, ...] = ()
     """Web pages that browsers may use this gateway from, such as a dashboard's `http://host:port`."""
 
@@ -165,7 +163,7 @@ class Gateway:
             owned_by="blocktrain",
             context=info.context,
             vocabulary=info.vocabulary,
-            modes=list(self.config.modes),
+            modes=list(info.modes),
         )
 
     def _require_model(self, name: str) -> None:
@@ -204,6 +202,7 @@ class Gateway:
                 top_p=1.0 if body.top_p is None else body.top_p,
                 mode=self._mode(body),
                 draft_tokens=body.draft_tokens,
+                passes=body.passes or 1,
                 logprobs=logprobs,
                 deadline_seconds=self.limits.request_seconds,
             )
@@ -213,10 +212,10 @@ class Gateway:
         return [Choice(i, request, tuple(stops), echo) for i, request in enumerate(requests)], seed
 
     def _mode(self, body: SamplingRequest) -> Mode:
-        mode = body.mode or DEFAULT_MODE
-        if mode not in self.config.modes:
-            offered = ", ".join(self.config.modes)
-            raise _wrong("mode", f"this model was not trained for mode {mode}; it offers {offered}")
+        mode, model = body.mode or DEFAULT_MODE, self.engine.model
+        if mode not in model.modes:
+            offered = ", ".join(model.modes)
+            raise _wrong("mode", f"{model.name!r} was not trained for mode {mode}; it offers {offered}")
         return mode
 
     def _check_sizes(

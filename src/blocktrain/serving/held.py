@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blocktrain.model.block import Block, Cache, PackedCache
 from blocktrain.model.quick import PlainBlock, QuickBlock, make_stepper
+from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
 
 
@@ -39,6 +40,18 @@ class Work:
     def runnable(self) -> bool:
         """Whether the caches hold what the ids continue."""
         return all(cache.length >= self.base for cache in self.caches.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refinement:
+    """New tokens to be written at once behind known ones."""
+
+    known: Sequence[int]
+    num_new: int
+    seed: int
+    position: int
+    """Of the first new token in the whole text."""
+    passes: int
 
 
 class HeldBlocks:
@@ -105,6 +118,27 @@ class HeldBlocks:
             if index in works[i].blocks:
                 log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
                 sums[i] += self.weights[index] * log_probs
+
+    @torch.inference_mode()
+    def refine(
+        self, task: Refinement, blocks: Sequence[int], rows: NDArray[np.float64] | None
+    ) -> NDArray[np.float32]:
+        """The rows [N, V] that these neighbouring blocks make of `rows`: log-probs behind the last block."""
+        device = self.codebook.device
+        length = len(task.known) + task.num_new - 1
+        z0_TD = sweep_noise(task.seed, task.position, length, self.codebook.shape[1])
+        known = torch.tensor([list(task.known)], device=device)
+        sweep = begin_sweep(self.objective, known, task.num_new, z0_TD[None].to(device))
+        if rows is not None:
+            sweep = sweep.with_new_rows(torch.from_numpy(rows).to(device, torch.float32)[None])
+        log_probs = torch.empty(0)
+        for index in blocks:
+            sweep, log_probs = refine(
+                self.objective, index, self.blocks[index], self.codebook, sweep, task.passes
+            )
+        last = blocks[-1] == self.objective.model.blocks - 1
+        refined: NDArray[np.float32] = (log_probs if last else sweep.new_rows)[0].cpu().numpy()
+        return refined
 
     @torch.inference_mode()
     def exact_row(self, ids: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float64]:

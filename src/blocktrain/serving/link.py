@@ -251,7 +251,7 @@ class StageLink:
             except ServingFrameError as error:
                 raise LinkError(f"stage {self.address}: {error}") from None
             raise LinkError(f"stage {self.address} failed ({failure.code.value}): {failure.sentence}")
-        if frame.type not in (FrameType.LOG_PROBS, FrameType.RESEND):
+        if frame.type not in (FrameType.LOG_PROBS, FrameType.REFINED, FrameType.RESEND):
             raise LinkError(f"stage {self.address} answered with {frame.type.name}")
 
     def distrust(self) -> None:

@@ -19,6 +19,7 @@ from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.held import HeldBlocks, Work
 from blocktrain.serving.sampling import FLOAT32_TOLERANCE, Row, Sampler, normalised
 from blocktrain.serving.scoring import check_scorable, scored_window, under_deadline, windows
+from blocktrain.serving.sweeping import LocalRefiner, SweepWriter
 from blocktrain.training.checkpoint import load_checkpoint
 
 LOCAL_DRAFT_TOKENS = 8
@@ -52,7 +53,16 @@ class LocalEngine:
             self._batcher = None
 
     def generate(self, request: GenerationRequest) -> DecodedGeneration:
-        request.check(self._model.vocabulary)
+        request.check(self._model)
+        if request.mode == "sweep":
+            return DecodedGeneration(
+                SweepWriter(
+                    request,
+                    context=self._model.context,
+                    refiner=LocalRefiner(self._running),
+                    stats=GenerationStats(),
+                )
+            )
         sampler = Sampler(request.seed, request.temperature, request.top_p)
         length = FixedLength(LOCAL_DRAFT_TOKENS if request.draft_tokens is None else request.draft_tokens)
         verify = request.mode == "verify"

@@ -5,7 +5,7 @@ Knows shapes and ranges that hold for every server; what depends on the model or
 Unknown fields are refused, as OpenAI does; fields that clients send but that change nothing are ignored;
 fields that would change the answer in a way not offered are refused unless they are neutral.
 
-Fields that OpenAI does not have: `mode`, `draft_tokens` and `overflow`.
+Fields that OpenAI does not have: `mode`, `draft_tokens`, `passes` and `overflow`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from pydantic_core import PydanticCustomError
 
 from blocktrain.serving.engine_api import MAX_DRAFT_TOKENS, Mode
+from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Overflow = Literal["refuse", "slide"]
 
@@ -75,6 +76,8 @@ class SamplingRequest(Request):
     """`ar`, `verify` (the default: the same text in fewer traversals) or `sweep` (lossy, one pass)."""
     draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
     """In mode `verify`, how many tokens to draft for each traversal."""
+    passes: Annotated[int, Field(ge=1, le=MAX_PASSES)] | None = None
+    """In mode `sweep`, how often each block refines the text; one traversal however many."""
     overflow: Overflow | None = None
     """What to do with a prompt longer than the context: `refuse` it, or `slide` over its last part."""
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -110,6 +113,12 @@ class SamplingRequest(Request):
     def _stream_options_need_stream(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "is only allowed when `stream` is true")
+        return self
+
+    @model_validator(mode="after")
+    def _passes_need_sweep(self) -> SamplingRequest:
+        if self.passes is not None and self.mode != "sweep":
+            raise _wrong("passes", "is only allowed when `mode` is `sweep`")
         return self
 
 

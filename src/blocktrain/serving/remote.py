@@ -73,6 +73,7 @@ class StatelessCall:
     spread: int = field(default_factory=lambda: secrets.randbits(62))
     bytes_sent: int = 0
     bytes_received: int = 0
+    patience_seconds: float = 0.0
 
     def is_warm(self, link: StageLink) -> bool:
         return False
@@ -184,6 +185,7 @@ class TraverseCall:
         self.scorer, self.window, self.start, self.num_rows = scorer, window, start, num_rows
         self.deadline, self.spread = scorer.deadline, scorer.session
         self.retries = 0
+        self.patience_seconds = 0.0
 
     def is_warm(self, link: StageLink) -> bool:
         leg = self.scorer.legs.get(link.number)

@@ -19,11 +19,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.batching import Batcher, CacheGapError, LateError, Outcome, QueueFullError
 from blocktrain.serving.fingerprint import model_mismatch
-from blocktrain.serving.held import HeldBlocks, Work
+from blocktrain.serving.held import HeldBlocks, Refinement, Work
 from blocktrain.serving.metrics import StageMetrics
 from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
@@ -34,6 +35,7 @@ from blocktrain.wire.frame_metadata import (
     FailureCode,
     Hello,
     ModelShape,
+    Refine,
     Welcome,
     decode_metadata,
     encode_metadata,
@@ -49,9 +51,11 @@ from blocktrain.wire.frames import (
     Limits,
     ServingFrameError,
     decode_ids,
+    decode_rows,
     encode_frame,
     encode_rows,
     id_dtype,
+    row_bytes,
 )
 from blocktrain.wire.identity import Identity
 
@@ -81,6 +85,12 @@ class StageConfig:
     """The key to speak TLS with; None for plain TCP."""
 
 
+def max_payload_bytes(shape: ModelShape, swept: bool) -> int:
+    """A context's ids; with sweep, also a row for each new token."""
+    rows = shape.context * row_bytes(Codec.F32, shape.vocabulary) if swept else 0
+    return shape.context * id_dtype(shape.vocabulary).itemsize + rows
+
+
 class RequestRefusedError(BlocktrainError):
     """A request this stage cannot answer, with the code that goes into FAILED."""
 
@@ -106,7 +116,7 @@ class Stage:
             max_positions=config.max_positions,
             idle_seconds=config.idle_seconds,
         )
-        self._limits = Limits(payload_bytes=shape.context * id_dtype(shape.vocabulary).itemsize)
+        self._limits = Limits(payload_bytes=max_payload_bytes(shape, held.objective.trained_for_sweep))
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
         self._requests: set[asyncio.Task[None]] = set()
@@ -244,7 +254,7 @@ class Stage:
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
             asyncio.get_running_loop().call_soon(self._release, connection, frame.header.session)
-        elif frame.type in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT):
+        elif frame.type in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
             await self._admit(connection, frame)
         else:
             text = f"{frame.type.name} is not a request"
@@ -267,17 +277,11 @@ class Stage:
 
     async def _answer(self, connection: _Connection, frame: Frame) -> None:
         """Compute and reply; whatever goes wrong becomes a frame that says so."""
-        handlers: dict[FrameType, Callable[[_Connection, Frame, Ask, list[int]], Awaitable[Outcome | None]]]
-        handlers = {
-            FrameType.TRAVERSE: self._traverse,
-            FrameType.SCORE: self._score,
-            FrameType.EXACT: self._exact,
-        }
         try:
-            ask = decode_metadata(frame, Ask)
-            ids = decode_ids(frame.payload, self.shape.vocabulary)
-            self._check(frame.header, ask, ids)
-            outcome = await handlers[frame.type](connection, frame, ask, ids)
+            if frame.type == FrameType.REFINE:
+                await self._refine(connection, frame)
+                return
+            outcome = await self._ask(connection, frame)
             if outcome is None:
                 await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
             else:
@@ -299,6 +303,18 @@ class Stage:
             await self._fail(connection, frame, FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             connection.in_flight -= 1
+
+    async def _ask(self, connection: _Connection, frame: Frame) -> Outcome | None:
+        handlers: dict[FrameType, Callable[[_Connection, Frame, Ask, list[int]], Awaitable[Outcome | None]]]
+        handlers = {
+            FrameType.TRAVERSE: self._traverse,
+            FrameType.SCORE: self._score,
+            FrameType.EXACT: self._exact,
+        }
+        ask = decode_metadata(frame, Ask)
+        ids = decode_ids(frame.payload, self.shape.vocabulary)
+        self._check(frame.header, ask, ids)
+        return await handlers[frame.type](connection, frame, ask, ids)
 
     async def _cancelled(self, connection: _Connection, frame: Frame) -> None:
         """Either this task was cancelled by close(), or its session was released while it waited."""
@@ -372,11 +388,56 @@ class Stage:
     async def _exact(self, connection: _Connection, frame: Frame, ask: Ask, ids: list[int]) -> Outcome:
         return await self._batcher.exact_row(ids, tuple(ask.blocks), self._deadline(frame.header))
 
-    async def _reply_rows(self, connection: _Connection, frame: Frame, outcome: Outcome) -> None:
+    async def _refine(self, connection: _Connection, frame: Frame) -> None:
+        """Rows of a sweep through this stage's blocks; nothing is kept."""
+        if not self.held.objective.trained_for_sweep:
+            raise RequestRefusedError(FailureCode.BAD_REQUEST, "this model was not trained for sweep")
+        ask = decode_metadata(frame, Refine)
+        task, rows = self._read_refinement(frame, ask)
+        blocks, began = tuple(ask.blocks), asyncio.get_running_loop().time()
+        refined = await self._batcher.call(
+            lambda: self.held.refine(task, blocks, rows), self._deadline(frame.header)
+        )
+        seconds = asyncio.get_running_loop().time() - began
+        last = blocks[-1] == self.shape.num_blocks - 1
+        kind = FrameType.LOG_PROBS if last else FrameType.REFINED
+        await self._reply_rows(connection, frame, Outcome(refined, 0.0, seconds), kind)
+
+    def _read_refinement(self, frame: Frame, ask: Refine) -> tuple[Refinement, NDArray[np.float64] | None]:
+        header, vocabulary = frame.header, self.shape.vocabulary
+        run = list(range(ask.blocks[0], ask.blocks[-1] + 1)) if ask.blocks else []
+        fits = ask.num_known >= 1 and header.rows >= 1 and header.codec == Codec.F32
+        if ask.blocks != run or not set(run) <= set(self.blocks) or not run:
+            raise RequestRefusedError(
+                FailureCode.BAD_REQUEST, f"expected neighbours among blocks {self.blocks}, found {ask.blocks}"
+            )
+        if not fits or ask.num_known + header.rows - 1 > self.shape.context:
+            raise RequestRefusedError(
+                FailureCode.BAD_REQUEST,
+                f"expected known and new tokens of at most {self.shape.context + 1} in all and rows as F32, "
+                f"found {ask.num_known} and {header.rows} as {header.codec.name}",
+            )
+        end = ask.num_known * id_dtype(vocabulary).itemsize
+        known, rest = decode_ids(frame.payload[:end], vocabulary), frame.payload[end:]
+        rows = decode_rows(rest, Codec.F32, header.rows, vocabulary) if ask.begun else None
+        if len(known) != ask.num_known or (rest and not ask.begun):
+            raise RequestRefusedError(FailureCode.BAD_REQUEST, "the payload does not fit its metadata")
+        task = Refinement(
+            known=known, num_new=header.rows, seed=ask.seed, position=ask.position, passes=ask.passes
+        )
+        return task, rows
+
+    async def _reply_rows(
+        self,
+        connection: _Connection,
+        frame: Frame,
+        outcome: Outcome,
+        kind: FrameType = FrameType.LOG_PROBS,
+    ) -> None:
         if not np.isfinite(outcome.rows).all():
             raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
         codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
-        header = Header(FrameType.LOG_PROBS, codec, rows=len(outcome.rows))
+        header = Header(kind, codec, rows=len(outcome.rows))
         answer = Answer(outcome.queue_seconds * 1000, outcome.compute_seconds * 1000)
         self.metrics.rows.inc(len(outcome.rows))
         payload = encode_rows(outcome.rows, codec)

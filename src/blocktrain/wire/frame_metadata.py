@@ -16,6 +16,7 @@ from blocktrain.wire.frames import Frame, ServingFrameReason, refuse
 MAX_SENTENCE: Final = 1000
 MAX_NAME: Final = 200
 MAX_NUM_BLOCKS: Final = 4096
+MAX_PASSES: Final = 16
 
 _Hash = Annotated[str, msgspec.Meta(max_length=64)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
@@ -59,6 +60,20 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: _Blocks
     prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
+
+
+class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of REFINE. The payload has `num_known` ids and, once begun, the header's rows."""
+
+    blocks: _Blocks
+    """Neighbours, in order."""
+    num_known: _Count
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    position: _Count
+    """Of the first new token in the whole text; keys the noise together with the seed."""
+    passes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PASSES)]
+    """Euler steps of each block."""
+    begun: bool
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

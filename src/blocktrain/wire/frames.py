@@ -60,6 +60,10 @@ class FrameType(enum.IntEnum):
     PONG = 12
     GOODBYE = 13
     """The stage is draining: it finishes what it has and takes nothing new."""
+    REFINE = 14
+    """Ids, then the rows of a sweep so far: have the stage's blocks refine them. Nothing is kept."""
+    REFINED = 15
+    """The rows for the next block; behind the last block LOG_PROBS comes instead."""
 
 
 class Codec(enum.IntEnum):

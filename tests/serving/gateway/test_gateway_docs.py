@@ -20,10 +20,12 @@ from blocktrain.serving.openai_messages import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
     MAX_DRAFT_TOKENS,
+    MAX_PASSES,
     ChatRequest,
     CompletionRequest,
     TraversalUsage,
 )
+from blocktrain.serving.sweeping import SWEEP_TOKENS
 
 from .conftest import Served
 
@@ -87,5 +89,7 @@ def test_every_error_code_is_documented() -> None:
 
 def test_numbers_in_the_page_are_those_of_the_code() -> None:
     assert f"| `draft_tokens` | 0 to {MAX_DRAFT_TOKENS} tokens" in PAGE
+    assert f"| `passes` | 1 to {MAX_PASSES} steps" in PAGE
+    assert f"| 1 for up to {SWEEP_TOKENS} |" in PAGE
     assert f"is a byte | {DEFAULT_COMPLETION_TOKENS} |" in PAGE
     assert f"up to the limit `max_tokens` | {DEFAULT_CHAT_TOKENS} |" in PAGE

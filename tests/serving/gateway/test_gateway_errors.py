@@ -59,6 +59,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"best_of": 2}, "best_of", "invalid_value"),
     ({"mode": "sweep"}, "mode", "invalid_value"),
     ({"mode": "fast"}, "mode", "invalid_value"),
+    ({"passes": 2}, "passes", "invalid_value"),
+    ({"passes": 17, "mode": "sweep"}, "passes", "invalid_value"),
     ({"draft_tokens": 33}, "draft_tokens", "invalid_value"),
     ({"presence_penalty": 0.5}, "presence_penalty", "invalid_value"),
     ({"logit_bias": {"50": 1.0}}, "logit_bias", "invalid_value"),
