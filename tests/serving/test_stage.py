@@ -106,6 +106,26 @@ def test_strangers_are_turned_away_and_do_not_disturb(checkpoint: Path) -> None:
     asyncio.run(served())
 
 
+def test_a_stage_that_closes_reports_no_errors_of_its_own(checkpoint: Path) -> None:
+    """Python 3.11 reports a cancelled connection as an unhandled exception unless the task is ours."""
+
+    async def served() -> list[object]:
+        reported: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+        async with running(checkpoint) as stage:
+            streams = [await greeted(stage, f"client {i}") for i in range(3)]
+            await streams[0].write(ask(TRAVERSE, [1, 2]))
+            talks = list(stage._talks)
+            talks[0].cancel()
+        await asyncio.gather(*talks, return_exceptions=True)
+        await until(lambda: not stage._talks and not stage._requests)
+        for stream in streams:
+            await stream.close()
+        return reported
+
+    assert asyncio.run(served()) == []
+
+
 NOT_AN_ASK = Failure(FailureCode.BUSY, "")
 BAD = {
     "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),

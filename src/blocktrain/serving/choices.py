@@ -143,6 +143,7 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
     generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
     totals.stats = [generation.stats for generation in generations if generation is not None]
     scores = PromptScores(engine)
+    totals.stats.append(scores.stats)
     async with asyncio.TaskGroup() as group:
         for choice, generation in zip(choices, generations, strict=True):
             group.create_task(_write_choice(engine, choice, generation, scores, emit, totals))
@@ -172,6 +173,7 @@ class PromptScores:
 
     def __init__(self, engine: TextEngine) -> None:
         self.engine = engine
+        self.stats = GenerationStats()
         self._scores: dict[tuple[int, ...], list[TokenLogprob]] = {}
         self._turn = asyncio.Lock()
 
@@ -184,7 +186,10 @@ class PromptScores:
             key = tuple(request.prompt)
             if key not in self._scores:
                 self._scores[key] = await self.engine.score(
-                    request.prompt, top=request.logprobs, deadline_seconds=request.deadline_seconds
+                    request.prompt,
+                    top=request.logprobs,
+                    deadline_seconds=request.deadline_seconds,
+                    stats=self.stats,
                 )
             return self._scores[key]
 

@@ -190,22 +190,39 @@ class Engine:
         return self._adaptive
 
     async def score(
-        self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0
+        self,
+        tokens: Sequence[int],
+        *,
+        top: int = 0,
+        deadline_seconds: float = 60.0,
+        stats: GenerationStats | None = None,
     ) -> list[TokenLogprob]:
         check_scorable(tokens, self._model.vocabulary, top)
         self._check_covered()
         return await under_deadline(
-            self._score(list(tokens), top, deadline_seconds), deadline_seconds, "scoring"
+            self._score(list(tokens), top, deadline_seconds, stats or GenerationStats()),
+            deadline_seconds,
+            "scoring",
         )
 
-    async def _score(self, tokens: list[int], top: int, seconds: float) -> list[TokenLogprob]:
+    async def _score(
+        self, tokens: list[int], top: int, seconds: float, stats: GenerationStats
+    ) -> list[TokenLogprob]:
         deadline = asyncio.get_running_loop().time() + seconds
         gate = asyncio.Semaphore(SCORING_WINDOWS_AT_ONCE)
 
         async def one(inputs: Sequence[int], targets: Sequence[int]) -> list[TokenLogprob]:
             async with gate:
                 call = StatelessCall(self.shape, FrameType.SCORE, list(inputs), len(inputs), deadline)
-                log_probs, _ = self.consensus.pooled(await self.fanout.collect(call))
+                try:
+                    parts = await self.fanout.collect(call)
+                    stats.lose_blocks(self.fanout.missing(parts))
+                finally:
+                    stats.scoring_traversals += 1
+                    stats.retries += call.retries
+                    stats.wire_bytes_sent += call.bytes_sent
+                    stats.wire_bytes_received += call.bytes_received
+                log_probs, _ = self.consensus.pooled(parts)
                 return scored_window(log_probs, targets, top)
 
         scored = await asyncio.gather(*(one(*window) for window in windows(tokens, self._model.context)))

@@ -7,7 +7,7 @@ over TCP. The same request gives the same tokens from both. Knows nothing of HTT
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -123,6 +123,8 @@ class GenerationStats:
     """Round trips to the stages, exact passes included."""
     exact_passes: int = 0
     """Traversals spent on settling a near tie in float64, see `sampling`."""
+    scoring_traversals: int = 0
+    """Round trips that scored a given text; not among `traversals`."""
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -132,6 +134,9 @@ class GenerationStats:
     degraded_blocks: list[int] = field(default_factory=list)
     """Blocks left out of at least one traversal because nothing served them in time."""
     seconds: float = 0.0
+
+    def lose_blocks(self, blocks: Iterable[int]) -> None:
+        self.degraded_blocks = sorted({*blocks, *self.degraded_blocks})
 
 
 @dataclass(frozen=True)
@@ -171,9 +176,15 @@ class TextEngine(Protocol):
         """Checks the request (RequestError), then hands back a generation that has not begun."""
 
     async def score(
-        self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0
+        self,
+        tokens: Sequence[int],
+        *,
+        top: int = 0,
+        deadline_seconds: float = 60.0,
+        stats: GenerationStats | None = None,
     ) -> list[TokenLogprob]:
-        """The log-prob of every token but the first, in the windows that training evaluation uses."""
+        """The log-prob of every token but the first, in the windows that training evaluation uses; what it
+        cost is added to `stats`."""
 
     @property
     def ready(self) -> tuple[bool, str]:

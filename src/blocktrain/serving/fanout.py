@@ -96,6 +96,10 @@ class Fanout:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
+    def missing(self, parts: Iterable[Part]) -> set[int]:
+        """Blocks that answers do not cover."""
+        return set(self.blocks) - {block for part in parts for block in part.blocks}
+
     # ---- one traversal ----
 
     async def collect(self, call: Call, blocks: tuple[int, ...] | None = None) -> list[Part]:

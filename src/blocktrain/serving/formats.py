@@ -137,6 +137,7 @@ def usage_of(totals: Totals, prompt_tokens: int, mode: Mode) -> Usage:
     cost = TraversalUsage(
         mode=mode,
         traversals=traversals,
+        scoring_traversals=totals.sum("scoring_traversals"),
         text_bytes=totals.text_bytes,
         bytes_per_traversal=round(totals.text_bytes / traversals, 3) if traversals else 0.0,
         drafted_tokens=totals.sum("drafted"),

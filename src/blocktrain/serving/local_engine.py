@@ -81,16 +81,23 @@ class LocalEngine:
         return self._batcher
 
     async def score(
-        self, tokens: Sequence[int], *, top: int = 0, deadline_seconds: float = 60.0
+        self,
+        tokens: Sequence[int],
+        *,
+        top: int = 0,
+        deadline_seconds: float = 60.0,
+        stats: GenerationStats | None = None,
     ) -> list[TokenLogprob]:
         check_scorable(tokens, self._model.vocabulary, top)
-        return await under_deadline(self._score(list(tokens), top), deadline_seconds, "scoring")
+        work = self._score(list(tokens), top, stats or GenerationStats())
+        return await under_deadline(work, deadline_seconds, "scoring")
 
-    async def _score(self, tokens: list[int], top: int) -> list[TokenLogprob]:
+    async def _score(self, tokens: list[int], top: int, stats: GenerationStats) -> list[TokenLogprob]:
         scored: list[TokenLogprob] = []
         for inputs, targets in windows(tokens, self._model.context):
             work = Work(inputs, len(inputs), self._blocks, self._held.new_caches(self._blocks))
             outcome = await self._running.rows(work)
+            stats.scoring_traversals += 1
             scored += scored_window(normalised(outcome.rows.astype(np.float64)), targets, top)
         return scored
 

@@ -226,6 +226,8 @@ class TraversalUsage(BaseModel):
 
     mode: Mode
     traversals: int
+    scoring_traversals: int
+    """Round trips that scored an echoed prompt; not among `traversals`, but their bytes are counted."""
     text_bytes: int
     """Bytes of text given to the client, without an echoed prompt."""
     bytes_per_traversal: float

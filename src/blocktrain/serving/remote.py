@@ -52,7 +52,7 @@ class Consensus:
         """Consensus log-probs [R, V] and their tolerance; weights are scaled up for blocks left out."""
         served = float(sum(self.weights[block] for part in parts for block in part.blocks))
         if served <= 0:
-            missing = sorted(set(self.fanout.blocks) - {block for part in parts for block in part.blocks})
+            missing = sorted(self.fanout.missing(parts))
             raise StagesUnavailableError(f"the blocks left without {missing} are no model on their own")
         scale = float(self.weights.sum()) / served
         total = sum((part.rows for part in parts), start=np.zeros_like(parts[0].rows))
@@ -166,8 +166,7 @@ class RemoteScorer:
             parts = await self.consensus.fanout.collect(call)
         finally:
             self.stats.retries += call.retries
-        missing = set(self.consensus.fanout.blocks) - {block for part in parts for block in part.blocks}
-        self.stats.degraded_blocks = sorted(missing | set(self.stats.degraded_blocks))
+        self.stats.lose_blocks(self.consensus.fanout.missing(parts))
         return parts
 
     async def close(self) -> None:

@@ -137,7 +137,7 @@ class Stage:
         self._batcher.start()
         context = server_context(self.config.identity) if self.config.identity is not None else None
         listen = self.config.listen
-        self._server = await asyncio.start_server(self._serve, listen.host, listen.port, ssl=context)
+        self._server = await asyncio.start_server(self._accept, listen.host, listen.port, ssl=context)
         self._expiry = asyncio.get_running_loop().create_task(self._expire_sessions())
 
     @property
@@ -151,8 +151,8 @@ class Stage:
         self._expiry.cancel()
         for connection in list(self._connections):
             connection.stream.abort()
-        for request in list(self._requests):
-            request.cancel()
+        for task in (*self._requests, *self._talks):
+            task.cancel()
         await asyncio.gather(*self._requests, *self._talks, self._expiry, return_exceptions=True)
         await self._batcher.close()
 
@@ -179,11 +179,13 @@ class Stage:
 
     # ---- connections ----
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(FrameStream(reader, writer))
-        task = asyncio.current_task()
-        assert task is not None
-        self._talks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A task of our own: asyncio's (before 3.12) reports one that was cancelled as an error."""
+        talk = asyncio.get_running_loop().create_task(self._serve(_Connection(FrameStream(reader, writer))))
+        self._talks.add(talk)
+        talk.add_done_callback(self._talks.discard)
+
+    async def _serve(self, connection: _Connection) -> None:
         self._connections.add(connection)
         try:
             await self._converse(connection)
@@ -194,7 +196,6 @@ class Stage:
             log.warning("dropped connection peer=%s reason=%s", connection.stream.peer, error)
         finally:
             self._connections.discard(connection)
-            self._talks.discard(task)
             self._count_bytes(connection)
             await connection.stream.close()
 

@@ -35,6 +35,17 @@ def test_wire_bytes_are_reported(checkpoint: Path) -> None:
         cost = complete(remote, max_tokens=16).usage.model_extra["blocktrain"]
         assert cost["wire_bytes_sent"] > 0
         assert cost["wire_bytes_received"] > cost["traversals"] * 256
+        assert cost["scoring_traversals"] == 0
+
+
+def test_scoring_an_echoed_prompt_is_part_of_the_cost(checkpoint: Path) -> None:
+    with stages(checkpoint, [0, 1, 2]) as running, served_by(checkpoint, [running[0].address]) as remote:
+        scored = complete(remote, max_tokens=0, echo=True, logprobs=0).usage.model_extra["blocktrain"]
+        assert (scored["traversals"], scored["scoring_traversals"]) == (0, 1)
+        assert scored["wire_bytes_received"] > 9 * 1024
+        both = complete(remote, max_tokens=4, n=2, echo=True, logprobs=0).usage.model_extra["blocktrain"]
+        assert both["scoring_traversals"] == 1
+        assert both["bytes_per_traversal"] == pytest.approx(8 / both["traversals"], abs=1e-3)
 
 
 def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:

@@ -175,6 +175,17 @@ def test_generate_and_chat_need_one_source(checkpoint: Path) -> None:
         assert "either a checkpoint folder or --url" in str(failure)
 
 
+@pytest.mark.parametrize("option", [["--mode", "ar"], ["--passes", "2"]], ids=str)
+def test_a_mode_without_a_gateway_is_refused_instead_of_ignored(checkpoint: Path, option: list[str]) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    failure = CliRunner().invoke(app, ["generate", str(checkpoint), "--prompt", "x", *option]).exception
+    assert isinstance(failure, UserError)
+    assert "say how a gateway writes" in str(failure)
+
+
 def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
     from blocktrain.serving.client import GatewayClient, GatewayError
 
