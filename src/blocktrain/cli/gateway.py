@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -105,19 +106,24 @@ def serve(
     limit: LimitOption = [],  # noqa: B006
     overflow: OverflowOption = "refuse",
     origin: OriginOption = [],  # noqa: B006
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Folder for the programs' logs; default: a temporary one.")
+    ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
-    from blocktrain.serving.launcher import LaunchConfig, Launcher
+    from blocktrain.cli.launcher import LaunchConfig, Launcher
 
     configure_logs()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
     options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
+    folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
     launcher = Launcher(
         LaunchConfig(
             checkpoint=checkpoint,
             num_stages=stages,
+            logs=folder,
             host=host,
             port=port,
             gateway_options=tuple(options),
@@ -128,6 +134,7 @@ def serve(
         try:
             url = launcher.start(stop)
             print(serving_message(url, launcher.model, launcher.gateway_pid, keys is not None), flush=True)
+            print(f"  logs are in {folder}", flush=True)
             launcher.watch(stop)
         finally:
             launcher.end()

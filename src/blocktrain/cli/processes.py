@@ -1,7 +1,8 @@
-"""Child processes of `blocktrain swarm`: started, watched, and ended by their own pid.
+"""Child processes of `blocktrain swarm` and `serve`: started, watched, and ended by their own pid.
 
 Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent
-alone and the children can be ended in order: workers first, which hand their leases back.
+alone and the children can be ended in order: workers first, which hand their leases back; a gateway before
+its stages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LOG_TAIL_BYTES = 2000
 
 
 class ChildError(BlocktrainError):
-    """A program of the swarm ended when it should not have."""
+    """A program did not start, or ended when it should not have."""
 
 
 @dataclass

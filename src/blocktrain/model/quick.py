@@ -19,10 +19,10 @@ from blocktrain.model.layers import (
     Layer,
     LayerCache,
     Place,
-    rms_norm,
-    rotate,
 )
 
+EPSILON = torch.finfo(torch.float32).eps
+"""What F.rms_norm adds to the mean square."""
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
 
@@ -38,7 +38,9 @@ class _Norm:
         self.gain, self.shift = (1 + gain).contiguous(), shift.contiguous()
 
     def __call__(self, x_D: Tensor) -> Tensor:
-        return torch.addcmul(self.shift, rms_norm(x_D), self.gain)
+        """RMS norm in two operations instead of seven."""
+        scale = (float(torch.dot(x_D, x_D)) / len(x_D) + EPSILON) ** -0.5
+        return torch.addcmul(self.shift, x_D, self.gain, value=scale)
 
 
 class _Convolution:
@@ -83,7 +85,9 @@ class _QuickLayer:
 
     def _attend(self, y_D: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         qkv = torch.mv(self.qkv, y_D.half()).float().view(3, self.heads, 1, -1)
-        q_k = rotate(rms_norm(qkv[:2]), *rotary)
+        q_k = qkv[:2] / torch.linalg.vector_norm(qkv[:2], dim=-1, keepdim=True)
+        swapped = q_k.view(2, self.heads, 2, -1).flip(2).view_as(q_k)
+        q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
         k, v = cache.k_BHSK.append(q_k[1:]), cache.v_BHSK.append(qkv[2:])
         return F.scaled_dot_product_attention(q_k[:1], k, v).flatten()
 
@@ -92,13 +96,20 @@ def _convolution(convolution: CausalConvolution | None) -> _Convolution | None:
     return None if convolution is None else _Convolution(convolution)
 
 
+def _rotary_rows(block: Block) -> tuple[Tensor, Tensor]:
+    """For x of length 1, x * first + (halves of x swapped) * second is the rotation of its RMS norm."""
+    cos, sin = block.rotary_cos, block.rotary_sin
+    scale = (2 * cos.shape[1]) ** 0.5
+    return scale * torch.cat([cos, cos], dim=1), scale * torch.cat([-sin, sin], dim=1)
+
+
 class QuickBlock:
     @torch.inference_mode()
     def __init__(self, block: Block, codebook_VD: Tensor) -> None:
         assert is_quickenable(block)
         condition_C = block.condition.null
         self.embedding = block.embedding.weight.clone()
-        self.rotary = block.rotary_cos, block.rotary_sin
+        self.rotary = _rotary_rows(block)
         self.layers = [_QuickLayer(layer, condition_C) for layer in block.layers]  # type: ignore[arg-type]
         self.out_norm = _Norm(block.out_norm, condition_C)
         scale = block.logit_scale * block.sigma_data

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.cli.launcher import LaunchConfig, Launcher, block_groups, restart_pause
 from blocktrain.errors import UserError
-from blocktrain.serving.launcher import LaunchConfig, Launcher, block_groups, restart_pause
 from blocktrain.serving.limits import parse_limits
 from blocktrain.serving.main_gateway import open_port
 
@@ -60,8 +60,8 @@ def test_a_port_in_use_is_told_in_a_sentence() -> None:
 
 
 @pytest.fixture
-def launched(checkpoint: Path) -> Iterator[tuple[Launcher, Served]]:
-    launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0))
+def launched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Launcher, Served]]:
+    launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0, logs=tmp_path))
     stop = threading.Event()
     try:
         served = Served(launcher.start(stop))
@@ -74,8 +74,9 @@ def launched(checkpoint: Path) -> Iterator[tuple[Launcher, Served]]:
         launcher.end()
 
 
-def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path) -> None:
-    launcher, stop = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=1, port=0)), threading.Event()
+def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path, tmp_path: Path) -> None:
+    config = LaunchConfig(checkpoint=checkpoint, num_stages=1, port=0, logs=tmp_path)
+    launcher, stop = Launcher(config), threading.Event()
     stop.set()
     with pytest.raises(KeyboardInterrupt):
         launcher.start(stop)

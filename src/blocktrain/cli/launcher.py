@@ -1,7 +1,7 @@
 """Stages and a gateway as processes of one machine: started, watched, restarted, ended by their own pid.
 
 It starts the same programs that hosts of a network run, and knows them by their command line and the line
-each prints when it is ready. A program that dies is started again at the same address, so that the others
+each writes when it is ready. A program that dies is started again at the same address, so that the others
 find it where it was. Nothing here loads a model.
 """
 
@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.errors import BlocktrainError
+from blocktrain.cli.processes import Child, ChildError, await_line, end_children, start_child
 from blocktrain.training.checkpoint import read_config
 
 log = logging.getLogger(__name__)
@@ -33,10 +28,6 @@ POLL_SECONDS = 0.1
 STABLE_SECONDS = 30.0
 """A program that has run for this long is not failing at its start."""
 MAX_QUICK_FAILURES = 5
-
-
-class LaunchError(BlocktrainError):
-    """A program did not start, or cannot be kept running."""
 
 
 def block_groups(num_blocks: int, num_stages: int, *, chained: bool = False) -> list[list[int]]:
@@ -59,84 +50,47 @@ def restart_pause(quick_failures: int) -> float | None:
 
 @dataclass
 class Program:
-    """A program to keep running. `ready` finds its address in the line it prints when it is up."""
+    """A program to keep running. `ready` finds its address in the line it writes when it is up."""
 
     name: str
     arguments: Callable[[str], list[str]]
     """Its command line at an address; an address that ends in :0 takes a free port."""
-    ready: re.Pattern[str]
+    ready: str
     address: str
-    process: subprocess.Popen[str] | None = None
+    log: Path
+    child: Child | None = None
     started: float = 0.0
     quick_failures: int = 0
-    _lines: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
 
     def start(self, now: float) -> None:
-        """A session of its own keeps Ctrl-C for the launcher, which ends the programs in order."""
-        self._lines = queue.SimpleQueue()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "blocktrain", *self.arguments(self.address)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.child = start_child(self.name, self.arguments(self.address), self.log)
         self.started = now
-        reader = threading.Thread(target=_read, args=(self.process, self._lines), daemon=True)
-        reader.start()
-        log.info("started %s pid=%d", self.name, self.process.pid)
+        log.info("started %s pid=%d", self.name, self.child.process.pid)
 
-    def await_ready(self, deadline: float, stop: threading.Event) -> None:
+    def await_ready(self, seconds: float, stop: threading.Event) -> None:
         """Until it says where it listens; KeyboardInterrupt when told to stop before."""
-        while not stop.is_set():
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{self.name} was not ready after {READY_SECONDS:.0f} s")
-            try:
-                line = self._lines.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                continue
-            if line is None:
-                raise LaunchError(f"{self.name} ended at its start with exit code {self.wait()}")
-            if found := self.ready.search(line):
-                self.address = found.group(1)
-                return
-        raise KeyboardInterrupt
+        assert self.child is not None
+        try:
+            self.address = await_line(self.child, self.ready, seconds, stop)
+        except ChildError:
+            if stop.is_set():
+                raise KeyboardInterrupt from None
+            raise
 
     @property
     def pid(self) -> int | None:
-        return None if self.process is None else self.process.pid
+        return None if self.child is None else self.child.process.pid
 
     def exit_code(self) -> int | None:
-        return None if self.process is None else self.process.poll()
-
-    def wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait(END_SECONDS)
-
-    def end(self, deadline: float) -> None:
-        """SIGTERM, then SIGKILL for what has not ended by the deadline."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-    assert process.stdout is not None
-    with process.stdout as output:
-        for line in output:
-            lines.put(line)
-    lines.put(None)
+        return None if self.child is None else self.child.process.poll()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     checkpoint: Path
     num_stages: int
+    logs: Path
+    """Each program writes to a file of its own in this folder."""
     host: str = LOOPBACK
     port: int = 8000
     gateway_options: tuple[str, ...] = ()
@@ -160,8 +114,9 @@ def _stage_program(config: LaunchConfig, number: int, blocks: Sequence[int], thr
     return Program(
         f"stage {number} (blocks {named})",
         lambda address: [*fixed, "--listen", address, *config.stage_options],
-        re.compile(r"^stage ready listen=(\S+)"),
+        r"stage ready listen=(\S+)",
         f"{LOOPBACK}:0",
+        config.logs / f"stage-{number}.log",
     )
 
 
@@ -174,7 +129,11 @@ def gateway_program(config: LaunchConfig, stages: Sequence[Program]) -> Program:
         return [*fixed, "--host", host.strip("[]"), "--port", port]
 
     return Program(
-        "gateway", arguments, re.compile(r"^gateway ready url=(\S+)"), f"{config.host}:{config.port}"
+        "gateway",
+        arguments,
+        r"gateway ready url=(\S+)",
+        f"{config.host}:{config.port}",
+        config.logs / "gateway.log",
     )
 
 
@@ -197,14 +156,13 @@ class Launcher:
 
     def start(self, stop: threading.Event) -> str:
         """Start everything and wait until it is ready; gives the gateway's URL."""
-        deadline = time.monotonic() + READY_SECONDS
         for stage in self.stages:
             stage.start(time.monotonic())
         for stage in self.stages:
-            stage.await_ready(deadline, stop)
+            stage.await_ready(READY_SECONDS, stop)
         self.gateway = gateway_program(self.config, self.stages)
         self.gateway.start(time.monotonic())
-        self.gateway.await_ready(deadline, stop)
+        self.gateway.await_ready(READY_SECONDS, stop)
         return self.gateway.address
 
     def watch(self, stop: threading.Event) -> None:
@@ -227,11 +185,12 @@ class Launcher:
         pause = restart_pause(program.quick_failures)
         code = program.exit_code()
         if pause is None:
-            raise LaunchError(f"{program.name} keeps ending at its start, last with exit code {code}")
+            assert program.child is not None
+            raise program.child.failure()
         log.warning("restarting %s exit_code=%s pause_seconds=%g", program.name, code, pause)
         return pause
 
     def end(self) -> None:
         """The gateway first, so that its answers can still be completed; then the stages."""
-        for program in reversed(self.programs):
-            program.end(time.monotonic() + END_SECONDS)
+        for programs in ([self.gateway] if self.gateway is not None else [], self.stages):
+            end_children([program.child for program in programs if program.child is not None], END_SECONDS)
