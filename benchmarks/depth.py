@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -175,7 +175,9 @@ def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
     def mean(key: str, count: int) -> float:
         return statistics.mean(float(row[key]) for row in rows if row["blocks"] == count)
 
-    print("\n| B | composed | end to end | gained by doubling: composed | end to end |\n|---|---|---|---|---|")
+    print("\n| B | composed | end to end | doubling gains: composed | end to end |\n|---|---|---|---|---|")
+        "\n| B | composed | end to end | gained by doubling: composed | end to end |\n|---|---|---|---|---|"
+    )
     before: tuple[float, float] | None = None
     for count in counts:
         now = mean("composed", count), mean("end_to_end", count)
@@ -218,7 +220,7 @@ def main() -> None:
     ideas: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {}
+        waiting: dict[Future[Any], str] = {}
         for seed in arguments.seeds:
             if "depth" in arguments.tables:
                 for unit in units_of(seed, counts, layers):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, resolve_recipe
+from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards, scoring_windows
 from blocktrain.data.tokenizer import Tokens, load_tokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, BlockOutput, Hint
+from blocktrain.model.block import Block, BlockOutput
 from blocktrain.model.composition import fit_pooling, pool
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
@@ -69,9 +68,7 @@ class Idea(Objective):
         found: list[Tensor] = []
         heard: Tensor | None = None
         for index, block in enumerate(blocks):
-            output = block(
-                tokens_BT, codebook_VD, upstream_BTD=heard if self.chained(index) else None
-            )
+            output = block(tokens_BT, codebook_VD, upstream_BTD=heard if self.chained(index) else None)
             heard = self.relay(output, heard)
             found.append(F.log_softmax(output.logits_BTV.float(), dim=-1))
         return found
@@ -184,6 +181,8 @@ class Distilled(Pooled):
 class LookaheadBlock(Block):
     """Also predicts the second to fourth next byte, in training only."""
 
+    later: list[nn.Linear]
+
     def ahead(self, tokens_BT: Tensor, codebook_VD: Tensor) -> list[Tensor]:
         x_BTD, c_BC = self._inputs(tokens_BT, None, None)
         rotary = self.rotary_cos[: tokens_BT.shape[1]], self.rotary_sin[: tokens_BT.shape[1]]
@@ -210,9 +209,7 @@ class Lookahead(Idea):
         ce = torch.zeros((), device=tokens_BT.device)
         for k, logits in enumerate(block.ahead(tokens_BT, codebook_VD)):
             length = targets_BT.shape[1] - k
-            part = F.cross_entropy(
-                logits[:, :length].flatten(0, 1).float(), targets_BT[:, k:].flatten()
-            )
+            part = F.cross_entropy(logits[:, :length].flatten(0, 1).float(), targets_BT[:, k:].flatten())
             ce = part if k == 0 else ce
             total = total + self.weights[k] * part
         return Loss(4 * total, ce.detach())
@@ -225,9 +222,10 @@ def as_kind(kind: type[Block], block: Block) -> Block:
 
 def with_later(block: Block, count: int) -> Block:
     width = block.out.in_features
-    block.later = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
-    for one in block.later:
+    maps = [nn.Linear(width, width, bias=False) for _ in range(count)]
+    for one in maps:
         nn.init.zeros_(one.weight)
+    block.later = nn.ModuleList(maps)
     return as_kind(LookaheadBlock, block)
 
 
@@ -337,12 +335,15 @@ class Bench:
         context, batch = self.recipe.model.context, self.recipe.evaluation.batch
         found: list[list[Tensor]] = [[] for _ in blocks]
         targets = []
+        kept = torch.float16 if self.device.type == "cuda" else torch.float32
         for window in scoring_windows(tokens, context=context, batch=batch):
             x, y, mask = (part.to(self.device) for part in window)
             with autocast(self.device):
                 log_probs = self.idea.log_probs(blocks, self.codebook(), x)
             for parts, log_prob in zip(found, log_probs, strict=True):
-                parts.append(log_prob[mask].to(torch.float16 if self.device.type == "cuda" else log_prob.dtype))
+                parts.append(
+                    log_prob[mask].to(kept)
+                )
             targets.append(y[mask])
         return [torch.cat(parts) for parts in found], torch.cat(targets)
 
@@ -396,9 +397,7 @@ def fit_gate(rows: Sequence[Tensor], targets: Tensor) -> Callable[[list[Tensor]]
 
     def features(part: Sequence[Tensor]) -> Tensor:
         parts = [p.float() for p in part]
-        return torch.stack(
-            [f for p in parts for f in (-(p.exp() * p).sum(-1), p.max(-1).values)], dim=-1
-        )
+        return torch.stack([f for p in parts for f in (-(p.exp() * p).sum(-1), p.max(-1).values)], dim=-1)
 
     pick = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))[:GATE_ROWS]
     some = [row[pick.to(row.device)].float() for row in rows]
@@ -472,7 +471,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     wanted = arguments.only.split(",") if arguments.only else [""]
-    names = [name for name in IDEAS if any(part in name if part not in IDEAS else part == name for part in wanted)]
+    names = [
+        name for name in IDEAS if any(part in name if part not in IDEAS else part == name for part in wanted)
+    ]
     found = []
     for name in names:
         for seed in arguments.seeds:

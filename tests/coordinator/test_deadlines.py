@@ -98,8 +98,12 @@ def test_a_round_closes_at_the_deadline_with_at_least_one_update() -> None:
 
 
 def test_the_quorum_is_every_live_worker_and_at_least_the_replicas() -> None:
-    assert wanted_updates(0, SWARM) == 2
-    assert wanted_updates(5, SWARM) == 5
+    assert wanted_updates(0, 0, SWARM) == 2
+    assert wanted_updates(5, 0, SWARM) == 5
+
+
+def test_who_delivered_and_moved_on_does_not_close_the_round_for_those_still_at_it() -> None:
+    assert wanted_updates(2, 1, SWARM) == 3
 
 
 def test_age_decays_the_weight_until_it_is_refused() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.blobs import Blobs
@@ -105,6 +105,7 @@ class Context:
     def round(self, session: Session, row: BlockRow, seats: int, now: float) -> tuple[RoundState, Deadline]:
         """The open round of a block, with its deadline and the sentence for it."""
         on_time, late = self._pending(session, row)
+        moved = self._moved(session, row, now)
         judging = refused = 0
         if self.judged:
             judging = self._judging(session, row)
@@ -126,7 +127,7 @@ class Context:
             deadline_reason=deadline.reason,
             accepted=on_time,
             late=late,
-            wanted=max(1, wanted_updates(seats, self.run.swarm) - refused),
+            wanted=max(1, wanted_updates(seats, moved, self.run.swarm) - refused),
             workers=seats,
             merging=row.closing_version is not None,
         )
@@ -147,6 +148,24 @@ class Context:
         for state, count in counts:
             found[state] = count
         return found["accepted"], found["late"]
+
+    def _moved(self, session: Session, row: BlockRow, now: float) -> int:
+        """Workers whose update on the head waits for the merge while they are elsewhere, or gone."""
+        query = (
+            select(func.count(func.distinct(UpdateRow.worker_id)))
+            .join(WorkerRow, WorkerRow.worker_id == UpdateRow.worker_id)
+            .where(
+                UpdateRow.block == row.block,
+                UpdateRow.state == "accepted",
+                UpdateRow.merge_version.is_(None),
+                or_(
+                    WorkerRow.block.is_(None),
+                    WorkerRow.block != row.block,
+                    WorkerRow.last_seen <= now - self.run.swarm.lease_seconds,
+                ),
+            )
+        )
+        return session.scalar(query) or 0
 
     def _judging(self, session: Session, row: BlockRow) -> int:
         count = select(func.count()).where(UpdateRow.block == row.block, UpdateRow.state == "judging")

@@ -84,9 +84,14 @@ def round_deadline(
     return Deadline(begun + seconds * (1 + resets), reason, begun + seconds * resets)
 
 
-def wanted_updates(seats: int, swarm: SwarmConfig) -> int:
-    """Updates that close a round early: one from every live worker on the block, and all replicas."""
-    return max(seats, swarm.replicas)
+def wanted_updates(seats: int, moved: int, swarm: SwarmConfig) -> int:
+    """Updates that close a round early: one from every live worker on the block and from the `moved` ones,
+    which have delivered and are elsewhere or gone, and all replicas.
+
+    Where a replica is missing for good, rounds last until their deadline; a worker that runs ahead trains
+    meanwhile. Closing without it was measured and not kept (docs/experiments.md, T4).
+    """
+    return max(seats + moved, swarm.replicas)
 
 
 def should_close(now: float, on_time: int, late: int, wanted: int, deadline: Deadline) -> Closing:

@@ -136,18 +136,19 @@ class SimulatedCoordinator:
         return BlockView(
             block=block,
             version=state.version,
-            seats=self._live(block, without=worker),
+            seats=len(self._live(block, without=worker)),
             used_rounds=frozenset(round_ for round_ in used if round_ >= state.version),
         )
 
-    def _live(self, block: int, without: int | None = None) -> int:
+    def _live(self, block: int, without: int | None = None) -> set[int]:
         """Workers on a block whose lease has not lapsed."""
-        return sum(
-            seat == block
+        return {
+            worker
+            for worker, seat in self.seats.items()
+            if seat == block
             and worker != without
             and self.machines[worker].away_seconds(self.clock.now) < self.swarm.lease_seconds
-            for worker, seat in self.seats.items()
-        )
+        }
 
     def lend(self, worker: int, offer: Offer) -> Assignment:
         state, now = self.blocks[offer.block], self.clock.now
@@ -251,7 +252,8 @@ class SimulatedCoordinator:
         deadline = self._deadline(state)
         late = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.LATE}
         on_time = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.ACCEPTED}
-        wanted = wanted_updates(self._live(block), self.swarm)
+        live = self._live(block)
+        wanted = wanted_updates(len(live), len(on_time - live), self.swarm)
         closing = should_close(now, len(on_time), len(late), wanted, deadline)
         passed = deadline.at is not None and now >= deadline.at
         if closing.close:
