@@ -176,8 +176,6 @@ def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
         return statistics.mean(float(row[key]) for row in rows if row["blocks"] == count)
 
     print("\n| B | composed | end to end | doubling gains: composed | end to end |\n|---|---|---|---|---|")
-        "\n| B | composed | end to end | gained by doubling: composed | end to end |\n|---|---|---|---|---|"
-    )
     before: tuple[float, float] | None = None
     for count in counts:
         now = mean("composed", count), mean("end_to_end", count)

@@ -341,9 +341,7 @@ class Bench:
             with autocast(self.device):
                 log_probs = self.idea.log_probs(blocks, self.codebook(), x)
             for parts, log_prob in zip(found, log_probs, strict=True):
-                parts.append(
-                    log_prob[mask].to(kept)
-                )
+                parts.append(log_prob[mask].to(kept))
             targets.append(y[mask])
         return [torch.cat(parts) for parts in found], torch.cat(targets)
 
