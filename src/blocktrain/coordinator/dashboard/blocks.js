@@ -34,7 +34,7 @@ export class Blocks {
 
   times(node, block) {
     const now = this.clock();
-    setText(node.querySelector(".age"), `${duration(now - block.head_made)}`);
+    setText(node.querySelector(".age"), `${duration(now - block.head_made)} ago`);
     setText(node.querySelector(".deadline"), deadline(block, now));
   }
 }

@@ -6,7 +6,7 @@ import { nats } from "./format.js";
 
 const COLOURS = 8;
 const LABELLED_BLOCKS = 16; // beyond, lines are drawn alike and only the composed model has a label
-const MARGIN = { top: 12, right: 52, bottom: 30, left: 44 };
+const MARGIN = { top: 12, right: 58, bottom: 30, left: 44 };
 const LABEL_GAP = 13;
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
@@ -252,5 +252,5 @@ function labels(series, references, scales, width, blocks) {
     const near = Math.abs(placed[i].x - placed[i - 1].x) < 40;
     if (near) placed[i].y = Math.max(placed[i].y, placed[i - 1].y + LABEL_GAP);
   }
-  return placed.map(({ text, kind, x, y }) => svg("text", { class: `label ${kind}`, x, y }, text));
+  return placed.map(({ text, kind, x, y }) => svg("text", { class: `line-name ${kind}`, x, y }, text));
 }

@@ -3,7 +3,7 @@
 import { blake3, fromHex, toHex } from "./blake3.js";
 import { canonical, parseExact } from "./canonical.js";
 import { byId, setText } from "./dom.js";
-import { count, duration } from "./format.js";
+import { count } from "./format.js";
 import { getJson, getText, Unanswered } from "./live.js";
 
 const GENESIS = "00".repeat(32);
@@ -73,7 +73,7 @@ function verdictOn(found, seconds) {
     : "Signatures were not checked: browsers do so only on https:// or this machine.";
   const before = found.known ? ` It continues the ${found.known} entries seen before.` : "";
   const entries = count(found.length, "entry holds", "entries hold");
-  return `${entries}, in ${duration(seconds)}: each follows from the one before. ${signatures}${before}`;
+  return `${entries}, in ${seconds.toFixed(1)} s: each follows from the one before. ${signatures}${before}`;
 }
 
 // --- what this browser saw last

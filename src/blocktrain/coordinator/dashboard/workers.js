@@ -5,7 +5,7 @@ import { bytes, duration, short, total } from "./format.js";
 import { getJson, Unanswered } from "./live.js";
 
 const SHOWN_WORKERS = 50;
-const SHOWN_VERDICTS = 12;
+const SHOWN_VERDICTS = 8;
 const OWN_VERDICTS = 20;
 const COLUMNS = ["Worker", "State", "At work on", "Reputation", "Updates", "Last verdict", "Up", "Down"];
 
@@ -54,7 +54,8 @@ export class Workers {
     ));
     cells[0].append(toggle, element("span", { class: "device muted" }));
     cells[1].append(element("span", { class: "pill" }), element("span", { class: "why muted small" }));
-    cells[3].append(element("span", { class: "meter", "aria-hidden": "true" }, element("span")), element("span"));
+    const meter = element("span", { class: "meter", "aria-hidden": "true" }, element("span"));
+    cells[3].append(element("span", {}, meter, element("span", { class: "reputation" })));
     cells[5].append(element("span", { class: "pill" }), element("span", { class: "why small" }));
     return element("tr", { role: "row" }, ...cells);
   }
@@ -73,8 +74,8 @@ export class Workers {
     pill(state.firstElementChild, standing.word, standing.tone);
     setText(state.lastElementChild, standing.why);
     setText(work, workOf(row));
-    reputation.firstElementChild.firstElementChild.style.width = `${100 * row.reputation}%`;
-    setText(reputation.lastElementChild, row.reputation.toFixed(2));
+    reputation.querySelector(".meter > span").style.width = `${100 * row.reputation}%`;
+    setText(reputation.querySelector(".reputation"), row.reputation.toFixed(2));
     setText(updates, updatesOf(row));
     showVerdict(verdict, row.last);
     setText(up, bytes(total(row.up)));
