@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import math
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
 
 from blocktrain.config import Recipe
+from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, Outcome, Verdict, VerdictsAnswer
@@ -99,16 +101,23 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def dashboard_recipe(text: Path, rounds: int = 1000) -> Recipe:
-    """Two judged blocks on a text that is the same everywhere, so that honest updates help for long."""
+def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> Recipe:
+    """Two blocks; a round takes about a second."""
     return tiny_recipe(
         text,
         model={"blocks": 2, "width": 64},
         training={"batch": 16, "warmup_steps": 5},
         evaluation={"max_bytes": 4000, "pooling_bytes": 1000},
         swarm={"codec": "sign", "steps_per_round": 15, "rounds": rounds, "evaluate_every_seconds": 0.5},
-        trust={"judge": "coordinator"},
+        trust={"judge": judge},
     )
+
+
+def edit_database(folder: Path, *statements: tuple[str, tuple[Any, ...]]) -> None:
+    """What the API would never let anybody write."""
+    with closing(sqlite3.connect(folder / DATABASE_FILE)) as database, database:
+        for statement, values in statements:
+            assert database.execute(statement, values).rowcount > 0, statement
 
 
 def start_worker(kit: Kit, url: str, label: str) -> Program:
@@ -117,7 +126,7 @@ def start_worker(kit: Kit, url: str, label: str) -> Program:
 
 
 class Attacker:
-    """Sends noise as large as honest updates are."""
+    """Sends what should not count: bytes that are no update, or noise as large as honest updates are."""
 
     def __init__(self, url: str, label: str = "mallory") -> None:
         self.peer = Peer(url, time.time)
@@ -127,7 +136,12 @@ class Attacker:
     def worker_id(self) -> str:
         return self.peer.identity.worker_id
 
-    def attack(self, seed: int = 0) -> Verdict:
+    def send_nonsense(self) -> Verdict:
+        assignment = until("the attacker is lent a block", self._lent)
+        payload = b"\xff" * self.peer.run.blocks[assignment.block].payload_bytes
+        return self.peer.reveal(self.peer.commit(assignment, payload), payload)
+
+    def send_noise(self, seed: int = 0) -> Verdict:
         norm = until("somebody else is merged", self._honest_norm)
         assignment = until("the attacker is lent a block", self._lent)
         noise = self.peer.tensors(assignment.block, seed)

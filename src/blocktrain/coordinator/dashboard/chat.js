@@ -12,6 +12,8 @@ export class Chat {
     this.model = null;
     this.messages = [];
     this.stopper = null;
+    this.timer = null;
+    byId("chat-key").addEventListener("change", () => this.probe());
     byId("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -35,27 +37,27 @@ export class Chat {
   // Until the gateway answers: it may be started after the coordinator.
   async probe() {
     const gateway = this.gateway;
-    if (gateway === null || document.hidden) {
-      if (gateway !== null) setTimeout(() => this.probe(), PROBE_MS);
-      return;
-    }
+    if (gateway === null) return;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.probe(), PROBE_MS);
+    if (document.hidden) return;
+    this.enable(false);
+    const signal = AbortSignal.timeout(PROBE_MS);
     try {
-      const response = await fetch(`${gateway}/v1/models`, { headers: this.headers(), signal: AbortSignal.timeout(PROBE_MS) });
+      const response = await fetch(`${gateway}/v1/models`, { headers: this.headers(), signal });
+      const found = response.ok ? (await response.json()).data[0].id : null;
       if (gateway !== this.gateway) return;
       if (response.status === 401) this.askForKey();
-      else {
-        this.model = (await response.json()).data[0].id;
-        this.connected();
-        return;
-      }
+      else if (found !== null) this.connected(found);
     } catch {
-      this.about(`The gateway at ${gateway} does not answer this page. If it runs, it must allow it: --origin ${location.origin}`);
+      const allow = `--origin ${location.origin}`;
+      this.about(`The gateway at ${gateway} does not answer this page. If it runs, it must allow it: ${allow}`);
     }
-    this.enable(false);
-    setTimeout(() => this.probe(), PROBE_MS);
   }
 
-  connected() {
+  connected(model) {
+    clearTimeout(this.timer);
+    this.model = model;
     this.about(`${this.model}, served by ${this.gateway}. It continues text and was not taught to answer.`);
     this.enable(true);
   }
