@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -113,6 +114,12 @@ def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> R
     )
 
 
+def free_port() -> int:
+    """For a coordinator whose address its gateway must know first."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
 def edit_database(folder: Path, *statements: tuple[str, tuple[Any, ...]]) -> None:
     """What the API would never let anybody write."""
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as database, database:
@@ -172,11 +179,11 @@ class Attacker:
 
 @contextmanager
 def running_swarm(
-    folder: Path, recipe: Recipe, labels: tuple[str, ...], options: tuple[str, ...] = ()
+    folder: Path, recipe: Recipe, labels: tuple[str, ...], options: tuple[str, ...] = (), port: int = 0
 ) -> Iterator[Coordinator]:
     kit = Kit(folder)
     try:
-        coordinator = Coordinator(kit, recipe, options=list(options)).start()
+        coordinator = Coordinator(kit, recipe, port, list(options)).start()
         for label in labels:
             start_worker(kit, coordinator.url, label)
         yield coordinator

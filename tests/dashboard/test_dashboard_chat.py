@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from blocktrain.serving.local_engine import LocalEngine
 from blocktrain.serving.main_gateway import background_gateway
 from blocktrain.training.local import LocalRun, Silent
 from tests.coordinator.conftest import Running
-from tests.dashboard.kit import WAIT_MS, Watched, dashboard_recipe, watched
+from tests.dashboard.kit import WAIT_MS, Watched, dashboard_recipe, free_port, watched
 from tests.end_to_end.swarm_kit import Coordinator, Kit
 
 
@@ -29,11 +28,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     run.train(resume=False)
     run.finish()
     return folder / "checkpoint"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @pytest.fixture

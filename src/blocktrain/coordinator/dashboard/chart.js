@@ -58,7 +58,7 @@ export class Chart {
     const losses = series.flatMap((line) => line.points.map(([, loss]) => loss));
     const low = Math.min(...losses, ...levels);
     // The first rounds are far above what matters; let them run out of the picture.
-    const matters = Math.max(1.15 * Math.max(...levels, 0), 1.6 * evaluations.at(-1).consensus_ce);
+    const matters = Math.max(1.15 * Math.max(...levels, 0), 2 * evaluations.at(-1).consensus_ce);
     const high = Math.min(Math.max(...losses, ...levels), matters);
     const pad = Math.max(0.06 * (high - low), 0.02);
     const last = Math.max(1, Math.min(rounds, Math.ceil(1.15 * roundOf(evaluations.at(-1)))));
@@ -84,7 +84,7 @@ export class Chart {
     const height = width < 520 ? 240 : 320;
     const series = this.series();
     const scales = this.scales(width, height, series);
-    this.scales_ = scales;
+    this.axes = scales;
     const clip = svg("clipPath", { id: "plot" }, svg("rect", {
       x: MARGIN.left, y: 0, width: width - MARGIN.left, height: height - MARGIN.bottom,
     }));
@@ -105,7 +105,7 @@ export class Chart {
   point(event) {
     if (this.status === null || this.status.evaluations.length === 0) return;
     const at = event.clientX - this.box.getBoundingClientRect().left;
-    const away = (one) => Math.abs(this.scales_.x(roundOf(one)) - at);
+    const away = (one) => Math.abs(this.axes.x(roundOf(one)) - at);
     const { evaluations } = this.status;
     this.choose(evaluations.reduce((best, one, i) => (away(one) < away(evaluations[best]) ? i : best), 0));
   }
@@ -130,7 +130,7 @@ export class Chart {
     if (this.cursor === undefined) return;
     this.cursor.setAttribute("visibility", chosen === undefined ? "hidden" : "visible");
     if (chosen === undefined) return;
-    const x = this.scales_.x(roundOf(chosen));
+    const x = this.axes.x(roundOf(chosen));
     this.cursor.setAttribute("x1", x);
     this.cursor.setAttribute("x2", x);
   }

@@ -3,7 +3,9 @@
 import { byId, element, setText } from "./dom.js";
 import { bytes, count } from "./format.js";
 
-const FIELDS = { max_tokens: 300, temperature: 0.7, overflow: "slide", stream: true, stream_options: { include_usage: true } };
+const FIELDS = {
+  max_tokens: 300, temperature: 0.7, overflow: "slide", stream: true, stream_options: { include_usage: true },
+};
 const PROBE_MS = 5000;
 
 export class Chat {
@@ -157,8 +159,9 @@ export class Chat {
 
   cost(usage) {
     if (!usage) return;
-    const wire = bytes(usage.wire_bytes_sent + usage.wire_bytes_received);
+    const wire = usage.wire_bytes_sent + usage.wire_bytes_received;
     const trips = count(usage.traversals, "traversal", "traversals");
-    setText(byId("chat-cost"), `${usage.text_bytes} bytes in ${trips}, ${wire} between gateway and stages`);
+    const moved = wire ? `, ${bytes(wire)} between gateway and stages` : "";
+    setText(byId("chat-cost"), `${usage.text_bytes} bytes in ${trips}${moved}`);
   }
 }

@@ -37,12 +37,14 @@ export function setAttribute(node, name, value) {
 
 // Children of `parent`, one for each item: made once for each key, updated, put in order, removed.
 export function keyed(parent, items, keyOf, create, update) {
+  const focused = parent.contains(document.activeElement) ? document.activeElement : null;
+  const wanted = new Set(items.map((item) => String(keyOf(item))));
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  for (const [key, child] of known) if (!wanted.has(key)) child.remove();
   let place = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
     let child = known.get(key);
-    known.delete(key);
     if (child === undefined) {
       child = create(item);
       child.dataset.key = key;
@@ -51,7 +53,7 @@ export function keyed(parent, items, keyOf, create, update) {
     else parent.insertBefore(child, place);
     update(child, item);
   }
-  for (const child of known.values()) child.remove();
+  if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
 }
 
 export function announce(text) {

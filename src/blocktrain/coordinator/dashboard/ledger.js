@@ -136,8 +136,8 @@ function checkEntry(entry, expected, previous) {
   bytes.set(text, 32);
   const digest = toHex(blake3(bytes));
   if (digest !== entry.get("entry_hash")) {
-    const kind = entry.get("kind");
-    throw new Broken(`the hash of entry ${expected} (${kind}) does not follow from its content and the entry before it`);
+    const name = `entry ${expected} (${entry.get("kind")})`;
+    throw new Broken(`the hash of ${name} does not follow from its content and the entry before it`);
   }
   return digest;
 }

@@ -100,18 +100,27 @@ export class Live {
 
   // Something happened: look again, but not for every event of a busy swarm.
   wake() {
+    if (this.source === null) return;
     if (this.refreshing) this.again = true;
     else this.schedule(() => this.refresh(), Math.max(0, this.earliest - performance.now()));
   }
 
   async refresh() {
     const source = this.source;
-    if (source === null || this.refreshing) return;
+    if (source === null) return;
+    if (this.refreshing) {
+      this.again = true;
+      return;
+    }
     const begun = performance.now();
-    const status = await this.refreshOnce();
-    if (source !== this.source) return;
-    if (status === null) {
-      this.lost(source, true);
+    let status = null;
+    try {
+      status = await this.refreshOnce();
+    } finally {
+      if (status === null) this.lost(source, true);
+    }
+    if (source !== this.source) {
+      this.wake(); // reconnected meanwhile: this answer was for the stream before
       return;
     }
     this.attempt = 0;
@@ -127,10 +136,10 @@ export class Live {
   async refreshOnce() {
     this.refreshing = true;
     try {
-      const [status, workers, verdicts] = await Promise.all(
+      const [status, { workers }, { verdicts }] = await Promise.all(
         ["v1/status", "v1/workers", "v1/verdicts"].map(getJson),
       );
-      this.show({ status, workers: workers.workers, verdicts: verdicts.verdicts });
+      this.show({ status, workers, verdicts });
       return status;
     } catch (error) {
       if (!(error instanceof Unanswered)) throw error;

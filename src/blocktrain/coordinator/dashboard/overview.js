@@ -30,20 +30,21 @@ export class Overview {
 }
 
 function movedBytes(status) {
-  const sum = (way, kind) => status.workers.reduce((bytes, worker) => bytes + worker[way][kind], 0);
+  const sum = (way, kind) => status.workers.reduce((moved, worker) => moved + worker[way][kind], 0);
   const by = Object.fromEntries(KINDS.map(([kind]) => [kind, { up: sum("up", kind), down: sum("down", kind) }]));
-  const all = KINDS.reduce((bytes, [kind]) => bytes + by[kind].up + by[kind].down, 0);
+  const all = KINDS.reduce((moved, [kind]) => moved + by[kind].up + by[kind].down, 0);
   return { by, all };
 }
 
 function figures(status, workers, moved) {
+  const full = status.full_checkpoint_bytes;
   const items = [
     loss(status), rounds(status), people(status, workers),
     { name: "Participation", value: percent(status.participation), note: "of assigned work arrived on time" },
     {
       name: "Traffic",
-      value: moved.all && status.full_checkpoint_bytes ? `${times(status.full_checkpoint_bytes / moved.all)} less` : "–",
-      note: `${bytes(moved.all)}, not ${bytes(status.full_checkpoint_bytes)} of full checkpoints`,
+      value: moved.all && full ? `${times(full / moved.all)} less` : "–",
+      note: `${bytes(moved.all)}, not ${bytes(full)} of full checkpoints`,
     },
     { name: "Ledger", value: String(status.ledger_length), note: `entries, head ${short(status.ledger_head)}` },
   ];
@@ -98,11 +99,13 @@ function traffic(status, moved) {
     setText(node.querySelector(".value"), bytes(bar.amount));
     node.querySelector(".bar").firstElementChild.style.width = `${Math.max(0.4, (100 * bar.amount) / largest)}%`;
   });
-  const cells = (row, tag = "td") => row.map((text, i) => element(i === 0 ? "th" : tag, { scope: i === 0 ? "row" : null }, text));
-  const rows = KINDS.map(([kind, name]) => [name, bytes(moved.by[kind].up), bytes(moved.by[kind].down)]);
+  const heads = ["By kind", "Up", "Down"].map((text) => element("th", { scope: "col" }, text));
+  const rows = KINDS.map(([kind, name]) => element(
+    "tr", {}, element("th", { scope: "row" }, name),
+    element("td", {}, bytes(moved.by[kind].up)), element("td", {}, bytes(moved.by[kind].down)),
+  ));
   byId("traffic-table").replaceChildren(
-    element("thead", {}, element("tr", {}, ...["By kind", "Up", "Down"].map((text) => element("th", { scope: "col" }, text)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells(row)))),
+    element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows),
   );
 }
 
@@ -126,10 +129,15 @@ function participation(status) {
     node.dataset.tone = part.tone;
     node.style.width = all ? `${(100 * part.amount) / all}%` : "0";
   });
-  const item = (part) => element("li", {}, element("span", { class: "swatch", "data-tone": part.tone, "aria-hidden": "true" }),
-    element("span", {}, part.name), element("span", { class: "value" }));
-  keyed(byId("participation-parts"), parts, (part) => part.name, item,
+  keyed(byId("participation-parts"), parts, (part) => part.name, legendItem,
     (node, part) => setText(node.lastElementChild, String(part.amount)));
   const ages = Object.entries(status.ages).map(([age, updates]) => `${updates} of age ${age}`);
   setText(byId("ages"), ages.length ? `Merged updates by age in rounds: ${ages.join(", ")}.` : "Nothing merged yet.");
+}
+
+function legendItem(part) {
+  return element(
+    "li", {}, element("span", { class: "swatch", "data-tone": part.tone, "aria-hidden": "true" }),
+    element("span", {}, part.name), element("span", { class: "value" }),
+  );
 }

@@ -135,7 +135,7 @@ function keyOf(row) {
   return row.detailsOf ? `of ${row.detailsOf.worker_id}` : row.worker_id;
 }
 
-// The live ones first, then who contributed most; the API's two lists become one.
+// The live ones first, then by the time they joined, so that rows stay where they are.
 function joined(status, workers, verdicts) {
   const standing = new Map(workers.map((one) => [one.worker_id, one]));
   const last = new Map();
@@ -143,9 +143,7 @@ function joined(status, workers, verdicts) {
   const people = status.workers
     .filter((one) => standing.has(one.worker_id))
     .map((one) => ({ ...standing.get(one.worker_id), ...one, last: last.get(one.worker_id) ?? null }));
-  return people.sort(
-    (one, other) => other.live - one.live || other.merged - one.merged || (one.worker_id < other.worker_id ? -1 : 1),
-  );
+  return people.sort((one, other) => other.live - one.live || one.joined - other.joined);
 }
 
 function workOf(row) {
