@@ -97,3 +97,14 @@ def test_a_page_in_the_background_holds_no_stream(browser: Browser, quiet: Runni
             page.page.evaluate(hide, False)
         page.wait_text("#connection", "Live")
         page.fine()
+
+
+def test_a_coordinator_without_a_stream_to_spare_is_asked_instead(browser: Browser, quiet: Running) -> None:
+    context = browser.new_context()
+    context.route("**/v1/events", lambda route: route.fulfill(status=503))
+    page = context.new_page()
+    page.goto(quiet.url)
+    expect(page.locator("#connection")).to_contain_text("Every few seconds", timeout=WAIT_MS)
+    quiet.peer(join=False).join(label="latecomer")
+    expect(page.locator("#worker-rows")).to_contain_text("latecomer", timeout=WAIT_MS)
+    context.close()
