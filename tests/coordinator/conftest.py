@@ -29,6 +29,7 @@ from blocktrain.config import (
     TrainingConfig,
     TrustConfig,
 )
+from blocktrain.coordinator.display import Display
 from blocktrain.coordinator.main import bind, make_server, url_of
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
@@ -108,10 +109,18 @@ def served(
     database_url: str | None = None,
     blobs_url: str | None = None,
     scoring: bool = False,
+    display: Display | None = None,
 ) -> Iterator[Running]:
     clock = clock or Clock()
     with opened(
-        recipe, CORPUS, data_dir, database_url=database_url, blobs_url=blobs_url, clock=clock, scoring=scoring
+        recipe,
+        CORPUS,
+        data_dir,
+        database_url=database_url,
+        blobs_url=blobs_url,
+        clock=clock,
+        scoring=scoring,
+        display=display,
     ) as coordinator:
         listener, ready = bind("127.0.0.1", 0), threading.Event()
         server = make_server(coordinator, ready.set)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from blocktrain.coordinator.app import router
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.pages import pages
 from blocktrain.wire.messages import (
     MAX_BODY_BYTES,
     AssignmentAnswer,
@@ -41,7 +42,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 def test_every_route_is_documented() -> None:
-    for route in router.routes:
+    for route in (*router.routes, *pages.routes):
         assert isinstance(route, APIRoute)
         path = route.path.replace("{assignment_id}", "{id}").replace("{snapshot_hash}", "{hash}")
         for method in route.methods:

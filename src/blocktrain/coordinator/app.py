@@ -32,6 +32,7 @@ from blocktrain.coordinator.bodies import (
     signed_empty,
     verified,
 )
+from blocktrain.coordinator.pages import NoSniffing, pages
 from blocktrain.coordinator.refusals import STATUS, Refusal
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.coordinator.traffic import CountTraffic
@@ -592,7 +593,9 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     )
     app.state.coordinator = coordinator
     app.include_router(router)
+    app.include_router(pages)
     app.add_middleware(CountTraffic, metrics=coordinator.metrics)
+    app.add_middleware(NoSniffing)
     app.add_exception_handler(Refusal, _answer_refusal)
     app.add_exception_handler(StorageError, _answer_storage)
     app.add_exception_handler(RequestValidationError, _answer_invalid)

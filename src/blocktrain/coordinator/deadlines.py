@@ -80,7 +80,8 @@ def round_deadline(
         return Deadline(None, f"begins with the first assignment, then {seconds:.1f} s: {reason}")
     resets = max(0, math.ceil((now - begun) / seconds) - 1) if not pending else 0
     if resets:
-        reason += f"; re-set {resets} times, as nothing had arrived"
+        often = "once" if resets == 1 else f"{resets} times"
+        reason += f"; re-set {often}, as nothing had arrived"
     return Deadline(begun + seconds * (1 + resets), reason, begun + seconds * resets)
 
 

@@ -93,7 +93,12 @@ def run_coordinator(
         recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
     ) as coordinator:
         url = url_of(listener, "http" if tls is None else "https")
-        server = make_server(coordinator, lambda: print(f"coordinator ready url={url}", flush=True), tls)
+
+        def ready() -> None:
+            print(f"coordinator ready url={url}", flush=True)
+            log.info("opened dashboard url=%s/", url)
+
+        server = make_server(coordinator, ready, tls)
         server.run(sockets=[listener])
 
 

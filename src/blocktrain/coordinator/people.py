@@ -64,6 +64,14 @@ def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit
     return {name: Credit(count, float(weight or 0), float(gain or 0)) for name, count, weight, gain in rows}
 
 
+def _bans(session: Session, now: float, worker_id: str | None = None) -> dict[str, BanState]:
+    """Those in force, by worker."""
+    query = select(BanRow).where(BanRow.until > now)
+    if worker_id is not None:
+        query = query.where(BanRow.worker_id == worker_id)
+    return {row.worker_id: BanState(reason=row.reason, until=row.until) for row in session.scalars(query)}
+
+
 class People:
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -77,8 +85,8 @@ class People:
             rows = session.scalars(
                 select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS)
             ).all()
-            credits = _credits(session)
-            found = [self._summary(session, row, credits, now) for row in rows]
+            credits, bans = _credits(session), _bans(session, now)
+            found = [self._summary(row, credits, bans, now) for row in rows]
         return WorkersAnswer(workers=tuple(sorted(found, key=lambda one: -one.merged_weight)))
 
     def worker(self, worker_id: str) -> WorkerAnswer:
@@ -92,7 +100,7 @@ class People:
                 .limit(SHOWN_VERDICTS)
             )
             return WorkerAnswer(
-                worker=self._summary(session, row, _credits(session, worker_id), now),
+                worker=self._summary(row, _credits(session, worker_id), _bans(session, now, worker_id), now),
                 verdicts=tuple(map(_record, verdicts)),
             )
 
@@ -114,7 +122,7 @@ class People:
         return row
 
     def _summary(
-        self, session: Session, row: WorkerRow, credits: Mapping[str, Credit], now: float
+        self, row: WorkerRow, credits: Mapping[str, Credit], bans: Mapping[str, BanState], now: float
     ) -> WorkerSummary:
         standing, known = standing_of(row), now - row.joined
         credit = credits.get(row.worker_id, Credit(0, 0.0, 0.0))
@@ -125,7 +133,7 @@ class People:
             last_seen=row.last_seen,
             live=row.last_seen > now - self._context.run.swarm.lease_seconds,
             probation=self._context.judged and not row.established,
-            ban=self._ban(session, row.worker_id, now),
+            ban=bans.get(row.worker_id),
             reputation=reputation(standing, known),
             rating=standing.rating,
             assigned_versus_other=standing.average,
@@ -141,10 +149,6 @@ class People:
     def _tokens_per_update(self) -> int:
         recipe = self._context.run.recipe
         return recipe.swarm.steps_per_round * recipe.training.batch * recipe.model.context
-
-    def _ban(self, session: Session, worker_id: str, now: float) -> BanState | None:
-        row = session.get(BanRow, worker_id)
-        return BanState(reason=row.reason, until=row.until) if row is not None and now < row.until else None
 
     def contributions(self) -> ContributionsAnswer:
         now, run = self._context.clock(), self._context.run

@@ -1,0 +1,143 @@
+// The heading, the key figures, traffic and participation.
+
+import { byId, element, keyed, setAttribute, setText } from "./dom.js";
+import { bytes, count, duration, nats, percent, short, times, total } from "./format.js";
+
+const KINDS = [["payload", "updates"], ["snapshot", "snapshots"], ["control", "control"]];
+
+export class Overview {
+  update({ status, workers }, clock) {
+    this.status = status;
+    this.clock = clock;
+    setText(byId("name"), status.name);
+    document.title = `${status.name} · BlockTrain`;
+    const state = byId("run-state");
+    state.hidden = false;
+    setText(state, status.finished ? "finished" : "training");
+    setAttribute(state, "data-tone", status.finished ? "good" : "accent");
+    this.tick();
+    const moved = movedBytes(status);
+    figures(status, workers, moved);
+    traffic(status, moved);
+    participation(status);
+  }
+
+  tick() {
+    if (this.status === undefined) return;
+    const age = duration(this.clock() - this.status.created);
+    setText(byId("subtitle"), `run ${short(this.status.run_id)}, begun ${age} ago`);
+  }
+}
+
+function movedBytes(status) {
+  const sum = (way, kind) => status.workers.reduce((moved, worker) => moved + worker[way][kind], 0);
+  const by = Object.fromEntries(KINDS.map(([kind]) => [kind, { up: sum("up", kind), down: sum("down", kind) }]));
+  const all = KINDS.reduce((moved, [kind]) => moved + by[kind].up + by[kind].down, 0);
+  return { by, all };
+}
+
+function figures(status, workers, moved) {
+  const full = status.full_checkpoint_bytes;
+  const items = [
+    loss(status), rounds(status), people(status, workers),
+    { name: "Participation", value: percent(status.participation), note: "of assigned work arrived on time" },
+    {
+      name: "Traffic",
+      value: moved.all && full ? `${times(full / moved.all)} less` : "–",
+      note: `${bytes(moved.all)}, not ${bytes(full)} of full checkpoints`,
+    },
+    { name: "Ledger", value: String(status.ledger_length), note: `entries, head ${short(status.ledger_head)}` },
+  ];
+  keyed(byId("figures"), items, (item) => item.name, figure, (node, item) => {
+    setText(node.querySelector(".value"), item.value);
+    setText(node.querySelector(".note"), item.note);
+  });
+}
+
+function figure(item) {
+  return element("div", { class: "card" },
+    element("dt", {}, item.name), element("dd", { class: "value" }), element("dd", { class: "note muted small" }));
+}
+
+function loss(status) {
+  const newest = status.evaluations.at(-1);
+  const known = status.references.find((one) => one.name === "end to end") ?? status.references[0];
+  let note = "nats per token, held out";
+  if (newest && known) {
+    const gap = newest.consensus_ce - known.ce;
+    note = `${known.name} ${nats(known.ce)}, ${nats(Math.abs(gap))} ${gap > 0 ? "above" : "below"} it`;
+  }
+  return { name: "Composed loss", value: nats(newest?.consensus_ce), note };
+}
+
+function rounds(status) {
+  const versions = status.blocks.map((block) => block.head_version);
+  const slowest = Math.min(...versions);
+  const fastest = Math.max(...versions);
+  const note = slowest === fastest ? count(versions.length, "block", "blocks") : `fastest block at ${fastest}`;
+  return { name: "Rounds", value: `${slowest} of ${status.rounds}`, note };
+}
+
+function people(status, workers) {
+  const live = status.workers.filter((worker) => worker.live).length;
+  const banned = workers.filter((worker) => worker.ban !== null).length;
+  const newcomers = workers.filter((worker) => worker.live && worker.probation && !worker.ban).length;
+  const refused = status.workers.reduce((sum, worker) => sum + worker.refused, 0);
+  const parts = [count(refused, "update refused", "updates refused")];
+  if (newcomers) parts.push(`${newcomers} on probation`);
+  if (banned) parts.push(`${banned} banned`);
+  return { name: "Workers", value: `${live} live`, note: parts.join(", ") };
+}
+
+function traffic(status, moved) {
+  const full = status.full_checkpoint_bytes;
+  const largest = Math.max(full, moved.all, 1);
+  const bars = [
+    { name: "Full fp32 checkpoints", amount: full, tone: "dim" }, { name: "Moved", amount: moved.all, tone: "accent" },
+  ];
+  keyed(byId("traffic-bars"), bars, (bar) => bar.name, barItem, (node, bar) => {
+    setText(node.querySelector(".value"), bytes(bar.amount));
+    node.querySelector(".bar").firstElementChild.style.width = `${Math.max(0.4, (100 * bar.amount) / largest)}%`;
+  });
+  const heads = ["By kind", "Up", "Down"].map((text) => element("th", { scope: "col" }, text));
+  const rows = KINDS.map(([kind, name]) => element(
+    "tr", {}, element("th", { scope: "row" }, name),
+    element("td", {}, bytes(moved.by[kind].up)), element("td", {}, bytes(moved.by[kind].down)),
+  ));
+  byId("traffic-table").replaceChildren(
+    element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows),
+  );
+}
+
+function barItem(bar) {
+  return element("div", { class: "bar-line" },
+    element("p", {}, element("span", {}, bar.name), element("strong", { class: "value" })),
+    element("div", { class: `bar ${bar.tone}`, "aria-hidden": "true" }, element("span")));
+}
+
+function participation(status) {
+  const sum = (key) => status.reports.reduce((updates, report) => updates + report[key], 0);
+  const arrived = sum("on_time") + sum("late") + sum("refused");
+  const missing = Math.max(0, sum("assigned") - arrived);
+  const parts = [
+    { name: "on time", amount: sum("on_time"), tone: "good" }, { name: "late", amount: sum("late"), tone: "warn" },
+    { name: "refused", amount: sum("refused"), tone: "bad" }, { name: "not delivered", amount: missing, tone: "dim" },
+  ];
+  setText(byId("participation"), percent(status.participation));
+  const all = parts.reduce((updates, part) => updates + part.amount, 0);
+  keyed(byId("participation-bar"), parts, (part) => part.name, () => element("span"), (node, part) => {
+    node.dataset.tone = part.tone;
+    node.style.width = all ? `${(100 * part.amount) / all}%` : "0";
+  });
+  keyed(byId("participation-parts"), parts, (part) => part.name, legendItem,
+    (node, part) => setText(node.lastElementChild, String(part.amount)));
+  const ages = Object.entries(status.ages).map(([age, updates]) => `${updates} of age ${age}`);
+  setText(byId("ages"), ages.length ? `Merged updates by age in rounds: ${ages.join(", ")}.` : "Nothing merged yet.");
+}
+
+function legendItem(part) {
+  return element(
+    "li", {}, element("span", { class: "swatch", "data-tone": part.tone, "aria-hidden": "true" }),
+    element("span", {}, part.name), element("span", { class: "value" }),
+  );
+}

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.coordinator.conftest import Running, served, tiny_recipe
+from tests.dashboard.kit import (
+    Watched,
+    dashboard_recipe,
+    find_chromium,
+    opened_browser,
+    running_swarm,
+    watched,
+    write_text,
+)
+from tests.end_to_end.swarm_kit import Coordinator, Kit
+
+REFERENCE = 0.5
+
+
+# No fixture here outlives this package: the swarm keeps two cores busy, and Playwright's event loop would be
+# in the way of tests that run one of their own.
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("the dashboard is tested in a Chromium and there is none here: apt-get install chromium")
+    with opened_browser(executable) as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("dashboard-text") / "text.txt")
+
+
+@pytest.fixture(scope="package")
+def swarm(tmp_path_factory: pytest.TempPathFactory, text: Path, browser: Browser) -> Iterator[Coordinator]:
+    """A coordinator and two workers, at work as long as the tests."""
+    folder = tmp_path_factory.mktemp("swarm")
+    labels = ("attic (old laptop)", "cellar")
+    with running_swarm(folder, dashboard_recipe(text), labels, ("--reference", str(REFERENCE))) as found:
+        for block in range(2):
+            found.reach(2, block)
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser, swarm: Coordinator) -> Iterator[Watched]:
+    with watched(browser, swarm.url) as found:
+        yield found
+        found.fine()
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Iterator[Running]:
+    """A coordinator of its own in this process, without workers: its data may be altered."""
+    with served(tmp_path, tiny_recipe()) as running:
+        yield running
+
+
+@pytest.fixture
+def quiet_page(browser: Browser, quiet: Running) -> Iterator[Watched]:
+    with watched(browser, quiet.url) as found:
+        yield found
+        found.fine()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, text: Path, browser: Browser) -> Iterator[Coordinator]:
+    """A coordinator that may be killed."""
+    kit = Kit(tmp_path)
+    yield Coordinator(kit, dashboard_recipe(text)).start()
+    kit.close()

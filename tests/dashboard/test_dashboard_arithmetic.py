@@ -1,0 +1,80 @@
+"""The page's own hash and canonical JSON agree with the coordinator's, for inputs of every shape."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+
+import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blocktrain.wire.hashing import canonical_json
+from tests.dashboard.kit import Watched
+
+HASHES = """async (inputs) => {
+  const { blake3, fromHex, toHex } = await import("/dashboard/blake3.js");
+  return inputs.map((input) => toHex(blake3(fromHex(input))));
+}"""
+CANONICAL = """async (texts) => {
+  const { canonical, parseExact } = await import("/dashboard/canonical.js");
+  return texts.map((text) => canonical(parseExact(text)));
+}"""
+REFUSES = """async (texts) => {
+  const { parseExact } = await import("/dashboard/canonical.js");
+  return texts.map((text) => { try { parseExact(text); return "read"; } catch (e) { return e.name; } });
+}"""
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_hashes_are_those_of_blake3(quiet_page: Watched) -> None:
+    generator = random.Random(0)
+    lengths = [*range(0, 130, 7), *(1024 * n + more for n in (1, 2, 3, 4, 7, 8) for more in (-1, 0, 1, 64))]
+    inputs = [generator.randbytes(length) for length in lengths]
+    found = quiet_page.page.evaluate(HASHES, [one.hex() for one in inputs])
+    assert found == [blake3.blake3(one).hexdigest() for one in inputs]
+
+
+def test_floats_are_written_as_python_writes_them(quiet_page: Watched) -> None:
+    generator = random.Random(1)
+    floats = [
+        0.0,
+        -0.0,
+        1.0,
+        0.1,
+        1e15,
+        1e16,
+        123456789012345680.0,
+        1e-4,
+        1e-5,
+        5e-324,
+        1.7976931348623157e308,
+    ]
+    floats += [struct.unpack("<d", generator.randbytes(8))[0] for _ in range(3000)]
+    finite = [value for value in floats if abs(value) < float("inf")]
+    texts = [json.dumps(value) for value in finite]
+    assert quiet_page.page.evaluate(CANONICAL, texts) == texts
+    other_notation = [text.replace("e-0", "e-").replace("e+", "E") for text in texts]
+    assert quiet_page.page.evaluate(CANONICAL, other_notation) == texts
+
+
+def test_any_json_has_the_canonical_form_that_python_gives_it(quiet_page: Watched) -> None:
+    @given(st.lists(VALUES, max_size=8))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def check(values: list[object]) -> None:
+        texts = [json.dumps(value, indent=1, ensure_ascii=False) for value in values]
+        assert quiet_page.page.evaluate(CANONICAL, texts) == [
+            canonical_json(value).decode() for value in values
+        ]
+
+    check()
+
+
+def test_what_is_no_json_is_refused(quiet_page: Watched) -> None:
+    wrong = ["", "{", "[1,]", "{1:2}", "01", "1.", "NaN", '"\n"', "'a'", "[1 2]", '{"a" 1}', "1 2", "[" * 100]
+    assert quiet_page.page.evaluate(REFUSES, wrong) == ["SyntaxError"] * len(wrong)
