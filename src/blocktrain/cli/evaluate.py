@@ -89,7 +89,9 @@ def generate(
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1.0)] = 1.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.01, max=1.0, help="Keep the likeliest tokens of this share.")
+    ] = 1.0,
     device: DeviceOption = "auto",
 ) -> None:
     """Continue a prompt with the composed model."""

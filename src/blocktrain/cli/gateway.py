@@ -235,7 +235,7 @@ def chat(
     key: KeyOption = None,
     system: Annotated[str | None, typer.Option("--system", help="What to tell the model first.")] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Longest answer.")] = 400,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
