@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blocktrain.cli.signals import stopping
 from blocktrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,8 +128,7 @@ def serve(
             gateway_options=tuple(options),
         )
     )
-    stop = threading.Event()
-    with stopping(stop):
+    with stopping() as stop:
         try:
             url = launcher.start(stop)
             print(serving_message(url, launcher.model, launcher.gateway_pid, keys is not None), flush=True)
@@ -138,23 +136,6 @@ def serve(
             launcher.watch(stop)
         finally:
             launcher.end()
-
-
-@contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set `stop`; a second one interrupts."""
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def serving_message(url: str, model: str, pid: int | None, keyed: bool) -> str:
