@@ -134,7 +134,10 @@ class Runner:
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
-        process.wait(40)
+        try:
+            process.wait(40)
+        finally:
+            process.kill()
 
     def close(self) -> None:
         for port in list(self.servers):

@@ -12,7 +12,7 @@ from pages import FENCE, ROOT, Fence, Runner, blocktrain_words, commands, fences
 from blocktrain.cli.reference import Verb, all_verbs
 
 VERBS = {verb.name: verb for verb in all_verbs()}
-KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "", "bash"}
+KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "", "bash"}
 MARKS = {(), ("server",), ("norun",)}
 RUN_ELSEWHERE = {("docs/serve.md", "bash"), ("docs/serve.md", "python")}
 """tests/serving/gateway/test_gateway_docs.py holds them against the official client."""
@@ -26,6 +26,7 @@ GIVEN = {
     "docs/host.md": ("with_database_and_bucket",),
     "docs/serve.md": ("with_demo",),
     "docs/objective.md": (),
+    "docs/tracking.md": (),
 }
 """What a page takes for granted before its first command."""
 

@@ -95,11 +95,12 @@ class LocalSwarm:
             attempts=STATUS_ATTEMPTS,
         )
 
-    def watch(self, client: CoordinatorClient, show: Callable[[StatusAnswer], None]) -> StatusAnswer:
+    def watch(self, client: CoordinatorClient, *show: Callable[[StatusAnswer], None]) -> StatusAnswer:
         """Until the run is finished; a worker that dies is reported, and the run goes on without it."""
         while not self.stop.is_set():
             status = client.status()
-            show(status)
+            for one in show:
+                one(status)
             if status.finished:
                 return status
             self._check_children()
@@ -138,6 +139,7 @@ def run_swarm(
     console: Console,
     stop: threading.Event,
     finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
+    record: Callable[[StatusAnswer], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -150,11 +152,13 @@ def run_swarm(
         )
         client = swarm.client()
         with _shown(console) as show:
-            status = swarm.watch(client, show)
+            status = swarm.watch(client, show, record)
         seconds = time.monotonic() - started
         swarm.end_workers()
         final = finish(client, status, options.out / "checkpoint")
-        report = swarm_report(client.status(), swarm.worker_reports(), seconds, final)
+        ended = client.status()
+        record(ended)
+        report = swarm_report(ended, swarm.worker_reports(), seconds, final)
     finally:
         swarm.close()
     write_json(options.out / "report.json", report)
