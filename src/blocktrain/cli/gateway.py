@@ -45,6 +45,12 @@ KeyOption = Annotated[
 ]
 
 
+NEEDS_A_SOURCE = (
+    "give either a checkpoint folder or --url, for instance runs/demo/checkpoint (made by `blocktrain train "
+    "demo --out runs/demo`) or --url http://127.0.0.1:8000 (served by `blocktrain serve`)"
+)
+
+
 def gateway(
     checkpoint: CheckpointArgument,
     stages: Annotated[
@@ -221,7 +227,7 @@ def chat(
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
     if (checkpoint is None) == (url is None):
-        raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
+        raise UserError(NEEDS_A_SOURCE)
     fields: dict[str, Any] = {"max_tokens": max_bytes, "temperature": temperature, "overflow": "slide"}
     if seed is not None:
         fields["seed"] = seed

@@ -70,8 +70,9 @@ def swarm(
 
     file = find_recipe(recipe).absolute()
     resolved = load_recipe(file, set_)
-    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device)
-    with recording(options.out, track, resolved.name, resolved.to_dict()) as recorder:
+    settings = resolved.to_dict()
+    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, settings)
+    with recording(options.out, track, resolved.name, settings) as recorder:
         stop = stop_on_signals()
         report = run_swarm(options, Console(stderr=True), stop, save_final_checkpoint, recorder.status)
     if as_json:
