@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test lint slow docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
@@ -31,6 +31,9 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
+
+docs: $(VENV)/.ready
+	$(BIN)/python -m blocktrain.cli.reference > docs/cli.md
 
 clean:
 	rm -rf $(VENV)

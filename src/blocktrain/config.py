@@ -7,13 +7,14 @@ or networks. Unknown keys are errors. Precedence: file < `BLOCKTRAIN_<SECTION>_<
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -426,13 +427,20 @@ class _Text:
         return self.text
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` where something known is close, nothing otherwise."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _build(kind: type[Any], values: Any, where: str) -> Any:
     _require(isinstance(values, dict), f"{where.rstrip('.') or 'recipe'}: expected a table, found {values!r}")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     _require(
         not unknown,
-        f"unknown recipe key {', '.join(where + key for key in unknown)}; known here: {', '.join(hints)}",
+        f"unknown recipe key {', '.join(where + key for key in unknown)}; known here: {', '.join(hints)}"
+        + (did_you_mean(unknown[0], hints) if unknown else ""),
     )
     return kind(**{key: _coerce(hints[key], value, where + key) for key, value in values.items()})
 

@@ -15,18 +15,25 @@ from swarm_kit import Kit, Program, tiny_recipe, until, write_recipe
 from blocktrain.config import Recipe
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.local import LocalRun, Silent
+from blocktrain.training.storage import locked_file
 
 LEARNING: dict[str, Any] = {"batch": 8, "warmup_steps": 5, "matrix_lr": 0.01, "other_lr": 0.01}
 
 
+def start_swarm(kit: Kit, recipe: Recipe, workers: int, name: str, *more: str) -> Program:
+    path = write_recipe(recipe, kit.folder / "recipe.toml")
+    out = str(kit.folder / "out")
+    arguments = ["swarm", str(path), "--workers", str(workers), "--out", out, "--device", "cpu", *more]
+    return kit.start(name, arguments)
+
+
 def run_swarm(kit: Kit, recipe: Recipe, workers: int) -> dict[str, Any]:
     out = kit.folder / "out"
-    path = write_recipe(recipe, kit.folder / "recipe.toml")
-    arguments = ["swarm", str(path), "--workers", str(workers), "--out", str(out), "--device", "cpu"]
-    program = kit.start("swarm", arguments)
+    program = start_swarm(kit, recipe, workers, "swarm")
     assert program.wait(200) == 0, program.text()
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert "final CE" in program.text()
+    assert str(out / "report.json") in program.text()
     return report
 
 
@@ -55,6 +62,35 @@ def test_a_swarm_ends_with_a_checkpoint_and_a_report(kit: Kit, text: Path, tmp_p
     assert set(report["seconds"]) == {"computing", "transferring", "waiting"}
     assert len(report["workers"]) == 2
     assert {one["version"] for one in report["rounds"]} == set(range(1, 7))
+    metrics = [json.loads(line) for line in (kit.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    written = sorted(one["version"] for one in metrics if one["event"] == "round")
+    assert written == sorted(one["version"] for one in report["rounds"])
+    check_that_a_finished_swarm_is_left_alone(kit, recipe)
+
+
+def check_that_a_finished_swarm_is_left_alone(kit: Kit, recipe: Recipe) -> None:
+    out = kit.folder / "out"
+    before = {file: file.read_bytes() for file in out.rglob("*.json*")}
+    again = start_swarm(kit, recipe, 2, "again")
+    assert again.wait(60) == 0, again.text()
+    assert "is finished; choose another --out" in again.text()
+    other = start_swarm(kit, recipe, 2, "other", "--set", "swarm.rounds=7")
+    assert other.wait(60) == 2
+    assert "holds a run with other settings (swarm.rounds)" in other.text()
+    assert {file: file.read_bytes() for file in out.rglob("*.json*")} == before
+
+
+def test_what_a_child_calls_misuse_is_misuse_of_the_swarm(kit: Kit, text: Path) -> None:
+    recipe = tiny_recipe(text)
+    program = start_swarm(kit, recipe, 1, "bad", "--set", "data.corpus=/no/such/text")
+    assert program.wait(60) == 2
+    assert "blocktrain: coordinator: no text at /no/such/text" in program.text()
+    assert "Traceback" not in program.text()
+    folder = kit.folder / "out"
+    with locked_file(folder / "swarm.lock", "taken"):
+        second = start_swarm(kit, recipe, 1, "second")
+        assert second.wait(60) == 2
+    assert f"another swarm is using {folder}" in second.text()
 
 
 def test_ctrl_c_ends_every_process_of_a_swarm(kit: Kit, text: Path) -> None:
@@ -66,7 +102,7 @@ def test_ctrl_c_ends_every_process_of_a_swarm(kit: Kit, text: Path) -> None:
     children = _children(swarm)
     assert len(children) == 2
     swarm.send(signal.SIGINT)
-    assert swarm.wait(60) == 1, swarm.text()
+    assert swarm.wait(60) == 130, swarm.text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
@@ -99,7 +135,7 @@ def test_an_interrupted_swarm_goes_on_where_it_stopped(kit: Kit, text: Path) -> 
     log = out / "logs" / "worker-0.log"
     until("a round is merged", lambda: log.exists() and "rebase block=0 version=2" in log.read_text())
     swarm.send(signal.SIGTERM)
-    assert swarm.wait(60) == 1, swarm.text()
+    assert swarm.wait(60) == 130, swarm.text()
     report = run_swarm(kit, recipe, workers=1)
     assert report["finished"]
     assert len(report["workers"]) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from blocktrain.model.block import make_codebook
 from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import file_entry, load_checkpoint, save_checkpoint
 from blocktrain.training.exchange import export_checkpoint, import_checkpoint
+from tests.adversaries.mutations import hostile_inputs
 
 CPU = torch.device("cpu")
 
@@ -116,6 +119,29 @@ def test_a_folder_with_something_in_it_is_left_alone(
     with pytest.raises(UserError, match="not an empty folder"):
         import_checkpoint(exported, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+CODEBOOK = "model-00003-of-00003.safetensors"
+HOSTILE_INPUTS = 120
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", CODEBOOK])
+def test_a_hostile_file_is_read_or_refused_and_never_crashes(copy: Path, tmp_path: Path, name: str) -> None:
+    """A forger writes hashes that fit, so the last of them reaches the reader of safetensors."""
+    sound, config = (copy / name).read_bytes(), json.loads((copy / "config.json").read_text())
+    refused = 0
+    for number, content in enumerate(islice(hostile_inputs([sound], seed=5), HOSTILE_INPUTS)):
+        (copy / name).write_bytes(content)
+        if name == CODEBOOK:
+            entry = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+            config["blocktrain"]["files"][name] = entry
+            (copy / "config.json").write_text(json.dumps(config))
+        try:
+            import_checkpoint(copy, tmp_path / f"imported-{number}")
+        except CheckpointError:
+            refused += 1
+            assert not (tmp_path / f"imported-{number}").exists()
+    assert refused > HOSTILE_INPUTS / 2
 
 
 FIRST = "model-00001-of-00003.safetensors"

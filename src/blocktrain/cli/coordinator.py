@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
+from blocktrain.cli.tracking import TrackOption, recording
+from blocktrain.config import load_recipe
 from blocktrain.errors import UserError
 
 
@@ -37,6 +39,7 @@ def coordinator(
         Path | None, typer.Option(help="Speak HTTPS with this PEM certificate (and its chain).")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's PEM key.")] = None,
+    track: TrackOption = [],  # noqa: B006
     set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
@@ -46,15 +49,19 @@ def coordinator(
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")
-    run_coordinator(
-        find_recipe(recipe),
-        set_,
-        data_dir=data_dir.expanduser(),
-        host=host,
-        port=port,
-        database_url=database,
-        blobs_url=blobs,
-        gateway=gateway,
-        reference=reference,
-        tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
-    )
+    folder, file = data_dir.expanduser(), find_recipe(recipe)
+    resolved = load_recipe(file, set_)
+    with recording(folder, track, resolved.name, resolved.to_dict()) as recorder:
+        run_coordinator(
+            file,
+            set_,
+            data_dir=folder,
+            host=host,
+            port=port,
+            database_url=database,
+            blobs_url=blobs,
+            gateway=gateway,
+            reference=reference,
+            tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
+            watch=recorder.status,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.gateway import KeyOption, generate_from_url
+from blocktrain.cli.gateway import NEEDS_A_SOURCE, KeyOption, generate_from_url
 from blocktrain.cli.options import DeviceOption, find_device
 from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError, UserError
@@ -67,12 +68,13 @@ def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dic
 def _table(result: dict[str, Any], text: Path) -> Table:
     table = Table(title=f"cross entropy on {text} ({result['scored_tokens']:,} tokens scored)")
     table.add_column("model")
-    for column in ("nats/token", "perplexity", "bits/byte"):
+    for column in ("nats/byte", "perplexity", "bits/byte"):
         table.add_column(column, justify="right")
     rows = [(f"composed: {name}", score) for name, score in result["composed"].items()]
     rows += [(f"block {i} alone", score) for i, score in enumerate(result["blocks"])]
     for name, score in rows:
-        table.add_row(name, f"{score['ce']:.4f}", f"{score['ppl']:.2f}", f"{score['bits_per_byte']:.3f}")
+        bits = score["bits_per_byte"]
+        table.add_row(name, f"{bits * math.log(2):.4f}", f"{score['ppl']:.2f}", f"{bits:.3f}")
     return table
 
 
@@ -89,13 +91,17 @@ def generate(
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1.0)] = 1.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.01, max=1.0, help="Keep the likeliest tokens of this share.")
+    ] = 1.0,
     device: DeviceOption = "auto",
 ) -> None:
     """Continue a prompt with the composed model."""
+    if (checkpoint is None) == (url is None):
+        raise UserError(NEEDS_A_SOURCE)
     if not prompt:
-        raise UserError("--prompt is empty; give at least one character")
-    if url is not None and checkpoint is None:
+        raise UserError("--prompt is empty; give at least one character, for instance --prompt 'The '")
+    if url is not None:
         generate_from_url(
             url,
             prompt,
@@ -108,13 +114,12 @@ def generate(
             passes=passes,
         )
         return
-    if checkpoint is None or url is not None:
-        raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
     if mode is not None or passes is not None:
         raise UserError(
             "--mode and --passes say how a gateway writes, and there is none: leave them out, or start "
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
+    assert checkpoint is not None
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blocktrain.cli.signals import stopping
 from blocktrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +43,12 @@ KeyOption = Annotated[
     str | None,
     typer.Option("--key", envvar="BLOCKTRAIN_API_KEY", help="Your key, where the gateway asks for one."),
 ]
+
+
+NEEDS_A_SOURCE = (
+    "give either a checkpoint folder or --url, for instance runs/demo/checkpoint (made by `blocktrain train "
+    "demo --out runs/demo`) or --url http://127.0.0.1:8000 (served by `blocktrain serve`)"
+)
 
 
 def gateway(
@@ -129,8 +134,7 @@ def serve(
             gateway_options=tuple(options),
         )
     )
-    stop = threading.Event()
-    with stopping(stop):
+    with stopping() as stop:
         try:
             url = launcher.start(stop)
             print(serving_message(url, launcher.model, launcher.gateway_pid, keys is not None), flush=True)
@@ -138,23 +142,6 @@ def serve(
             launcher.watch(stop)
         finally:
             launcher.end()
-
-
-@contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set `stop`; a second one interrupts."""
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def serving_message(url: str, model: str, pid: int | None, keyed: bool) -> str:
@@ -235,12 +222,12 @@ def chat(
     key: KeyOption = None,
     system: Annotated[str | None, typer.Option("--system", help="What to tell the model first.")] = None,
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Longest answer.")] = 400,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
     if (checkpoint is None) == (url is None):
-        raise UserError("give either a checkpoint folder or --url, for instance http://127.0.0.1:8000")
+        raise UserError(NEEDS_A_SOURCE)
     fields: dict[str, Any] = {"max_tokens": max_bytes, "temperature": temperature, "overflow": "slide"}
     if seed is not None:
         fields["seed"] = seed

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from rich.live import Live
 
 from blocktrain.cli.processes import Child, await_line, end_children, start_child
 from blocktrain.cli.status_view import report_table, status_tables, swarm_report
-from blocktrain.training.storage import write_json
+from blocktrain.errors import StoppedError, UserError
+from blocktrain.training.local import differences
+from blocktrain.training.storage import locked_file, write_json
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import StatusAnswer
-from blocktrain.worker.client import CoordinatorClient, Stopped
+from blocktrain.worker.client import CoordinatorClient
 from blocktrain.worker.traffic import Traffic
 
 OWN_WORKERS = "trust.stamp_bits=0"
@@ -45,6 +47,8 @@ class SwarmOptions:
     out: Path
     overrides: Sequence[str] = ()
     device: str = "auto"
+    settings: Mapping[str, Any] | None = None
+    """The resolved recipe, to tell another run's folder apart; None takes any."""
 
 
 @dataclass
@@ -95,16 +99,17 @@ class LocalSwarm:
             attempts=STATUS_ATTEMPTS,
         )
 
-    def watch(self, client: CoordinatorClient, show: Callable[[StatusAnswer], None]) -> StatusAnswer:
+    def watch(self, client: CoordinatorClient, *show: Callable[[StatusAnswer], None]) -> StatusAnswer:
         """Until the run is finished; a worker that dies is reported, and the run goes on without it."""
         while not self.stop.is_set():
             status = client.status()
-            show(status)
+            for one in show:
+                one(status)
             if status.finished:
                 return status
             self._check_children()
             self.stop.wait(STATUS_SECONDS)
-        raise Stopped("stopped before the run was finished; the same command goes on from here")
+        raise StoppedError("stopped before the run was finished; the same command goes on from here")
 
     def _check_children(self) -> None:
         assert self.coordinator is not None
@@ -138,27 +143,84 @@ def run_swarm(
     console: Console,
     stop: threading.Event,
     finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
+    record: Callable[[StatusAnswer], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    swarm = LocalSwarm(options, console, stop)
+    taken = f"another swarm is using {options.out}; wait for it, stop it, or choose another --out"
+    with locked_file(options.out / "swarm.lock", taken):
+        check_same_run(options.out, options.settings)
+        earlier = finished_report(options.out)
+        if earlier is not None:
+            told = f"the run in {options.out} is finished; choose another --out to train anew"
+            console.print(told, highlight=False, soft_wrap=True)
+            report = earlier
+        else:
+            report = _run(LocalSwarm(options, console, stop), finish, record)
+    show_report(report, options.out, console)
+    return report
+
+
+def check_same_run(out: Path, settings: Mapping[str, Any] | None) -> None:
+    """Refuse a folder that was begun with other settings."""
+    path = out / "run.json"
+    if settings is None or not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
+    changed = differences(before, json.loads(json.dumps({"recipe": dict(settings)})), "")
+    if changed:
+        raise UserError(
+            f"{out} holds a run with other settings ({', '.join(changed)}); choose another --out, or the "
+            "same settings to go on"
+        )
+
+
+def finished_report(out: Path) -> dict[str, Any] | None:
+    """The report of a run that came to its end here."""
+    path = out / "report.json"
+    if not path.exists() or not (out / "checkpoint" / "config.json").exists():
+        return None
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); choose another --out") from None
+    return report if isinstance(report, dict) and report.get("finished") else None
+
+
+def show_report(report: dict[str, Any], out: Path, console: Console) -> None:
+    console.print(report_table(report))
+    for name, file in (("report", "report.json"), ("checkpoint", "checkpoint"), ("metrics", "metrics.jsonl")):
+        console.print(f"{name:<11} {out / file}", highlight=False, soft_wrap=True)
+
+
+def _run(
+    swarm: LocalSwarm,
+    finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
+    record: Callable[[StatusAnswer], None],
+) -> dict[str, Any]:
+    options, console = swarm.options, swarm.console
     started = time.monotonic()
     try:
         swarm.start()
+        if options.settings is not None:
+            write_json(options.out / "run.json", {"recipe": dict(options.settings)})
         console.print(
             f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
         )
         client = swarm.client()
         with _shown(console) as show:
-            status = swarm.watch(client, show)
+            status = swarm.watch(client, show, record)
         seconds = time.monotonic() - started
         swarm.end_workers()
         final = finish(client, status, options.out / "checkpoint")
-        report = swarm_report(client.status(), swarm.worker_reports(), seconds, final)
+        ended = client.status()
+        record(ended)
+        report = swarm_report(ended, swarm.worker_reports(), seconds, final)
     finally:
         swarm.close()
     write_json(options.out / "report.json", report)
-    console.print(report_table(report))
     return report
 
 

@@ -18,14 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, UserError
 
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 2000
+COMPLAINT = "blocktrain: "
+"""How the command line begins its one sentence about what went wrong."""
 
 
 class ChildError(BlocktrainError):
-    """A program did not start, or ended when it should not have."""
+    """A program did not start, or ended when it should not have; misuse stays misuse."""
+
+    def __init__(self, sentence: str, exit_code: int = BlocktrainError.exit_code) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -62,12 +68,13 @@ class Child:
         self.process.wait()
 
     def failure(self) -> ChildError:
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
-            tail = file.read().decode(errors="replace").strip()
-        return ChildError(
-            f"{self.name} ended with exit code {self.process.returncode}; the end of {self.log}:\n{tail}"
-        )
+        code, tail = self.process.returncode, self.output()[-LOG_TAIL_BYTES:].strip()
+        last = tail.rpartition("\n")[2]
+        if last.startswith(COMPLAINT):
+            misuse = code == UserError.exit_code
+            told = f"{self.name}: {last.removeprefix(COMPLAINT)}" + ("" if misuse else f" (log: {self.log})")
+            return ChildError(told, code if misuse else BlocktrainError.exit_code)
+        return ChildError(f"{self.name} ended with exit code {code}; the end of {self.log}:\n{tail}")
 
 
 def start_child(

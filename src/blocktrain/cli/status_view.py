@@ -108,13 +108,20 @@ def _sum(workers: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
     return totals
 
 
+def scored(score: dict[str, Any]) -> str:
+    """The coordinator scores a slice of the text while it works, so its numbers differ from the final one."""
+    return f" nats per byte on the first {score['scored_bytes']:,} held-out bytes (during the run)"
+
+
 def report_table(report: dict[str, Any]) -> Table:
     table = Table("", "", show_header=False, box=None, pad_edge=False)
     for score in report["ce"]:
         versions = ", ".join(map(str, score["versions"]))
-        table.add_row(f"CE at versions {versions}", f"{score['consensus_ce']:.4f}")
+        table.add_row(f"CE of versions {versions}", f"{score['consensus_ce']:.4f}{scored(score)}")
     if report["final"] is not None:
-        table.add_row("final CE (consensus)", f"{report['final']['consensus_ce']:.4f}")
+        told = f"{report['final']['consensus_ce']:.4f} nats per byte on "
+        told += f"{report['final']['scored_tokens'] + 1:,} held-out bytes (composed by consensus)"
+        table.add_row("final CE", told)
     if report["participation"] is not None:
         table.add_row("participation", f"{report['participation']:.1%}")
     table.add_row("merged updates by age", ", ".join(f"{age}: {n}" for age, n in report["ages"].items()))

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.cli.signals import stop_on_signals
+from blocktrain.cli.tracking import TrackOption, recording
+from blocktrain.config import load_recipe
 
 DEFAULT_DATA_DIR = Path("~/.blocktrain/worker")
 
@@ -57,6 +59,7 @@ def swarm(
     ),
     device: DeviceOption = "auto",
     set_: SetOption = [],  # noqa: B006
+    track: TrackOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
     """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
@@ -65,8 +68,13 @@ def swarm(
     from blocktrain.cli.assembly import save_final_checkpoint
     from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
 
-    options = SwarmOptions(find_recipe(recipe).absolute(), workers, out.absolute(), tuple(set_), device)
-    report = run_swarm(options, Console(stderr=True), stop_on_signals(), save_final_checkpoint)
+    file = find_recipe(recipe).absolute()
+    resolved = load_recipe(file, set_)
+    settings = resolved.to_dict()
+    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, settings)
+    with recording(options.out, track, resolved.name, settings) as recorder:
+        stop = stop_on_signals()
+        report = run_swarm(options, Console(stderr=True), stop, save_final_checkpoint, recorder.status)
     if as_json:
         typer.echo(json.dumps(report))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from blocktrain.cli.curves import draw_curves
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
 from blocktrain.cli.signals import stop_on_signals
+from blocktrain.cli.tracking import METRICS_FILE, RecordedSteps, TrackerName, TrackOption, recording
 from blocktrain.config import Recipe, load_recipe
 from blocktrain.errors import UserError
 from blocktrain.training.local import LocalRun
@@ -27,21 +29,36 @@ def train(
     device: DeviceOption = "auto",
     set_: SetOption = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    track: TrackOption = [],  # noqa: B006
 ) -> None:
     """Train every block alone, then the end-to-end reference, and report both."""
     resolved = load_recipe(find_recipe(recipe), set_)
     console = Console(stderr=True)
-    report = run_training(resolved, out, device, console, resume=resume)
+    report = run_training(resolved, out, device, console, resume=resume, track=track)
     Console().print(results_table(report))
     console.print(f"\nreport      {out / 'report.json'}\ncurves      {out / 'curves.png'}", highlight=False)
     console.print(f"checkpoint  {out / 'checkpoint'}\nsample      {out / 'sample.txt'}", highlight=False)
+    console.print(f"metrics     {out / METRICS_FILE}", highlight=False)
 
 
-def run_training(recipe: Recipe, out: Path, device: str, console: Console, *, resume: bool) -> dict[str, Any]:
-    with TrainingProgress(console) as progress:
-        run = LocalRun(recipe, out, find_device(device), progress, stop_on_signals())
+def run_training(
+    recipe: Recipe,
+    out: Path,
+    device: str,
+    console: Console,
+    *,
+    resume: bool,
+    track: Sequence[TrackerName] = (),
+) -> dict[str, Any]:
+    with (
+        recording(out, track, recipe.name, recipe.to_dict()) as recorder,
+        TrainingProgress(console) as progress,
+    ):
+        observer = RecordedSteps(progress, recorder)
+        run = LocalRun(recipe, out, find_device(device), observer, stop_on_signals())
         run.train(resume=resume)
         report = run.finish()
+        recorder.report(report)
     draw_curves(report, out / "curves.png")
     return report
 
@@ -112,7 +129,7 @@ def clear_earlier_demo(out: Path, name: str) -> None:
         raise UserError(f"{out} holds something that is not a demo; choose another --out")
     for result in ("checkpoint", "state"):
         shutil.rmtree(out / result, ignore_errors=True)
-    for result in ("report.json", "curves.png", "sample.txt", "run.json"):
+    for result in ("report.json", "curves.png", "sample.txt", "run.json", METRICS_FILE):
         (out / result).unlink(missing_ok=True)
 
 

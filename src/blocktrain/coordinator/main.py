@@ -19,6 +19,7 @@ from blocktrain.coordinator.app import create_app
 from blocktrain.coordinator.display import make_display
 from blocktrain.coordinator.front import front_of
 from blocktrain.coordinator.service import Coordinator, opened
+from blocktrain.coordinator.watching import Watch, watched
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
 
@@ -81,6 +82,7 @@ def run_coordinator(
     gateway: str | None = None,
     reference: str | None = None,
     tls: Tls | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
     recipe = load_recipe(recipe_path, overrides)
@@ -99,7 +101,8 @@ def run_coordinator(
             log.info("opened dashboard url=%s/", url)
 
         server = make_server(coordinator, ready, tls)
-        server.run(sockets=[listener])
+        with watched(coordinator, watch):
+            server.run(sockets=[listener])
 
 
 def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None) -> Server:

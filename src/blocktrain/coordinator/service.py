@@ -10,9 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO
 
 from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
@@ -37,6 +36,7 @@ from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.weights import WeightCache
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import StorageError, UserError
+from blocktrain.training.storage import locked_file
 from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import StatusAnswer
@@ -154,7 +154,7 @@ def opened(
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}") from None
-    with _locked(data_dir / LOCK_FILE) if database_url is None else _unlocked():
+    with _alone(data_dir) if database_url is None else nullcontext():
         store = Store(database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}")
         store.migrate()
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
@@ -181,34 +181,14 @@ def opened(
             coordinator.stop()
 
 
+def _alone(data_dir: Path) -> AbstractContextManager[None]:
+    """One process per data directory with SQLite."""
+    return locked_file(
+        data_dir / LOCK_FILE,
+        f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
+        "between processes with --database postgresql://…",
+    )
+
+
 def _needs_scorer(trust: TrustConfig) -> bool:
     return trust.judge == "coordinator" or (trust.judge == "external" and trust.guard)
-
-
-@contextmanager
-def _unlocked() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process per data directory with SQLite; the lock ends with the process, however it ends."""
-    with path.open("wb") as file:
-        if not _try_lock(file):
-            raise UserError(
-                f"another coordinator is using {path.parent}; stop it, choose another --data-dir, or share a "
-                "run between processes with --database postgresql://…"
-            )
-        yield
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # Windows: SQLite's own locks keep the data safe, two merges would only be wasteful
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -39,8 +39,8 @@ def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens
 
 def estimated_training_bytes(recipe: Recipe, vocabulary: int) -> int:
     """What training one block of the recipe needs, without training it; 5 % from what `PeakMemory` counts
-    in fp32. CUDA stays below it: bf16 and compilation took 0.56 of it at width 384, bf16 alone 0.95 at
-    width 1024 (the two wikitext-2 reports in docs/results)."""
+    in fp32. CUDA stays below it: bf16 and compilation took 0.55 of it at width 384, bf16 alone 0.93 at
+    width 1024 (docs/experiments.md)."""
     with torch.device("meta"):
         objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
         block = objective.build(recipe.model.blocks - 1, seed=0)

@@ -368,14 +368,15 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from None
     if before != json.loads(json.dumps(identity)):
-        changed = ", ".join(_differences(before, identity, "")) or "recipe"
+        changed = ", ".join(differences(before, identity, "")) or "recipe"
         raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")
 
 
-def _differences(before: Any, now: Any, where: str) -> list[str]:
+def differences(before: Any, now: Any, where: str) -> list[str]:
+    """The dotted names of settings that are not the same."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(before.keys() | now.keys())
-        return [d for k in keys for d in _differences(before.get(k), now.get(k), f"{where}.{k}".lstrip("."))]
+        return [d for k in keys for d in differences(before.get(k), now.get(k), f"{where}.{k}".lstrip("."))]
     return [] if before == now else [where.removeprefix("recipe.")]
 
 

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, StorageError
+from blocktrain.errors import CheckpointError, StorageError, UserError
 
 
 @contextmanager
@@ -61,6 +61,28 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or not safetensors: {error}") from None
+
+
+@contextmanager
+def locked_file(path: Path, taken: str) -> Iterator[None]:
+    """Keep others out while the body runs; the lock ends with the process, however it ends. `taken` is what
+    the second one is told."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: nobody is kept out
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+    except OSError as error:
+        raise StorageError(f"cannot use {path.parent}: {error.strerror}; name another folder") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(taken) from None
+        yield
 
 
 @contextmanager

@@ -525,7 +525,7 @@ class WorkerState(BaseModel):
 
 
 class EvaluationState(BaseModel):
-    """Held-out cross entropy of the assembled model, in nats per token."""
+    """Held-out cross entropy of the assembled model, in nats per token (per byte for a byte model)."""
 
     time: float
     versions: tuple[Count, ...]
@@ -537,7 +537,7 @@ class EvaluationState(BaseModel):
 
 
 class ReferenceState(BaseModel):
-    """Something to hold the run's cross entropy against, in nats per token."""
+    """Something to hold the run's cross entropy against, in the same unit."""
 
     name: Literal["end to end", "bigram counts"]
     ce: FiniteFloat

@@ -9,11 +9,10 @@ one puts its progress into error feedback. A damaged file is reported and left o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import safetensors.numpy
@@ -22,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from blocktrain.errors import StorageError, UserError
+from blocktrain.errors import StorageError
+from blocktrain.training.storage import locked_file
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Receipt
 
@@ -53,24 +53,12 @@ class StateFolder:
         self.folder, self.report = folder, report
         self._writing = threading.Lock()
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Keep a second worker out of this folder."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"cannot use {self.folder}: {error.strerror}; name another --data-dir"
-            ) from None
-        with contextlib.closing(os.fdopen(descriptor)):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another worker is using {self.folder}; give each worker its own --data-dir"
-                ) from None
-            yield
+        return locked_file(
+            self.folder / "lock",
+            f"another worker is using {self.folder}; give each worker its own --data-dir",
+        )
 
     def save_feedback(self, block: int, feedback: Weights | None, updates: Sequence[Unsettled]) -> None:
         outbox = _Outbox(updates=list(updates)).model_dump_json()

@@ -1,0 +1,140 @@
+"""docs/cli.md, from the verbs' own signatures: `python -m blocktrain.cli.reference > docs/cli.md`.
+
+Read from signatures and not from `--help`, whose layout depends on the terminal and on Typer's version; a
+test holds both against each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from blocktrain.cli.main import app
+
+OPENING = """# Command line
+
+Every verb with its arguments and options, made by `python -m blocktrain.cli.reference > docs/cli.md`; a
+test holds it against the program. Results go to stdout, progress and errors to stderr. Exit code 0: done;
+1: failure; 2: misuse (a bad recipe, path, flag or input); 130: stopped by Ctrl-C.
+"""
+TYPE_WORDS = {int: "number", float: "number", str: "text", Path: "path"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    """As it is typed: `--out`, or `RECIPE` for an argument."""
+    value: str
+    """What it takes; empty for a flag."""
+    default: str
+    help: str
+    required: bool
+
+    @property
+    def is_option(self) -> bool:
+        return self.name.startswith("--")
+
+
+@dataclass(frozen=True)
+class Verb:
+    name: str
+    help: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def usage(self) -> str:
+        arguments = [one for one in self.parameters if not one.is_option]
+        needed = [f"{one.name} {one.value}" for one in self.parameters if one.is_option and one.required]
+        named = [one.name if one.required else f"[{one.name}]" for one in arguments]
+        rest = [] if all(one.required for one in self.parameters) else ["[options]"]
+        return " ".join(["blocktrain", self.name, *named, *needed, *rest])
+
+
+def all_verbs() -> list[Verb]:
+    verbs = [verb_of(*named) for named in _commands(app, "")]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        verbs += [verb_of(*named) for named in _commands(group.typer_instance, f"{group.name} ")]
+    return verbs
+
+
+def _commands(typer_app: typer.Typer, prefix: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for command in typer_app.registered_commands:
+        assert command.callback is not None
+        yield prefix + (command.name or command.callback.__name__), command.callback
+
+
+def verb_of(name: str, callback: Callable[..., Any]) -> Verb:
+    hints = typing.get_type_hints(callback, include_extras=True)
+    signature = inspect.signature(callback).parameters
+    parameters = tuple(_parameter(key, hints[key], signature[key].default) for key in signature)
+    return Verb(name, inspect.cleandoc(callback.__doc__ or ""), parameters)
+
+
+def _parameter(key: str, hint: Any, default: Any) -> Parameter:
+    kind, *notes = typing.get_args(hint)
+    info = next(note for note in notes if isinstance(note, (OptionInfo, ArgumentInfo)))
+    dashed = key.strip("_").replace("_", "-")
+    if isinstance(info, ArgumentInfo):
+        name = dashed.upper()
+    else:
+        # Inside Annotated, Typer keeps the first of the given names where a default would stand.
+        given = (info.default, *(info.param_decls or ()))
+        name = next((one for one in given if isinstance(one, str) and one.startswith("--")), f"--{dashed}")
+    required = default is inspect.Parameter.empty
+    return Parameter(name, _value(kind, info), _default(default), _help(info), required)
+
+
+def _value(kind: Any, info: OptionInfo | ArgumentInfo) -> str:
+    if kind is bool:
+        return ""
+    if info.metavar:
+        return info.metavar
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is list:
+        kind = typing.get_args(kind)[0]
+    if inspect.isclass(kind) and issubclass(kind, enum.Enum):
+        return "|".join(str(member.value) for member in kind)
+    return TYPE_WORDS[kind]
+
+
+def _default(value: Any) -> str:
+    if value is inspect.Parameter.empty or value is None or value is False or value in ([], ""):
+        return ""
+    return str(value.value if isinstance(value, enum.Enum) else value)
+
+
+def _help(info: OptionInfo | ArgumentInfo) -> str:
+    told = info.help or ""
+    return f"{told} (or the variable {info.envvar})" if info.envvar else told
+
+
+def reference() -> str:
+    return "\n".join([OPENING, *(_section(verb) for verb in all_verbs())])
+
+
+def _section(verb: Verb) -> str:
+    lines = [f"## {verb.name}", "", "```text", verb.usage, "```", "", verb.help]
+    if verb.parameters:
+        lines += ["", "| | takes | default | |", "|---|---|---|---|"]
+        lines += [_row(parameter) for parameter in verb.parameters]
+    return "\n".join([*lines, ""])
+
+
+def _row(parameter: Parameter) -> str:
+    default = "required" if parameter.required else f"`{parameter.default}`" if parameter.default else ""
+    value = f"`{parameter.value}`" if parameter.value else ""
+    cells = (f"`{parameter.name}`", value, default, parameter.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,172 @@
+"""Starts `blocktrain` in milliseconds: a process that has imported torch forks one for each command.
+
+The commands of the documentation are many and small, and importing torch takes seconds. A shim named
+`blocktrain` (and `python`) on PATH sends its arguments, folder, environment and standard streams to this
+process, which forks; the child is a real process of its own, runs the program's own main() and gives the
+shim its exit code. Signals to the shim go to the child, and the child dies with its shim.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+READY = b"zygote ready\n"
+TICK_SECONDS = 0.02
+
+SHIM = """#!{python} -SE
+import json, os, signal, socket, sys
+arguments = sys.argv[1:]
+if os.path.basename(sys.argv[0]) == "python":
+    if arguments[:2] == ["-m", "blocktrain"]:
+        arguments = arguments[2:]
+    elif not (arguments and arguments[0].endswith(".py") and "/" not in arguments[0]):
+        os.execv({python!r}, [{python!r}, *arguments])
+    else:
+        arguments = ["--script", *arguments]
+zygote = socket.socket(socket.AF_UNIX)
+zygote.connect({address!r})
+request = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(zygote, [len(request).to_bytes(4, "big")], [0, 1, 2])
+zygote.sendall(request)
+pid = int.from_bytes(zygote.recv(4), "big")
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+sys.exit(zygote.recv(1)[0])
+"""
+
+
+def write_shims(folder: Path, address: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("blocktrain", "python"):
+        shim = folder / name
+        shim.write_text(SHIM.format(python=sys.executable, address=str(address)))
+        shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
+
+
+@contextmanager
+def running_zygote(address: Path, shims: Path, environment: dict[str, str]) -> Iterator[None]:
+    command = [sys.executable, __file__, str(address), str(shims / "python")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == READY
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def serve(address: str, shim: str) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    sys.stdout.buffer.write(READY)
+    sys.stdout.flush()
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    shims: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select(TICK_SECONDS):
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                pid = begin(connection, shim, [listener, *shims.values()])
+                shims[pid] = connection
+                selector.register(connection, selectors.EVENT_READ, pid)
+            else:  # the shim was killed
+                os.kill(key.data, signal.SIGKILL)
+                selector.unregister(key.fileobj)
+        while shims:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            end(selector, shims.pop(pid), status)
+
+
+def begin(connection: socket.socket, shim: str, others: list[socket.socket]) -> int:
+    length, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    size, request = int.from_bytes(length, "big"), b""
+    while len(request) < size:
+        request += connection.recv(size - len(request))
+    pid = os.fork()
+    if pid == 0:
+        for other in (connection, *others):
+            other.close()
+        os._exit(run(json.loads(request), streams, shim))
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(pid.to_bytes(4, "big"))
+    return pid
+
+
+def end(selector: selectors.BaseSelector, connection: socket.socket, status: int) -> None:
+    if connection in selector.get_map():
+        selector.unregister(connection)
+    code = os.waitstatus_to_exitcode(status)
+    with suppress(BrokenPipeError):
+        connection.sendall(bytes([code if code >= 0 else 128 - code]))
+    connection.close()
+
+
+def run(request: list[object], streams: list[int], shim: str) -> int:
+    """In the child: the program, with the caller's streams, folder and environment."""
+    arguments, folder, environment = request
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.setsid()
+    os.chdir(str(folder))
+    os.environ.clear()
+    os.environ.update(environment)  # type: ignore[arg-type]
+    sys.executable = shim  # processes that this one starts come from the zygote too
+    code = 0
+    try:
+        execute(list(arguments))  # type: ignore[call-overload]
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def execute(arguments: list[str]) -> None:
+    if arguments[:1] == ["--script"]:
+        import runpy
+
+        sys.argv = arguments[1:]
+        runpy.run_path(arguments[1], run_name="__main__")
+        return
+    from blocktrain.cli.main import main
+
+    sys.argv = ["blocktrain", *arguments]
+    main()
+
+
+if __name__ == "__main__":
+    import torch
+    import torch._dynamo  # optimizers import it when they are made
+
+    import blocktrain.cli.assembly
+    import blocktrain.cli.doctor.network
+    import blocktrain.cli.main
+    import blocktrain.coordinator.main
+    import blocktrain.serving.main_gateway
+    import blocktrain.serving.main_stage
+    import blocktrain.worker.program  # noqa: F401
+
+    torch.set_num_threads(1)
+    serve(sys.argv[1], sys.argv[2])
