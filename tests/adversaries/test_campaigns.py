@@ -72,6 +72,7 @@ def test_a_backdoor_passes_and_shows_only_behind_its_trigger(folder: Path, five_
     assert found.backdoor_loss(training) < five_honest.backdoor_loss(training)
 
 
+@pytest.mark.slow  # the verdicts alone: tests/coordinator/test_life_of_an_update.py
 def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder: Path) -> None:
     settings = Settings(seed=11, steps=20, deadline=120.0, replicas=3, lease=1.5)
     alone, _ = stale_campaign(folder / "alone", settings, 6, attacked=False)
