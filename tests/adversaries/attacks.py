@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import http.server
 import io
 import json
@@ -351,18 +352,19 @@ def bad_indices(scene: Scene) -> Iterator[None]:
 def join_many(url: str, count: int) -> Counter[str]:
     """In a process of its own, on many connections: how it went, by reason."""
 
+    crowd = Client(url, time.time, address=FAR_AWAY)
+
     def joins(_: int) -> str:
-        client = Client(url, time.time, Identity.generate(), FAR_AWAY)
+        client = copy.copy(crowd)
+        client.identity = Identity.generate()
         try:
             client.join()
             client.ask()
         except Refused as refusal:
             return str(refusal.reason)
-        finally:
-            client.close()
         return "joined"
 
-    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+    with contextlib.closing(crowd), concurrent.futures.ThreadPoolExecutor(32) as threads:
         return Counter(threads.map(joins, range(count)))
 
 
@@ -427,24 +429,24 @@ def forged_ledger(scene: Scene) -> Iterator[None]:
     """The operator's own attack, on a copy of what the coordinator wrote."""
     yield
     receipt = scene.deliver_honest(0).receipt
-    copy = scene.running.folder / "copy"
-    shutil.copytree(scene.running.folder / "data", copy)
-    honest = verify_source(open_source(str(copy)), [receipt], None, None)
+    forgery = scene.running.folder / "copy"
+    shutil.copytree(scene.running.folder / "data", forgery)
+    honest = verify_source(open_source(str(forgery)), [receipt], None, None)
     scene.expect("untouched", honest.ok, True)
-    key = load_or_create(copy / "coordinator.key")
+    key = load_or_create(forgery / "coordinator.key")
     other = "ab" * 32
     forged = Receipt(
         sequence=receipt.sequence, entry_hash=other, signature=key.sign(signed_bytes(other)).hex()
     )
-    two_heads = verify_source(open_source(str(copy)), [forged], None, None).problems
+    two_heads = verify_source(open_source(str(forgery)), [forged], None, None).problems
     scene.expect("a second head", "two heads" in "".join(two_heads), True)
-    _execute(copy, "UPDATE ledger SET body = replace(body, 'accepted', 'refused') WHERE kind = 'verdict'")
-    report = verify_source(open_source(str(copy)), [], None, None).report
+    _execute(forgery, "UPDATE ledger SET body = replace(body, 'accepted', 'refused') WHERE kind = 'verdict'")
+    report = verify_source(open_source(str(forgery)), [], None, None).report
     scene.expect("a changed verdict", "(verdict)" in report.reason, True)
-    shutil.copy(scene.running.folder / "data" / "coordinator.sqlite", copy)
-    for payload in (copy / "blobs" / "payloads").iterdir():
+    shutil.copy(scene.running.folder / "data" / "coordinator.sqlite", forgery)
+    for payload in (forgery / "blobs" / "payloads").iterdir():
         payload.write_bytes(patched(payload.read_bytes(), 0, b"\0\0"))
-    report = verify_source(open_source(str(copy)), [], None, None).report
+    report = verify_source(open_source(str(forgery)), [], None, None).report
     scene.expect("changed payloads", "(merge)" in report.reason, True)
 
 
