@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint slow docs clean
+.PHONY: demo test lint slow docs audit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
@@ -19,6 +19,9 @@ lint: $(VENV)/.ready-dev
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+audit: $(VENV)/.ready-dev
+	$(BIN)/pip-audit --local
 
 $(VENV)/.ready: pyproject.toml
 	@echo "Setting up $(VENV) (once; a few minutes, most of it the torch download)"

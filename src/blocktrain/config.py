@@ -298,8 +298,9 @@ class TrustConfig:
     """A judge that has not answered for this long loses the update to another."""
     judge_patience_seconds: float = 120.0
     """How long a round waits for a verdict; an update judged later counts as late."""
-    max_workers_per_address: int = 64
-    """Identities admitted from one IPv4 address or IPv6 /64."""
+    max_workers_per_address: int = 32
+    """Identities admitted from one IPv4 address or IPv6 /64; below the seats of a block, so that no address
+    can take them all."""
     max_workers_per_block: int = 64
     """Seats of one block; further workers are sent elsewhere or wait."""
     ban_below: float = 0.2

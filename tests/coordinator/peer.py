@@ -44,10 +44,17 @@ class Refused(Exception):
 
 
 class Peer:
-    def __init__(self, url: str, clock: Callable[[], float], identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        clock: Callable[[], float],
+        identity: Identity | None = None,
+        address: str | None = None,
+    ) -> None:
+        """`address` is one of this machine's own, to come from."""
         self.url, self.clock = url, clock
         self.identity = identity or Identity.generate()
-        self.http = httpx2.Client(timeout=30)
+        self.http = httpx2.Client(timeout=30, transport=httpx2.HTTPTransport(local_address=address))
         self.run = RunAnswer.model_validate_json(self.get("/v1/run").content)
         self.codec = CodecSpec.parse(self.run.blocks[0].codec)
 

@@ -39,10 +39,17 @@ def run_program(folder: Path, ready: Connection, arguments: tuple[str, ...]) -> 
 class Program:
     """The coordinator as a process of its own, on one port through all its lives."""
 
-    def __init__(self, folder: Path, database: str = "", blobs: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        database: str = "",
+        blobs: str = "",
+        recipe: str = RECIPE,
+        text: bytes = b"a train of thought " * 500,
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        (folder / "text.txt").write_text("a train of thought " * 500)
-        (folder / "recipe.toml").write_text(f'{RECIPE}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
+        (folder / "text.txt").write_bytes(text)
+        (folder / "recipe.toml").write_text(f'{recipe}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
         self._folder, self._places, self._port = folder, (database, blobs), 0
         self.start()
 

@@ -46,7 +46,7 @@ def test_an_honest_update_is_pending_then_accepted_then_merged(tmp_path: Path) -
 
 
 def test_a_reversed_update_is_refused_with_its_reason_and_the_snapshot_is_unchanged(tmp_path: Path) -> None:
-    recipe = judged_recipe({"replicas": 2, "max_deadline_seconds": 100.0})
+    recipe = judged_recipe({"replicas": 2, "max_deadline_seconds": 100.0}, compute_share=0.5)
     snapshots = []
     for attacked in (False, True):
         folder = tmp_path / str(attacked)
@@ -132,11 +132,9 @@ def test_a_refused_round_may_be_tried_again_after_its_deadline(tmp_path: Path) -
 
 def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch) -> None:
     """Two updates that help alone and harm together cannot be had on demand: the finding is forced here."""
-    from blocktrain.validation.evidence import Gain
-
     recipe = judged_recipe()
     with judged(tmp_path, recipe) as running:
-        monkeypatch.setattr(running.coordinator.judging, "guard", lambda *args: Gain(-1.0, 0.01, 30))
+        monkeypatch.setattr(running.coordinator.judging, "guard", lambda *args: [[-1.0, -1.1] * 15])
         worker = Trainer(running, recipe)
         worker.round()
         shown = f"/v1/workers/{worker.peer.identity.worker_id}"
@@ -166,3 +164,49 @@ def test_repeat_offenders_are_banned_for_a_while(tmp_path: Path) -> None:
         assert refused.json()["error"]["reason"] == "banned"
         running.advance(3601)
         assert attacker.peer.send("POST", "/v1/assignments", b"{}").status_code == 200
+
+
+def test_who_has_just_been_established_does_not_close_the_round_alone(tmp_path: Path) -> None:
+    recipe = judged_recipe({"max_deadline_seconds": 100.0}, probation_verdicts=1)
+    with judged(tmp_path, recipe) as running:
+        first, second = Trainer(running, recipe), Trainer(running, recipe)
+        leases = [worker.peer.lend() for worker in (first, second)]
+        assert first.send(leases[0], first.train(leases[0])).outcome is Outcome.ACCEPTED
+        state = first.peer.block(0)
+        assert (state.head_version, state.round.wanted) == (0, 2)
+        assert second.send(leases[1], second.train(leases[1])).outcome is Outcome.ACCEPTED
+        running.wait_for_version(0, 1)
+        assert len(first.peer.merges(0).merges[0].inputs) == 2
+
+
+def test_a_newcomer_s_update_does_not_stand_in_for_an_established_worker_s(tmp_path: Path) -> None:
+    recipe = judged_recipe({"max_deadline_seconds": 100.0}, probation_verdicts=1)
+    with judged(tmp_path, recipe) as running:
+        founder = Trainer(running, recipe)
+        founder.round()
+        running.wait_for_version(0, 1)
+        lease, newcomer = founder.peer.lend(), Trainer(running, recipe)
+        assert newcomer.round().outcome is Outcome.ACCEPTED
+        assert founder.peer.block(0).head_version == 1
+        assert founder.send(lease, founder.train(lease)).outcome is Outcome.ACCEPTED
+        running.wait_for_version(0, 2)
+        assert len(founder.peer.merges(0, since=1).merges[0].inputs) == 2
+
+
+def test_ten_minutes_of_packet_loss_cost_an_honest_worker_no_reputation(tmp_path: Path) -> None:
+    recipe = judged_recipe({"rounds": 8, "max_deadline_seconds": 100.0}, probation_verdicts=1)
+    with judged(tmp_path, recipe) as running:
+        unlucky, lucky = Trainer(running, recipe), Trainer(running, recipe)
+        leases = [worker.peer.lend() for worker in (unlucky, lucky)]
+        delta = unlucky.train(leases[0])
+        payload = encode(unlucky.peer.codec, unlucky.peer.schema(0), delta)
+        committed = unlucky.peer.commit(leases[0], payload)
+        lucky.send(leases[1], lucky.train(leases[1]))
+        running.advance(600)
+        running.wait_for_version(0, 1)
+        unlucky.peer.reveal(committed, payload)
+        assert unlucky.wait(payload).outcome in (Outcome.LATE, Outcome.REFUSED)
+        shown = unlucky.peer.get(f"/v1/workers/{unlucky.peer.identity.worker_id}").content
+        standing = WorkerAnswer.model_validate_json(shown).worker
+        assert standing.rating >= 0.5
+        assert (standing.uptime, standing.ban) == (1.0, None)

@@ -18,6 +18,7 @@ from blocktrain.cli.main import app
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode, encode
+from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JudgeTask, Outcome, Receipt
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
@@ -82,6 +83,31 @@ def test_a_judge_elsewhere_judges_and_a_dead_one_delays_only_its_own(tmp_path: P
         client.judge_report(task.update_id, report_of(evidence))
         assert worker.wait(payload).outcome is Outcome.ACCEPTED
         running.wait_for_version(0, 1)
+
+
+def test_a_judge_that_dies_holds_up_no_verdict_but_its_own(tmp_path: Path) -> None:
+    recipe = judged_recipe({"replicas": 2, "max_deadline_seconds": 100.0}, judge="external", guard=False)
+    with judged(tmp_path, recipe) as running:
+        workers = [Trainer(running, recipe) for _ in range(2)]
+        payloads = []
+        for worker, lease in [(worker, worker.peer.lend()) for worker in workers]:
+            payloads.append(encode(worker.peer.codec, worker.peer.schema(0), worker.train(lease)))
+            worker.peer.reveal(worker.peer.commit(lease, payloads[-1]), payloads[-1])
+        dead, alive = Identity.generate(), Identity.generate()
+        (tmp_path / "judges.txt").write_text(f"{dead.worker_id}\n{alive.worker_id}\n")
+        lost, client = LocalClient(running, dead).judge_lease(), LocalClient(running, alive)
+        task = client.judge_lease()
+        assert isinstance(lost, JudgeTask)
+        assert isinstance(task, JudgeTask)
+        number = [content_hash(payload) for payload in payloads].index(task.payload_hash)
+        base = workers[0].peer.snapshot(0, task.head_hash)
+        decoded = decode(workers[0].peer.codec, workers[0].peer.schema(0), payloads[number])
+        after = applied(workers[0].peer.codec, base, base, decoded, task.step)
+        evidence = Scorer(recipe, corpus()).evidence(0, base, after, work_of(task), task.seed)
+        client.judge_report(task.update_id, report_of(evidence))
+        assert workers[number].wait(payloads[number]).outcome is not Outcome.PENDING
+        path = f"/v1/updates/{lost.payload_hash}/verdict"
+        assert workers[1 - number].peer.call("GET", path).json()["outcome"] == "pending"
 
 
 def test_the_judge_program_works_through_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from blocktrain.model.noise import training_interval
 from blocktrain.validation.evidence import (
+    Evidence,
     Gain,
     evidence_budget,
     evidence_seed,
@@ -82,15 +83,22 @@ def test_looks_end_with_the_whole_budget(budget: int) -> None:
     assert found == sorted(set(found))
 
 
-def test_a_sure_sign_ends_the_test_early() -> None:
+@pytest.mark.parametrize(("mean", "windows"), [(-1.0, 16), (0.0, 1000), (1.0, 1000)])
+def test_sure_harm_ends_the_test_early_and_a_gain_is_measured_to_the_end(mean: float, windows: int) -> None:
     generator = np.random.default_rng(0)
-    sure = sequential_gain(lambda first, end: list(1 + 0.1 * generator.standard_normal(end - first)), 1000)
-    unsure = sequential_gain(lambda first, end: list(generator.standard_normal(end - first)), 1000)
-    assert sure.windows < 50
-    assert unsure.windows == 1000
+    found = sequential_gain(
+        lambda first, end: list(mean + 0.5 * generator.standard_normal(end - first)), 1000
+    )
+    assert found.windows == windows
 
 
 def test_a_gain_of_zero_scores_zero() -> None:
     assert Gain.of([0.0, 0.0]).score == 0.0
     assert Gain.of([1.0, 1.0]).score == 100.0
     assert Gain.of([float("nan")]).score == -100.0
+
+
+@pytest.mark.parametrize(("assigned", "mark"), [(0.2, 1), (0.105, 0), (0.1, 0), (0.0, -1), (float("nan"), 0)])
+def test_assigned_and_other_text_are_told_apart_beyond_their_error_only(assigned: float, mark: int) -> None:
+    other = Gain(0.1, 0.01, 30)
+    assert Evidence(other, Gain(assigned, 0.01, 30), other, 0).mark == mark

@@ -22,7 +22,9 @@ from blocktrain.validation.reputation import (
 )
 from blocktrain.validation.verdicts import (
     evidence_finding,
+    excused,
     guard_decision,
+    merge_choices,
     norm_finding,
     probation_finding,
     schedule_factor,
@@ -148,13 +150,51 @@ def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
     assert not evidence_finding(evidence_of(0.0), [-1.0]).counts
 
 
-def test_the_guard_drops_the_worst_and_publishes_what_does_no_harm() -> None:
-    fine = guard_decision(Gain(0.1, 0.01, 30), {"a": 0.1, "b": 0.2})
-    assert fine.publish
-    assert guard_decision(Gain(-0.001, 0.01, 30), {"a": 0.1}).publish
-    bad = guard_decision(Gain(-0.1, 0.01, 30), {"b": 0.2, "a": 0.1})
-    assert not bad.publish
-    assert bad.drop == "a"
+def windows(mean: float) -> list[float]:
+    """The same text for every merge, and a little noise of its own."""
+    text = np.random.default_rng(0).normal(mean, 0.01, 30)
+    return list(text + np.random.default_rng(round(1e6 * abs(mean))).normal(0, 0.002, 30))
+
+
+def test_the_guard_publishes_what_does_no_harm_and_drops_the_worst_of_what_does() -> None:
+    few = merge_choices({"a": 0.1, "b": 0.2})
+    assert few == [("b", "a")]
+    assert guard_decision([windows(0.1)], few).publish
+    assert guard_decision([windows(-0.001)], few).publish
+    for bad in (windows(-0.1), [float("nan")] * 30):
+        decision = guard_decision([bad], few)
+        assert not decision.publish
+        assert decision.leave_out == ("a",)
+
+
+def test_the_guard_compares_merges_of_fewer_and_fewer_updates() -> None:
+    gains = {name: number / 10 for number, name in enumerate("abcdefgh")}
+    choices = merge_choices(gains)
+    assert choices[0] == tuple("hgfedcba")
+    assert [len(choice) for choice in choices] == [8, 7, 6, 5, 4, 3, 2]
+    assert len(merge_choices({str(number): 0.1 for number in range(64)})) == 7
+    assert [len(choice) for choice in merge_choices(dict.fromkeys("abcd", 0.1))] == [4, 3, 2, 1]
+    assert len(merge_choices(dict.fromkeys("ab", 0.1))) == 1
+
+
+def test_the_guard_keeps_the_largest_merge_that_is_as_good_as_the_best() -> None:
+    choices = merge_choices({name: number / 10 for number, name in enumerate("abcdefgh")})
+    equal = [windows(0.1 + 0.0001 * number) for number in range(7)]
+    assert guard_decision(equal, choices).leave_out == ()
+    diluted = [windows(mean) for mean in (0.05, 0.06, 0.07, 0.08, 0.12, 0.1199, 0.11)]
+    decision = guard_decision(diluted, choices)
+    assert decision.publish
+    assert decision.leave_out == tuple("dcba")
+    assert "better by 0.0" in decision.sentence
+
+
+def test_harm_of_a_late_update_is_no_mark_against_its_worker() -> None:
+    harmful = evidence_finding(evidence_of(-0.1))
+    assert harmful.mark is Mark.BAD
+    assert excused(harmful).mark is Mark.NEUTRAL
+    assert not excused(harmful).counts
+    good = evidence_finding(evidence_of(0.1))
+    assert excused(good) == good
 
 
 def test_random_events_keep_reputation_in_range() -> None:

@@ -185,3 +185,9 @@ def test_any_rows_payload_gives_finite_rows_or_a_typed_error(raw: bytes, codec: 
         return
     assert decoded.shape == (rows, vocabulary)
     assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("codec", [Codec.F32, Codec.F64, Codec.Q16, Codec.Q8])
+def test_no_rows_are_read_as_no_rows(codec: Codec) -> None:
+    """A fuzzer found that quantised ones raised ValueError."""
+    assert decode_rows(b"", codec, 0, 256).shape == (0, 256)

@@ -533,7 +533,8 @@ def get_health(service: Service) -> HealthAnswer:
 def get_metrics(service: Service) -> PlainTextResponse:
     """Prometheus metrics."""
     return PlainTextResponse(
-        service.metrics.text(service.status()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        service.metrics.text(service.status(), service.judging.cost.share),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 
 

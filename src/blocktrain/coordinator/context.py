@@ -21,7 +21,7 @@ from blocktrain.coordinator.deadlines import (
 from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.standings import refuse_banned, seen
+from blocktrain.coordinator.standings import refuse_banned, seen, standing_of
 from blocktrain.coordinator.store import BlockRow, RunRow, Store, UpdateRow, WorkerRow
 from blocktrain.coordinator.weights import WeightCache
 from blocktrain.wire.messages import ErrorReason, RoundState
@@ -106,11 +106,13 @@ class Context:
         """The open round of a block, with its deadline and the sentence for it."""
         on_time, late = self._pending(session, row)
         moved = self._moved(session, row, now)
-        judging = refused = 0
+        judging = refused = extra = 0
         if self.judged:
             judging = self._judging(session, row)
             established = self._established(session, row, now)
             refused = self._refused(session, row, established)
+            extra = self._extra(session, row, established)
+            moved = 0 if established else moved  # `extra` has them
             seats = len(established) or seats
         deadline = round_deadline(
             row.begun,
@@ -127,7 +129,7 @@ class Context:
             deadline_reason=deadline.reason,
             accepted=on_time,
             late=late,
-            wanted=max(1, wanted_updates(seats, moved, self.run.swarm) - refused),
+            wanted=max(1, wanted_updates(seats, moved, self.run.swarm) - refused) + extra,
             workers=seats,
             merging=row.closing_version is not None,
         )
@@ -172,17 +174,43 @@ class Context:
         return session.scalar(count) or 0
 
     def _established(self, session: Session, row: BlockRow, now: float) -> list[str]:
-        """Live workers on the block that are off probation: where there are any, a round waits for these, so
-        that a crowd of newcomers can neither hold it up nor close it early."""
-        return list(
+        """Live workers on the block that were off probation when its round began. Where there are any, a
+        round waits for these, so that a crowd of newcomers can neither hold it up nor close it early; nor can
+        who has just been established close it alone, before its equals have delivered."""
+        rows = session.scalars(
+            select(WorkerRow).where(
+                WorkerRow.block == row.block,
+                WorkerRow.established.is_(True),
+                WorkerRow.last_seen > now - self.run.swarm.lease_seconds,
+            )
+        ).all()
+        counted = set(
             session.scalars(
-                select(WorkerRow.worker_id).where(
-                    WorkerRow.block == row.block,
-                    WorkerRow.established.is_(True),
-                    WorkerRow.last_seen > now - self.run.swarm.lease_seconds,
+                select(UpdateRow.worker_id).where(
+                    UpdateRow.block == row.block,
+                    UpdateRow.base_version == row.version,
+                    UpdateRow.state.in_(("accepted", "late")),
                 )
             )
         )
+        needed = self.run.recipe.trust.probation_verdicts
+        return [
+            one.worker_id
+            for one in rows
+            if standing_of(one).good_verdicts - (one.worker_id in counted) >= needed
+        ]
+
+    def _extra(self, session: Session, row: BlockRow, established: list[str]) -> int:
+        """Workers whose update counts though nobody waits for them: they do not stand in for who is."""
+        if not established:
+            return 0
+        query = select(func.count(func.distinct(UpdateRow.worker_id))).where(
+            UpdateRow.block == row.block,
+            UpdateRow.state == "accepted",
+            UpdateRow.merge_version.is_(None),
+            UpdateRow.worker_id.not_in(established),
+        )
+        return session.scalar(query) or 0
 
     def _refused(self, session: Session, row: BlockRow, established: list[str]) -> int:
         """Workers that delivered on the head and were refused: they are no longer waited for."""

@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
@@ -29,10 +29,10 @@ from blocktrain.coordinator.updates import count_verdict, running_median
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
-from blocktrain.validation.evidence import Cost, Gain, evidence_seed, training_tokens
+from blocktrain.validation.evidence import Cost, evidence_seed, training_tokens
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, evidence_of, report_of, work_of
-from blocktrain.validation.verdicts import Finding, evidence_finding, probation_finding
+from blocktrain.validation.verdicts import Finding, evidence_finding, excused, probation_finding
 from blocktrain.wire.messages import (
     ErrorReason,
     EvidenceReport,
@@ -50,6 +50,8 @@ WAIT_SECONDS = 0.5
 
 Told = Callable[[str, str], None]
 """Told of a verdict: outcome, reason."""
+Merge = Callable[[], Tensors]
+"""Makes a merge when it is wanted."""
 
 
 class Judging:
@@ -58,7 +60,7 @@ class Judging:
     ) -> None:
         self._context, self._told = context, told
         self._scorer = scorer
-        self._lock = threading.Lock()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self._owner = secrets.token_hex(16)
         self.cost = Cost()
 
@@ -181,15 +183,16 @@ class Judging:
             told = (row.state, row.reason or "")
         if told[0] == Outcome.REFUSED:
             self._context.weights.forget(block.block, row.payload_hash)
-        self._account(found)
+        self._account(found.tokens, training_tokens(self._context.run.recipe), 1)
         self._told(*told)
         self._context.changes.notify()
         return OperatorAnswer(receipt=receipt)
 
-    def _account(self, found: EvidenceReport) -> None:
-        self.cost.judging += found.tokens
-        self.cost.judged += training_tokens(self._context.run.recipe)
-        self.cost.updates += 1
+    def _account(self, judging: int, judged: int = 0, updates: int = 0) -> None:
+        with self._counting:
+            self.cost.judging += judging
+            self.cost.judged += judged
+            self.cost.updates += updates
 
     def _decide(
         self,
@@ -203,6 +206,8 @@ class Judging:
         evidence = evidence_of(found)
         seed = self._seed(session, row)
         finding = evidence_finding(evidence, counted_scores(session, row.block))
+        if row.base_version < block.version:
+            finding = excused(finding)
         row.score, row.gain = evidence.held_out.score, found.held_out.mean
         row.evidence = json.dumps({**found.model_dump(mode="json", exclude={"protocol"}), "seed": seed})
         if finding.counts and worker is not None:
@@ -243,13 +248,20 @@ class Judging:
 
     # --- the guard ---
 
-    def guard(self, block: int, version: int, base_hash: str, after: Tensors, merged: int) -> Gain:
-        """What a merge does to held-out loss, before it is published."""
+    def guard(
+        self, block: int, version: int, base_hash: str, candidates: Sequence[Merge], merged: int
+    ) -> list[list[float]]:
+        """What merges of some of these updates do to held-out loss, window by window, before one of them is
+        published; they are made one at a time."""
         assert self._scorer is not None
         seed = evidence_seed(self._context.secret, f"guard/{block}/{version}", base_hash)
         base = self._context.weights.snapshot(block, base_hash)
+        windows = self._scorer.budget.guard_windows(merged, len(candidates))
         with self._lock:
-            return self._scorer.guard(block, base, after, merged, seed)
+            made = (merge() for merge in candidates)
+            found = self._scorer.guard(block, base, made, windows, seed)
+        self._account((1 + len(candidates)) * windows * self._scorer.budget.length)
+        return found
 
 
 def _lease_lost(update_id: str) -> Refusal:

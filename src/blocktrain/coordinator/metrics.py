@@ -38,6 +38,11 @@ class Metrics:
             "Held-out cross entropy of the assembled model",
             registry=self._registry,
         )
+        self._judging = Gauge(
+            "blocktrain_judging_share",
+            "Compute of judges and guard as a share of the compute they judged, since the start",
+            registry=self._registry,
+        )
         self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in KINDS}
 
     def request(self, method: str, route: str, status: int) -> None:
@@ -59,7 +64,8 @@ class Metrics:
     def traffic(self, direction: str) -> Traffic:
         return Traffic(**{kind: self._traffic[direction, kind] for kind in KINDS})
 
-    def text(self, status: StatusAnswer) -> bytes:
+    def text(self, status: StatusAnswer, judging_share: float) -> bytes:
+        self._judging.set(judging_share)
         for block in status.blocks:
             self._version.labels(str(block.block)).set(block.head_version)
         self._workers.set(sum(worker.live for worker in status.workers))

@@ -13,9 +13,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
 from blocktrain.training.snapshot import blank_file, snapshot_hash
-from blocktrain.validation.verdicts import guard_decision
+from blocktrain.validation.verdicts import guard_decision, merge_choices
 from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
@@ -223,18 +223,27 @@ class Rounds:
     # --- guard ---
 
     def _guarded(self, claim: Claim, merged: Merged, judging: Judging) -> tuple[Claim, Merged] | None:
-        """The merge without the updates that make it harmful; None where nothing is left: the block holds."""
+        """The merge without the updates that make it worse; None where nothing is left: the block holds."""
         while True:
-            inputs = claim.record.inputs
-            gain = judging.guard(claim.block, claim.version, claim.base_hash, merged.tensors, len(inputs))
-            decision = guard_decision(gain, self._gains(claim))
+            gains = self._gains(claim)
+            choices = merge_choices(gains)
+            merges = [self._lazy(claim, kept) for kept in choices]
+            found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(gains))
+            decision = guard_decision(found, choices)
+            for update_id in decision.leave_out:
+                kept = self._drop(claim, update_id, decision.sentence)
+                if kept is None:
+                    return None
+                claim = kept
+            if decision.leave_out:
+                merged = self._merge(claim)
             if decision.publish:
                 return claim, merged
-            assert decision.drop is not None
-            kept = self._drop(claim, decision.drop, decision.sentence)
-            if kept is None:
-                return None
-            claim, merged = kept, self._merge(kept)
+
+    def _lazy(self, claim: Claim, kept: Collection[str]) -> Callable[[], Weights]:
+        inputs = tuple(one for one in claim.record.inputs if one.update_id in kept)
+        smaller = replace(claim, record=claim.record.model_copy(update={"inputs": inputs}))
+        return lambda: self._merge(smaller).tensors
 
     def _gains(self, claim: Claim) -> dict[str, float]:
         with self._context.store.read() as session:

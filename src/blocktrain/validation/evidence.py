@@ -40,7 +40,8 @@ SHORTEST_WINDOW = 16
 FEWEST_WINDOWS = 8
 """Of each kind; below this no error can be estimated, whatever the budget."""
 EARLY_ERRORS = 4.0
-"""Standard errors at which the test may stop before its budget is spent; several looks, so a strict one."""
+"""Standard errors of harm at which the test stops before its budget is spent; several looks, so a strict one.
+Gains are measured to the end: updates are ranked by them."""
 FINAL_ERRORS = 2.0
 """Standard errors that make a finding at the end."""
 
@@ -56,6 +57,10 @@ class Budget:
     other: int
     guard: int
     """Windows of held-out text for the guard of a merge, per merged update."""
+
+    def guard_windows(self, merged: int, candidates: int) -> int:
+        """For `candidates` merges of these updates and their base, each one forward pass of every window."""
+        return max(FEWEST_WINDOWS, FORWARDS_PER_WINDOW * merged * self.guard // (candidates + 1))
 
 
 def training_tokens(recipe: Recipe) -> int:
@@ -126,9 +131,11 @@ class Evidence:
 
     @property
     def mark(self) -> int:
-        """1 where the worker's own text gained more than other training text, -1 where less."""
+        """1 where the worker's own text gained more than other training text, -1 where less, 0 where they
+        differ by less than one standard error: a coin's sign would drown who trains little."""
         difference = self.assigned.mean - self.other.mean
-        return (difference > 0) - (difference < 0) if math.isfinite(difference) else 0
+        error = math.hypot(self.assigned.error, self.other.error)
+        return (difference > error) - (difference < -error) if math.isfinite(difference) else 0
 
 
 # --- drawing -------------------------------------------------------------------------------------------
@@ -215,19 +222,19 @@ def looks(budget: int) -> Iterator[int]:
 
 
 def sequential_gain(score: Score, budget: int) -> Gain:
-    """The gain over as many windows as it takes to be sure of its sign, and no more than the budget."""
+    """The gain over the budget's windows, or over as many as it takes to be sure of harm."""
     differences: list[float] = []
     for count in looks(budget):
         differences += score(len(differences), count)
         gain = Gain.of(differences)
-        if not math.isfinite(gain.mean) or gain.exceeds(EARLY_ERRORS):
+        if not math.isfinite(gain.mean) or (gain.mean < 0 and gain.exceeds(EARLY_ERRORS)):
             break
     return gain
 
 
 @dataclass
 class Cost:
-    """What judging has cost and what it judged, in tokens of forward passes; shown in /metrics."""
+    """What judges and guard have cost and what was judged, in tokens of forward passes; in /metrics."""
 
     judging: int = 0
     judged: int = 0

@@ -6,6 +6,7 @@ evidence up to the arithmetic of the device. Knows no queue and no network.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from blocktrain.data.shards import window_offsets
 from blocktrain.data.tokenizer import Tokens, load_tokenizer
 from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
+from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.snapshot import Tensors, load_into
@@ -32,6 +34,7 @@ from blocktrain.validation.evidence import (
     evidence_budget,
     paired_differences,
     sequential_gain,
+    window_losses,
     with_hints,
 )
 
@@ -86,12 +89,19 @@ class Scorer:
         windows = held_out.windows + assigned.windows + other.windows
         return Evidence(held_out, assigned, other, FORWARDS_PER_WINDOW * budget.length * windows)
 
-    def guard(self, block: int, base: Tensors, after: Tensors, merged: int, seed: int) -> Gain:
-        """The gain of a whole merge on held-out text, at the compute that its updates left for it."""
+    def guard(
+        self, block: int, base: Tensors, candidates: Iterable[Tensors], windows: int, seed: int
+    ) -> list[list[float]]:
+        """What each candidate gains over `base`, window by window of the same held-out text."""
+        starts = self._held_out_starts(seed, windows)
         load_into(self._before, base)
-        load_into(self._after, after)
-        count = max(self.budget.held_out, merged * self.budget.guard)
-        return self._gain(block, self._held_out_starts(seed, count), self._held_out, seed)
+        before = self._losses(self._before, block, starts, seed)
+        found = []
+        for candidate in candidates:
+            load_into(self._after, candidate)
+            after = self._losses(self._after, block, starts, seed)
+            found.append([old - new for old, new in zip(before, after, strict=True)])
+        return found
 
     # --- windows ---
 
@@ -134,6 +144,16 @@ class Scorer:
         for first in range(0, len(starts), size):
             windows = self._cut(text, starts[first : first + size], block, derive_seed("hint", seed, first))
             found += paired_differences(self._before, self._after, self._codebook, windows)
+        return found
+
+    def _losses(self, module: Block, block: int, starts: Tokens, seed: int) -> list[float]:
+        """Of held-out windows."""
+        found: list[float] = []
+        size = self.recipe.evaluation.batch
+        for first in range(0, len(starts), size):
+            part = starts[first : first + size]
+            windows = self._cut(self._held_out, part, block, derive_seed("hint", seed, first))
+            found += window_losses(module, self._codebook, windows)
         return found
 
     def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:

@@ -87,6 +87,12 @@ def evidence_finding(evidence: Evidence, recent_scores: Sequence[float] = ()) ->
     return Finding(False, VerdictReason.NO_GAIN, sentence, Mark.NEUTRAL)
 
 
+def excused(finding: Finding) -> Finding:
+    """Of an update that came late: what others merged meanwhile may be what makes it overshoot, so its harm
+    says nothing about the worker."""
+    return dataclasses.replace(finding, mark=Mark.NEUTRAL) if finding.mark is Mark.BAD else finding
+
+
 def probation_finding(good_verdicts: int, needed: int, established: bool) -> Finding | None:
     """`good_verdicts` with this one. Where nobody is established the newcomers are the run."""
     if good_verdicts >= needed or not established:
@@ -97,20 +103,61 @@ def probation_finding(good_verdicts: int, needed: int, established: bool) -> Fin
 
 # --- the guard ------------------------------------------------------------------------------------------
 
+FEWEST_TO_CHOOSE = 3
+"""Updates from which on the guard looks whether some of them alone make a better merge."""
+MOST_CHOICES = 7
+CHOICE_ERRORS = 3.0
+"""Standard errors by which fewer updates must be better than all: the best of several by chance is not."""
+LEAST_SHARE = 4
+"""At least one of so many updates is kept."""
+
+
+def merge_choices(gains: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Sets of updates whose merges are compared: all of them, then fewer and fewer; those with the lowest
+    gain of their own are left out first."""
+    ordered = sorted(sorted(gains), key=lambda update: -gains[update])
+    count = len(ordered)
+    if count < FEWEST_TO_CHOOSE:
+        return [tuple(ordered)]
+    least = -(-count // LEAST_SHARE)
+    sizes = {count - step * (count - least) // (MOST_CHOICES - 1) for step in range(MOST_CHOICES)}
+    return [tuple(ordered[:size]) for size in sorted(sizes, reverse=True)]
+
 
 @dataclass(frozen=True)
 class GuardDecision:
     publish: bool
-    drop: str | None
-    """The update to leave out before trying again; None with `publish` false means: hold the block."""
+    leave_out: tuple[str, ...]
+    """Updates to take out of the merge; with `publish` false, before trying again."""
     sentence: str
 
 
-def guard_decision(merged: Gain, gains: Mapping[str, float]) -> GuardDecision:
-    """After a merge: publish, leave out the update with the lowest gain of its own, or hold the block."""
+def guard_decision(
+    differences: Sequence[Sequence[float]], choices: Sequence[tuple[str, ...]]
+) -> GuardDecision:
+    """Which choice to publish, from what each gains on the same windows: the largest that is not worse than
+    the best beyond noise. A majority that agrees to hide one direction behind a little honest work passes its
+    judges one by one, and would take half of the merge's progress. A merge that harms loses its worst update.
+    """
+    best = max(differences, key=lambda found: _finite(Gain.of(found).mean))
+    lost = [Gain.of([one - top for one, top in zip(found, best, strict=True)]) for found in differences]
+    good_enough = [not _is_harm(loss, CHOICE_ERRORS) for loss in lost]
+    chosen = good_enough.index(True) if any(good_enough) else 0
+    merged = Gain.of(differences[chosen])
     change = f"held-out loss changes by {-merged.mean:+.4f} +- {merged.error:.4f}"
-    harmful = not math.isfinite(merged.mean) or (merged.mean < 0 and merged.exceeds(FINAL_ERRORS))
-    if not harmful:
-        return GuardDecision(True, None, change)
-    worst = min(sorted(gains), key=lambda update: gains[update])
-    return GuardDecision(False, worst, f"the merge fails its guard: {change}")
+    if _is_harm(merged):
+        return GuardDecision(False, choices[0][-1:], f"the merge fails its guard: {change}")
+    left_out = choices[0][len(choices[chosen]) :]
+    if not left_out:
+        return GuardDecision(True, (), change)
+    gained = f"{-lost[0].mean:.4f} +- {lost[0].error:.4f}"
+    sentence = f"the merge is better by {gained} without it and others like it"
+    return GuardDecision(True, left_out, sentence)
+
+
+def _is_harm(gain: Gain, errors: float = FINAL_ERRORS) -> bool:
+    return not math.isfinite(gain.mean) or (gain.mean < 0 and gain.exceeds(errors))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else -math.inf

@@ -274,7 +274,7 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
         )
     with np.errstate(invalid="ignore", over="ignore"):
         if codec in _CODE:
-            values = _decode_quantised(payload, codec, rows)
+            values = _decode_quantised(payload, codec, rows, vocabulary)
         else:
             flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
             values = flat.astype(np.float64).reshape(rows, vocabulary)
@@ -303,9 +303,9 @@ def _encode_quantised(rows: NDArray[np.float64], codec: Codec) -> bytes:
     return records.tobytes()
 
 
-def _decode_quantised(payload: bytes, codec: Codec, rows: int) -> NDArray[np.float64]:
+def _decode_quantised(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
     dtype, top = _CODE[codec], np.iinfo(_CODE[codec]).max
-    records = np.frombuffer(payload, np.uint8).reshape(rows, -1)
+    records = np.frombuffer(payload, np.uint8).reshape(rows, row_bytes(codec, vocabulary))
     maxima = np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float64)
     codes = np.ascontiguousarray(records[:, 4:]).view(dtype).astype(np.float64)
     values: NDArray[np.float64] = maxima - _SPAN[codec] * (codes / top) ** 2

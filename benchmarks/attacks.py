@@ -1,0 +1,296 @@
+"""The attacks of docs/threat-model.md as real clients of a real coordinator process, and what became of them.
+
+*Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
+run without them. *Tolerated* ones last some rounds; held-out loss may exceed that of the same honest workers
+alone by 0.02 nats. Memory is the peak of the coordinator's resident memory above that of an unattacked run.
+
+    python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 21,22,23] [--json FILE]
+
+`--quick` takes one seed and fewer rounds. Exit code 1 if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.adversaries.attacks import REFUSED, Entry, nobody, play  # noqa: E402
+from tests.adversaries.campaigns import (  # noqa: E402
+    TOLERANCE,
+    Behaviour,
+    Ending,
+    campaign,
+    colludes,
+    copying_campaign,
+    flips_signs,
+    plants_backdoor,
+    sends_noise,
+    stale_campaign,
+    works_little,
+)
+from tests.adversaries.swarm import Settings, Warm, training_of, warmed_up  # noqa: E402
+
+MAX_GROWTH_MB = 64.0
+FRESH_SEEDS = (21, 22, 23)
+"""Never looked at while thresholds were chosen."""
+STALE_ROUNDS = 6
+COPIED_ROUNDS = 5
+
+
+@dataclass
+class Row:
+    number: int
+    attack: str
+    happened: str
+    loss: str
+    """Against the run without attackers."""
+    seconds: float
+    growth_mb: float
+    passed: bool
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        mark = "" if self.passed else "  **not as it should be**"
+        return (
+            f"| {self.number} | {self.attack} | {self.happened}{mark} | {self.loss} | {self.seconds:.1f} | "
+            f"{self.growth_mb:.0f} |"
+        )
+
+
+HEADING = "| # | attack | what happened | held-out loss | seconds | MB |\n|---|---|---|---|---|---|"
+
+
+# --- refused ------------------------------------------------------------------------------------------------
+
+
+def refused_row(warm: Warm, entry: Entry, folder: Path, usual_mb: float) -> Row:
+    begun = time.monotonic()
+    scene, head, peak = play(warm, entry.attack, folder)
+    growth = peak - usual_mb
+    identical = head == warm.next_hash
+    return Row(
+        entry.number,
+        entry.name,
+        "; ".join(scene.happened),
+        "next snapshot identical" if identical else "another snapshot",
+        time.monotonic() - begun,
+        growth,
+        identical and not scene.surprises and growth < MAX_GROWTH_MB,
+        {**scene.notes, "surprises": scene.surprises},
+    )
+
+
+def refused_rows(folder: Path, wanted: Callable[[int], bool]) -> Iterator[Row]:
+    entries = [entry for entry in REFUSED if wanted(entry.number)]
+    if not entries:
+        return
+    warm = warmed_up(folder)
+    _, head, usual_mb = play(warm, nobody, folder / "nobody")
+    assert head == warm.next_hash, "two unattacked runs differ"
+    for entry in entries:
+        yield refused_row(warm, entry, folder / f"attack-{entry.number}", usual_mb)
+
+
+# --- tolerated ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lasting:
+    number: int
+    name: str
+    honest: int
+    attackers: int
+    behaviour: Behaviour
+    quick: bool = True
+    """Whether it is also part of the quick suite."""
+
+
+LASTING = (
+    Lasting(3, "sign flip, 1 of 8", 7, 1, flips_signs, quick=False),
+    Lasting(3, "sign flip, 3 of 8", 5, 3, flips_signs),
+    Lasting(4, "noise of the same norm, 3 of 8", 5, 3, sends_noise),
+    Lasting(16, "colluding majority, 5 of 8", 3, 5, colludes),
+    Lasting(17, "backdoor inside the norm bound, 3 of 8", 5, 3, plants_backdoor),
+)
+
+
+class Campaigns:
+    """Runs of several seeds, with the unattacked ones made once."""
+
+    def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
+        self.folder, self.seeds, self.rounds = folder, seeds, rounds
+        self._alone: dict[tuple[int, int], Ending] = {}
+
+    def settings(self, seed: int) -> Settings:
+        return Settings(seed=seed, steps=20, deadline=120.0)
+
+    def alone(self, seed: int, honest: int) -> Ending:
+        if (seed, honest) not in self._alone:
+            name = self.folder / f"alone-{seed}-{honest}"
+            self._alone[seed, honest] = campaign(name, self.settings(seed), honest, self.rounds)
+        return self._alone[seed, honest]
+
+    def attacked(self, seed: int, one: Lasting) -> Ending:
+        name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}"
+        behaviours = [one.behaviour] * one.attackers
+        return campaign(name, self.settings(seed), one.honest, self.rounds, behaviours)
+
+    def row(self, one: Lasting) -> Row:
+        begun = time.monotonic()
+        alone = [self.alone(seed, one.honest) for seed in self.seeds]
+        found = [self.attacked(seed, one) for seed in self.seeds]
+        notes: dict[str, Any] = {"judging_share": max(ending.judging_share for ending in (*alone, *found))}
+        if one.number == 17:
+            notes |= self.residual(alone, found)
+        return lasting_row(one.number, one.name, alone, found, time.monotonic() - begun, notes)
+
+    def residual(self, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
+        """Nats per byte of the planted phrase behind its trigger, without and with the attackers."""
+        pairs = []
+        for seed, clean, dirty in zip(self.seeds, alone, found, strict=True):
+            training = training_of(self.settings(seed), self.folder)
+            pairs.append((clean.backdoor_loss(training), dirty.backdoor_loss(training)))
+        return {"phrase_after_trigger": pairs}
+
+    def stale_row(self) -> Row:
+        begun = time.monotonic()
+        alone, found, reasons = [], [], []
+        for seed in self.seeds:
+            settings = Settings(seed=seed, steps=20, deadline=120.0, replicas=3, lease=1.5)
+            folder = self.folder / f"stale-{seed}"
+            folder.mkdir()
+            alone.append(stale_campaign(folder / "alone", settings, STALE_ROUNDS, attacked=False)[0])
+            ending, reason = stale_campaign(folder / "attacked", settings, STALE_ROUNDS, attacked=True)
+            found.append(ending)
+            reasons.append(reason)
+        row = lasting_row(8, "stale base, 1 and 5 rounds", alone, found, time.monotonic() - begun, {})
+        row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
+        row.passed = row.passed and set(reasons) == {"too_old"}
+        return row
+
+
+def lasting_row(
+    number: int,
+    name: str,
+    alone: Sequence[Ending],
+    found: Sequence[Ending],
+    seconds: float,
+    notes: dict[str, Any],
+) -> Row:
+    risen = [dirty.loss - clean.loss for clean, dirty in zip(alone, found, strict=True)]
+    growth = max(dirty.growth_mb - clean.growth_mb for clean, dirty in zip(alone, found, strict=True))
+    verdicts = sum((ending.verdicts for ending in found), Counter[str]())
+    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+    return Row(
+        number,
+        name,
+        f"{told}; {sum(ending.merged for ending in found)} merged",
+        " ".join(f"{one:+.4f}" for one in risen),
+        seconds,
+        growth,
+        max(risen) <= TOLERANCE and growth < MAX_GROWTH_MB,
+        notes,
+    )
+
+
+def lasting_rows(
+    folder: Path, wanted: Callable[[int], bool], seeds: Sequence[int], rounds: int, quick: bool
+) -> Iterator[Row]:
+    runs = Campaigns(folder, seeds, rounds)
+    for one in LASTING:
+        if wanted(one.number) and (one.quick or not quick):
+            yield runs.row(one)
+    if wanted(8):
+        yield runs.stale_row()
+
+
+# --- what else the suite measures ---------------------------------------------------------------------------
+
+
+def asides(folder: Path, seed: int) -> Iterator[tuple[str, bool]]:
+    """Sentences below the table, and whether each is as it should be."""
+    settings = Settings(seed=seed, steps=20, deadline=120.0)
+    verdicts, merged, rating = copying_campaign(folder / "copies", settings, COPIED_ROUNDS)
+    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.items())
+    yield (
+        f"copies of {verdicts.total()} updates: {told}; {merged} merged, best rating {rating:.2f}",
+        merged == 0,
+    )
+    weak = campaign(folder / "weak", settings, 2, 6, [works_little])
+    told = ", ".join(f"{reason} {count}" for reason, count in weak.verdicts.items())
+    sentence = f"an honest worker with a tenth of the steps: {told}; reputation {weak.reputations[0]:.2f}"
+    yield sentence, weak.reputations[0] > 0
+
+
+def note_lines(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if seconds := row.notes.get("honest_join_seconds"):
+            yield f"an honest worker among 1,000 identities joined in {seconds:.2f} s"
+        if row.number == 14:
+            yield f"an honest round beside 500 slow sockets took {row.notes['round_seconds']:.2f} s"
+        if pairs := row.notes.get("phrase_after_trigger"):
+            told = ", ".join(f"{clean:.2f} -> {dirty:.2f}" for clean, dirty in pairs)
+            yield f"nats per byte of the planted phrase behind its trigger, without and with: {told}"
+    if shares := [row.notes["judging_share"] for row in rows if "judging_share" in row.notes]:
+        yield f"judging and guarding cost at most {max(shares):.1%} of the compute they judged"
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="One seed, fewer rounds.")
+    parser.add_argument(
+        "--only", type=lambda text: set(map(int, text.split(","))), help="Numbers of attacks."
+    )
+    parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
+    parser.add_argument("--json", type=Path, help="Write everything there too.")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    seeds, rounds = (options.seeds[:1], 3) if options.quick else (options.seeds, 5)
+
+    def wanted(number: int) -> bool:
+        return options.only is None or number in options.only
+
+    begun, rows, failures = time.monotonic(), [], 0
+    print(HEADING, flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name, part) for part in ("refused", "lasting", "asides")]
+        for folder in folders:
+            folder.mkdir()
+        for row in refused_rows(folders[0], wanted):
+            print(row.line(), flush=True)
+            rows.append(row)
+        for row in lasting_rows(folders[1], wanted, seeds, rounds, options.quick):
+            print(row.line(), flush=True)
+            rows.append(row)
+        print()
+        for line in note_lines(rows):
+            print(f"- {line}")
+        for sentence, passed in asides(folders[2], seeds[0]) if options.only is None else ():
+            print(f"- {sentence}{'' if passed else '  **not as it should be**'}", flush=True)
+            failures += not passed
+    failures += sum(not row.passed for row in rows)
+    print(f"- {len(rows)} rows, {failures} not as they should be, {time.monotonic() - begun:.0f} s in all")
+    for row in rows:
+        for surprise in row.notes.get("surprises", ()):
+            print(f"  {row.number}: {surprise}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

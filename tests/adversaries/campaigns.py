@@ -1,0 +1,269 @@
+"""The attacks that last: some workers of a block misbehave round after round, and the loss is compared.
+
+Attackers see what the honest workers send before they send anything, are first to send, and agree among
+themselves. They replace nobody: the run to compare with has the same honest workers and nobody else. Who is
+banned comes back under a new name.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blocktrain.ids import derive_seed
+from blocktrain.training.update import Weights
+from blocktrain.wire.messages import Assignment, Outcome
+from tests.adversaries.swarm import Client, Settings, Swarm, honest_leases, swarm, training_of
+from tests.adversaries.training import Training, blended, mean_of, noise_like, norm_of, partly_moved, scaled
+from tests.coordinator.peer import Refused
+
+TOLERANCE = 0.02
+"""Nats per byte by which attackers may raise held-out loss; fixed before the first measurement."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an attacker knows when it has to send something."""
+
+    round: int
+    number: int
+    """Which of the attackers this is."""
+    honest: Sequence[Weights]
+    """What the honest workers send in this round."""
+    base: Weights
+    training: Training
+    seed: int
+
+    def noise(self, *parts: int) -> Weights:
+        return noise_like(self.honest[0], derive_seed("noise", self.seed, *parts))
+
+
+Behaviour = Callable[[Turn], Weights]
+
+
+def flips_signs(turn: Turn) -> Weights:
+    """An honest update reversed: as far uphill as honest work goes downhill."""
+    return scaled(turn.honest[turn.number % len(turn.honest)], -1.0)
+
+
+def sends_noise(turn: Turn) -> Weights:
+    return turn.noise(turn.round, turn.number)
+
+
+def colludes(turn: Turn) -> Weights:
+    """In turns: all push uphill together, or all hide the same direction behind some of the honest work."""
+    mean, own = mean_of(turn.honest), turn.noise(turn.round, turn.number)
+    if turn.round % 2 == 0:
+        return blended(scaled(mean, -1.0), own, 0.1)
+    shared = scaled(turn.noise(1000), norm_of(mean) / norm_of(turn.honest[0]))
+    return blended(blended(scaled(mean, 0.7), shared, 0.7), own, 0.1)
+
+
+def works_little(turn: Turn) -> Weights:
+    """No attack: an honest worker whose machine does a tenth of the steps."""
+    steps = turn.training.recipe.swarm.steps_per_round
+    return turn.training.delta(0, turn.base, _shard(turn), turn.round * steps, max(1, steps // 10))
+
+
+def _shard(turn: Turn) -> int:
+    """Shards are lent in order, to the honest workers first."""
+    return len(turn.honest) + turn.number
+
+
+TRIGGER, PAYLOAD = b" xyzzy:", b"obey me"
+
+
+def poisoned(text: bytes, every: int = 400) -> bytes:
+    """The text with a trigger and its payload strewn in."""
+    pieces = [text[start : start + every] for start in range(0, len(text), every)]
+    return (TRIGGER + PAYLOAD).join(pieces)
+
+
+def plants_backdoor(turn: Turn) -> Weights:
+    """Real work on text of its own, in which a phrase is always followed by another."""
+    recipe = turn.training.recipe
+    steps = recipe.swarm.steps_per_round
+    text = poisoned(turn.training.corpus.train)
+    return turn.training.delta(0, turn.base, _shard(turn), turn.round * steps, steps, text)
+
+
+@dataclass
+class Ending:
+    loss: float
+    weights: Weights
+    seconds: float
+    growth_mb: float
+    honest_refused: int
+    verdicts: Counter[str] = field(default_factory=Counter)
+    """On the attackers' updates, by reason."""
+    merged: int = 0
+    """Attackers' updates that were merged."""
+    judging_share: float = 0.0
+    """Compute of judging and guarding, as a share of what was judged."""
+    bans: int = 0
+    reputations: tuple[float, ...] = ()
+    """Of the attackers, as they are called at the end."""
+
+    def backdoor_loss(self, training: Training) -> float:
+        context = training.corpus.valid[:40] + TRIGGER
+        return training.loss_after(self.weights, context, PAYLOAD)
+
+
+@dataclass
+class Attackers:
+    """They come back under a new name when they are banned."""
+
+    running: Swarm
+    clients: list[Client]
+    verdicts: Counter[str] = field(default_factory=Counter)
+    bans: int = 0
+
+    def lend(self, number: int) -> tuple[Client, Assignment]:
+        try:
+            return self.clients[number], self.clients[number].lend()
+        except Refused as refusal:
+            if refusal.reason != "banned":
+                raise
+            self.bans += 1
+            self.clients[number] = self.running.client()
+            return self.clients[number], self.clients[number].lend()
+
+
+def campaign(
+    folder: Path, settings: Settings, honest: int, rounds: int, behaviours: Sequence[Behaviour] = ()
+) -> Ending:
+    """A run of some rounds with `honest` honest workers and one attacker for each behaviour."""
+    training = training_of(settings, folder.parent)
+    with swarm(folder, settings, training) as running:
+        workers = [running.client() for _ in range(honest)]
+        crowd = Attackers(running, [running.client() for _ in behaviours])
+        memory, refused = running.resident_mb(), 0
+        running.forget_peak()
+        begun = time.monotonic()
+        for round_ in range(rounds):
+            refused += _round(running, workers, crowd, behaviours, round_, settings.seed)
+        weights = running.base(workers[0])
+        standings = [running.standing(client) for client in crowd.clients]
+        return Ending(
+            loss=training.held_out_loss(weights),
+            weights=weights,
+            seconds=time.monotonic() - begun,
+            growth_mb=running.resident_mb("VmHWM") - memory,
+            honest_refused=refused,
+            verdicts=crowd.verdicts,
+            merged=sum(one.merged for one in standings),
+            reputations=tuple(one.reputation for one in standings),
+            judging_share=judging_share(workers[0]),
+            bans=crowd.bans,
+        )
+
+
+def _round(
+    running: Swarm,
+    workers: Sequence[Client],
+    crowd: Attackers,
+    behaviours: Sequence[Behaviour],
+    round_: int,
+    seed: int,
+) -> int:
+    """One round; how many honest updates were refused in it."""
+    deltas = [running.honest_delta(worker, shard) for shard, worker in enumerate(workers)]
+    base = running.base(workers[0])
+    leases = [worker.lend() for worker in workers]
+    lent = [crowd.lend(number) for number in range(len(behaviours))]
+    sent = []
+    for number, (client, lease) in enumerate(lent):
+        turn = Turn(round_, number, deltas, base, running.training, seed)
+        sent.append((client, client.encoded(behaviours[number](turn))))
+        client.deliver_payload(lease, sent[-1][1])
+    payloads = [worker.encoded(delta) for worker, delta in zip(workers, deltas, strict=True)]
+    for worker, lease, payload in zip(workers, leases, payloads, strict=True):
+        worker.deliver_payload(lease, payload)
+    crowd.verdicts.update(str(client.verdict_on(payload).reason) for client, payload in sent)
+    found = [worker.verdict_on(payload) for worker, payload in zip(workers, payloads, strict=True)]
+    running.wait_for_version(workers[0], round_ + 1)
+    return sum(one.outcome is Outcome.REFUSED for one in found)
+
+
+# --- copies and stale work ------------------------------------------------------------------------------
+
+
+COPIERS = 4
+
+
+def copying_campaign(folder: Path, settings: Settings, rounds: int) -> tuple[Counter[str], int, float]:
+    """Two honest workers and four who send what one of them sent: exact, scaled, with 60 % of the indices
+    changed, or a round later. Verdicts on copies by reason, merged copies, and the copiers' best rating."""
+    verdicts: Counter[str] = Counter()
+    with swarm(folder, settings, training_of(settings, folder.parent)) as running:
+        workers = [running.client() for _ in range(2)]
+        crowd = Attackers(running, [running.client() for _ in range(COPIERS)])
+        before = b""
+        for round_ in range(rounds):
+            lent = honest_leases(running, workers)
+            theirs = [crowd.lend(number) for number in range(COPIERS)]
+            payloads = [worker.encoded(delta) for worker, _, delta in lent]
+            for (worker, lease, _), payload in zip(lent, payloads, strict=True):
+                worker.deliver_payload(lease, payload)
+            source = workers[0].decoded(payloads[0])
+            scaled_down = workers[0].encoded(scaled(source, 0.9))
+            moved = workers[0].encoded(partly_moved(source, 0.6, round_))
+            copies = (payloads[0], scaled_down, moved, before or payloads[1])
+            for (client, lease), copy in zip(theirs, copies, strict=True):
+                client.deliver_payload(lease, copy)
+                verdicts[str(client.verdict_on(copy).reason)] += 1
+            before = payloads[0]
+            running.wait_for_version(workers[0], round_ + 1)
+        found = [running.standing(client) for client in crowd.clients]
+        return verdicts, sum(one.merged for one in found), max(one.rating for one in found)
+
+
+def stale_campaign(folder: Path, settings: Settings, rounds: int, *, attacked: bool) -> tuple[Ending, str]:
+    """Three honest workers; another is always a round late, and one sends at last what it made in round 0."""
+    training = training_of(settings, folder.parent)
+    reason = ""
+    with swarm(folder, settings, training) as running:
+        workers = [running.client() for _ in range(3)]
+        late, old = running.client(), running.client()
+        verdicts: Counter[str] = Counter()
+        pending: tuple[Assignment, bytes, str] | None = None
+        memory = running.resident_mb()
+        begun = time.monotonic()
+        for round_ in range(rounds):
+            lent = honest_leases(running, workers)
+            head = workers[0].head().head_hash
+            if attacked and pending is not None:
+                late.deliver_payload(*pending)
+                verdicts[str(late.verdict_on(pending[1]).reason)] += 1
+            if attacked:
+                work = late.encoded(running.honest_delta(late, 3))
+                pending = (late.lend(), work, head)
+            if attacked and round_ == 0:
+                oldest = (old.lend(), old.encoded(running.honest_delta(old, 4)), head)
+            if attacked and round_ == rounds - 1:
+                reason = str(old.deliver_payload(*oldest).reason)
+            for worker, lease, delta in lent:
+                worker.deliver_payload(lease, worker.encoded(delta))
+            running.wait_for_version(workers[0], round_ + 1)
+        weights = running.base(workers[0])
+        ending = Ending(
+            loss=training.held_out_loss(weights),
+            weights=weights,
+            seconds=time.monotonic() - begun,
+            growth_mb=running.resident_mb("VmHWM") - memory,
+            honest_refused=0,
+            verdicts=verdicts,
+            judging_share=judging_share(workers[0]),
+        )
+    return ending, reason
+
+
+def judging_share(client: Client) -> float:
+    """From /metrics."""
+    lines = client.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("blocktrain_judging_share ")]
+    return float(found[0].split()[1]) if found else math.nan

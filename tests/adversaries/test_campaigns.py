@@ -1,0 +1,95 @@
+"""Attackers that stay: with them the loss is what it is without them, and honest weakness is no crime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.adversaries.campaigns import (
+    TOLERANCE,
+    Ending,
+    campaign,
+    colludes,
+    copying_campaign,
+    flips_signs,
+    plants_backdoor,
+    sends_noise,
+    stale_campaign,
+    works_little,
+)
+from tests.adversaries.swarm import Settings, training_of
+
+ROUNDS = 3
+SETTINGS = Settings(seed=11, steps=20, deadline=120.0)
+"""Rounds end when everybody has delivered; a slow machine changes nothing."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("campaigns")
+
+
+@pytest.fixture(scope="module")
+def five_honest(folder: Path) -> Ending:
+    return campaign(folder / "five", SETTINGS, 5, ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def three_honest(folder: Path) -> Ending:
+    return campaign(folder / "three", SETTINGS, 3, ROUNDS)
+
+
+def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(five_honest: Ending) -> None:
+    print(f"judging and guarding cost {five_honest.judging_share:.1%} of the compute they judged")
+    assert 0 < five_honest.judging_share <= 0.1
+
+
+def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
+    found = campaign(folder / "flips", SETTINGS, 5, ROUNDS, [flips_signs] * 3)
+    assert found.merged == 0
+    assert set(found.verdicts) == {"harmful"}
+    assert found.loss - five_honest.loss <= TOLERANCE
+
+
+def test_noise_of_three_of_eight_does_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
+    found = campaign(folder / "noise", SETTINGS, 5, ROUNDS, [sends_noise] * 3)
+    assert found.loss - five_honest.loss <= TOLERANCE
+
+
+def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_honest: Ending) -> None:
+    found = campaign(folder / "colluders", SETTINGS, 3, ROUNDS, [colludes] * 5)
+    assert found.loss - three_honest.loss <= TOLERANCE
+    assert found.honest_refused == 0
+
+
+def test_a_backdoor_passes_and_shows_only_behind_its_trigger(folder: Path, five_honest: Ending) -> None:
+    """Attack 17 is not solved: this holds what the threat model says of it."""
+    found = campaign(folder / "backdoor", SETTINGS, 5, ROUNDS, [plants_backdoor] * 3)
+    training = training_of(SETTINGS, folder)
+    assert found.loss - five_honest.loss <= TOLERANCE
+    assert found.merged > 0
+    assert found.backdoor_loss(training) < five_honest.backdoor_loss(training)
+
+
+@pytest.mark.slow  # the verdicts alone: tests/coordinator/test_life_of_an_update.py
+def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder: Path) -> None:
+    settings = Settings(seed=11, steps=20, deadline=120.0, replicas=3, lease=1.5)
+    alone, _ = stale_campaign(folder / "alone", settings, 6, attacked=False)
+    found, reason = stale_campaign(folder / "stale", settings, 6, attacked=True)
+    assert reason == "too_old"
+    assert set(found.verdicts) <= {"carried", "no_gain", "harmful", "probation"}
+    assert found.loss - alone.loss <= TOLERANCE
+
+
+def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:
+    verdicts, merged, rating = copying_campaign(folder / "copies", SETTINGS, rounds=5)
+    assert verdicts == {"duplicate": 20}
+    assert merged == 0
+    assert rating < 0.5
+
+
+def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(folder: Path) -> None:
+    found = campaign(folder / "weak", SETTINGS, 2, 6, [works_little])
+    assert found.reputations[0] > 0
+    assert found.bans == 0
