@@ -259,7 +259,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    seeds, rounds = (options.seeds[:1], 3) if options.quick else (options.seeds, 5)
+    seeds, rounds = (options.seeds[:1], 3) if options.quick else (options.seeds, 4)
 
     def wanted(number: int) -> bool:
         return options.only is None or number in options.only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -87,14 +88,15 @@ def test_a_refused_body_may_not_go_on_for_ever(running: Running) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_an_answer_that_nobody_reads_is_given_up(local: Place) -> None:
-    with local.serve(tiny_recipe(blocks=1)) as running:
+    recipe = tiny_recipe(blocks=1)
+    wide = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, width=512))
+    with local.serve(wide) as running:
         snapshot = running.peer().block(0).head_hash
         with connected(running) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             request = f"GET /v1/snapshots/{snapshot} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                connection.sendall(request * 200)
-                while True:  # until the server has had enough of filling buffers
+                while True:  # each answer has over 10 MB: the server soon has nowhere to put them
                     connection.sendall(request)
         assert httpx2.get(f"{running.url}/healthz").status_code == 200
 
