@@ -56,6 +56,20 @@ def test_scores_are_in_nats_per_byte_everywhere(checkpoint: Path, text_folder: P
     assert "nats/token" not in told
 
 
+def test_certificates_that_cannot_be_used_are_told_before_a_run_is_opened(tmp_path: Path) -> None:
+    start = ("coordinator", "demo", "--data-dir", tmp_path / "run", "--port", "0")
+    alone = run_main(*start, "--tls-cert", tmp_path / "cert.pem")
+    assert (alone.code, "--tls-cert and --tls-key go together" in alone.complaint) == (2, True)
+    both = ("--tls-cert", tmp_path / "cert.pem", "--tls-key", tmp_path / "key.pem")
+    missing = run_main(*start, *both)
+    assert (missing.code, "No such file" in missing.complaint) == (2, True)
+    for file in both[1::2]:
+        Path(file).write_text("not PEM")
+    wrong = run_main(*start, *both)
+    assert (wrong.code, "expected PEM files that belong together" in wrong.complaint) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_serve_passes_misuse_of_a_stage_on(checkpoint: Path, tmp_path: Path) -> None:
     """A damaged checkpoint is noticed by the stage; its sentence and its code come through."""
     import shutil

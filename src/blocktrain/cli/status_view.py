@@ -22,7 +22,7 @@ def status_tables(status: StatusAnswer) -> Group:
 def _heading(status: StatusAnswer) -> str:
     state = "finished" if status.finished else "running"
     newest = status.evaluations[-1] if status.evaluations else None
-    score = f", CE {newest.consensus_ce:.4f}" if newest is not None else ""
+    score = f", held-out CE {newest.consensus_ce:.4f} nats per byte" if newest is not None else ""
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
     return f"{status.name}: {state}{score}{share}"
 
