@@ -118,8 +118,9 @@ class Runner:
 
     def serve(self, fence: Fence) -> None:
         script = self.adapted(fence.body)
-        port = next((port for port in self.ports.values() if re.search(rf"\b{port}\b", script)), 0)
-        assert port, f"{fence}: a server names its port, so that it can be given a free one"
+        named = re.search(r"--port (\d+)", script)
+        assert named is not None, f"{fence}: a server names its port, so that it can be given a free one"
+        port = int(named[1])
         self.end(port)
         process = subprocess.Popen(
             ["bash", "-c", f"exec {script.strip()}"], cwd=self.folder, env=dict(self.environment),

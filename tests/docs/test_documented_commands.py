@@ -24,6 +24,7 @@ GIVEN = {
     "docs/quickstart.md": (),
     "docs/join.md": ("with_run",),
     "docs/host.md": ("with_database_and_bucket",),
+    "docs/dashboard.md": ("with_demo",),
     "docs/serve.md": ("with_demo",),
     "docs/objective.md": (),
     "docs/tracking.md": (),
