@@ -62,7 +62,7 @@ function figure(item) {
 function loss(status) {
   const newest = status.evaluations.at(-1);
   const known = status.references.find((one) => one.name === "end to end") ?? status.references[0];
-  let note = "nats per token, held out";
+  let note = "nats per byte, held out";
   if (newest && known) {
     const gap = newest.consensus_ce - known.ce;
     note = `${known.name} ${nats(known.ce)}, ${nats(Math.abs(gap))} ${gap > 0 ? "above" : "below"} it`;
