@@ -110,7 +110,7 @@ def take(browser: Browser, url: str, folder: Path) -> None:
             prepare(page)
             path = folder / f"{name}.png"
             page.page.screenshot(path=path, full_page=name != "dashboard")
-            Image.open(path).convert("RGB").save(path, optimize=True)
+            Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
             print(f"{path}: {path.stat().st_size} bytes")
 
 

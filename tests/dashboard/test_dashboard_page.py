@@ -76,6 +76,18 @@ def test_the_loss_stands_beside_its_references_in_picture_and_table(page: Watche
     assert heads == ["Round", "Composed", "Block 0", "Block 1"]
 
 
+def test_names_of_lines_do_not_overlap(page: Watched) -> None:
+    page.page.locator("#chart polyline.composed").wait_for(timeout=WAIT_MS)
+    boxes = [name.bounding_box() for name in page.page.locator("#chart .line-name").all()]
+    assert len(boxes) == 5
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            assert one is not None
+            assert other is not None
+            beside = one["x"] >= other["x"] + other["width"] or other["x"] >= one["x"] + one["width"]
+            assert beside or abs(one["y"] - other["y"]) >= 12
+
+
 def test_workers_are_shown_with_name_work_and_bytes(page: Watched, swarm: Coordinator) -> None:
     for worker in swarm.status().workers:
         row = page.page.locator(f"tr[data-key='{worker.worker_id}']")

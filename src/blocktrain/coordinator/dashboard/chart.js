@@ -8,6 +8,7 @@ const COLOURS = 8;
 const LABELLED_BLOCKS = 16; // beyond, lines are drawn alike and only the composed model has a label
 const MARGIN = { top: 12, right: 58, bottom: 30, left: 44 };
 const LABEL_GAP = 13;
+const LABEL_WIDTH = 40;
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const roundOf = (evaluation) => mean(evaluation.versions);
@@ -248,9 +249,9 @@ function labels(series, references, scales, width, blocks) {
     placed.push({ text: words[kindOf(one)], kind: kindOf(one), x: width - MARGIN.right + 7, y: scales.y(one.ce) + 4 });
   }
   placed.sort((one, other) => one.y - other.y);
-  for (let i = 1; i < placed.length; i++) {
-    const near = Math.abs(placed[i].x - placed[i - 1].x) < 40;
-    if (near) placed[i].y = Math.max(placed[i].y, placed[i - 1].y + LABEL_GAP);
-  }
+  placed.forEach((label, i) => {
+    const above = placed.slice(0, i).filter((other) => Math.abs(other.x - label.x) < LABEL_WIDTH);
+    label.y = Math.max(label.y, ...above.map((other) => other.y + LABEL_GAP));
+  });
   return placed.map(({ text, kind, x, y }) => svg("text", { class: `line-name ${kind}`, x, y }, text));
 }
