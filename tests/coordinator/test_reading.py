@@ -74,6 +74,7 @@ def events(response: httpx2.Response) -> Iterator[dict[str, str]]:
 def test_events_tell_what_happens_and_resume_where_they_broke_off(running: Running) -> None:
     with httpx2.stream("GET", f"{running.url}/v1/events?since=0", timeout=10) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no"
         stream = events(response)
         assert next(stream)["event"] == "run"
         peer = running.peer()

@@ -80,6 +80,8 @@ DECODING_THREADS = 2
 MAX_EVENT_STREAMS = 200
 EVENT_POLL_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
+UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""For reverse proxies, which would hold events back until they have many."""
 
 Service = Annotated[Coordinator, Depends(coordinator_of)]
 BlockPath = Annotated[int, Path(ge=0, lt=MAX_BLOCKS)]
@@ -561,7 +563,9 @@ async def get_events(
     start = since if since is not None else _after_last_event(request)
     if start is None:
         start = await run_in_threadpool(service.reports.ledger_length)
-    return StreamingResponse(_events(service, streams, start), media_type="text/event-stream")
+    return StreamingResponse(
+        _events(service, streams, start), headers=UNBUFFERED, media_type="text/event-stream"
+    )
 
 
 def _after_last_event(request: Request) -> int | None:
