@@ -8,55 +8,98 @@ from pathlib import Path
 import pytest
 from program import run_main
 
+from blocktrain.cli.demo import MARKER, clear_earlier_demo, summary_rows, thinned
+from blocktrain.cli.saboteur import Fate
+from blocktrain.errors import UserError
+
 TINY = {
-    "TRAINING_STEPS": "2",
     "MODEL_WIDTH": "32",
-    "MODEL_CONTEXT": "32",
-    "DATA_MAX_BYTES": "20000",
-    "EVALUATION_MAX_BYTES": "200",
-    "EVALUATION_POOLING_BYTES": "200",
-    "EVALUATION_SAMPLE_BYTES": "10",
+    "MODEL_HEADS": "2",
+    "MODEL_LAYERS_PER_BLOCK": "1",
+    "MODEL_CONTEXT": "64",
+    "TRAINING_BATCH": "8",
+    "DATA_MAX_BYTES": "400000",
+    "EVALUATION_MAX_BYTES": "8192",
+    "EVALUATION_POOLING_BYTES": "8192",
+    "SWARM_ROUNDS": "8",
+    "SWARM_STEPS_PER_ROUND": "8",
+    "SWARM_EVALUATE_EVERY_SECONDS": "1",
 }
 
 
-@pytest.fixture
-def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TINY.items():
-        monkeypatch.setenv(f"BLOCKTRAIN_{name}", value)
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
-    first = run_main("demo", "--out", tmp_path)
-    assert first.code == 0, first.err
-    (tmp_path / "notes.txt").write_text("mine")
-    second = run_main("demo", "--out", tmp_path)
-    assert second.code == 0, second.err
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "report.json").exists()
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_the_demo_explains_itself_with_and_without_a_reference(
+def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = run_main("demo", "--out", tmp_path / "with").err
-    for words in (
-        "Each block is trained alone",
-        "bigram counts",
-        "end to end",
-        "A sample",
-        "blocktrain generate",
-    ):
-        assert words in told
-    monkeypatch.setenv("BLOCKTRAIN_TRAINING_REFERENCE", "false")
-    without = run_main("demo", "--out", tmp_path / "without")
-    assert without.code == 0
-    assert "bigram counts" in without.err
-
-
-@pytest.mark.slow
-def test_the_demos_composed_model_beats_bigram_counts(tmp_path: Path) -> None:
-    assert run_main("demo", "--out", tmp_path / "demo").code == 0
+    for name, value in TINY.items():
+        monkeypatch.setenv(f"BLOCKTRAIN_{name}", value)
+    outcome = run_main("demo", "--once", "--out", tmp_path / "demo")
+    assert outcome.code == 0, outcome.err
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
-    assert report["composed"]["consensus"]["ce"] < report["bigram"]["ce"]
+    assert report["attacker"]["merged"] == 0
+    assert report["lossless"]
+    assert report["bytes_per_traversal"] >= 1
+    assert report["ledger_entries"] > report["merges"] == 24
+    assert 0 < report["bytes_moved"] < report["full_checkpoint_bytes"]
+    assert report["final"]["consensus_ce"] < 5.0
+    assert (tmp_path / "demo" / "checkpoint" / "config.json").exists()
+    told = (
+        "loss by round",
+        "end to end with the same steps",
+        "attacker",
+        "every entry holds",
+        "per traversal",
+    )
+    for words in told:
+        assert words in outcome.out, outcome.out
+    assert "Dashboard: http://127.0.0.1:" in outcome.err
+
+
+def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text(json.dumps({"recipe": {"name": "demo"}}))
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    clear_earlier_demo(tmp_path, "demo")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_that_is_not_a_demo_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not a demo"):
+        clear_earlier_demo(tmp_path, "demo")
+
+
+def test_the_attackers_fate_is_told_in_a_sentence() -> None:
+    fate = Fate("w")
+    assert "not let near a block" in fate.sentence()
+    fate.sent = 2
+    fate.outcomes["refused (harmful)"] += 2
+    fate.shut_out = "banned"
+    assert fate.sentence() == "sent 2 reversed updates: 2 refused (harmful); then shut out: banned"
+
+
+def test_a_text_that_differs_from_plain_decoding_is_said_loudly() -> None:
+    summary = {
+        "final": {"consensus_ce": 2.0},
+        "reference_ce": 2.1,
+        "ce_per_round": [{"rounds": [0, 1], "ce": 3.0}],
+        "bigram_ce": None,
+        "full_checkpoint_bytes": 100,
+        "bytes_moved": 10,
+        "updates": 1,
+        "attacker": {"sent": 1, "merged": 1, "fate": "sent"},
+        "ledger_entries": 3,
+        "merges": 1,
+        "ledger": "holds",
+        "bytes_per_traversal": 2.0,
+        "sample_bytes": 4,
+        "traversals": 2,
+        "lossless": False,
+    }
+    rows = dict(summary_rows(summary))
+    assert "NOT" in rows["serving"]
+    assert "1 got merged" in rows["attacker"]
+
+
+def test_a_long_history_is_thinned_to_its_ends_and_some_between() -> None:
+    values = [{"n": n} for n in range(100)]
+    assert [one["n"] for one in thinned(values, 3)] == [0, 50, 99]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blocktrain.wire.messages import Outcome
+from blocktrain.wire.messages import Outcome, VerdictReason
 from blocktrain.worker.decisions import (
     LONGEST_BACKOFF_SECONDS,
     Route,
@@ -12,6 +12,7 @@ from blocktrain.worker.decisions import (
     asks_for_next,
     backoff_seconds,
     cheapest_route,
+    is_forgotten,
     may_step,
     move_share,
     saving_is_due,
@@ -60,6 +61,19 @@ def test_what_does_not_count_returns() -> None:
     assert share_to_return(Outcome.ACCEPTED, 1.0) == 0.0
     assert share_to_return(Outcome.LATE, 0.25) == 0.75
     assert share_to_return(Outcome.REFUSED, 0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "reason", [VerdictReason.NO_GAIN, VerdictReason.HARMFUL, VerdictReason.GUARD, VerdictReason.PROBATION]
+)
+def test_an_update_that_was_found_wanting_is_forgotten(reason: VerdictReason) -> None:
+    assert is_forgotten(Outcome.REFUSED, reason)
+
+
+@pytest.mark.parametrize("reason", [VerdictReason.DROPPED, VerdictReason.TOO_OLD])
+def test_an_update_that_came_too_late_is_not_forgotten(reason: VerdictReason) -> None:
+    assert not is_forgotten(Outcome.REFUSED, reason)
+    assert not is_forgotten(Outcome.LATE, VerdictReason.CARRIED)
 
 
 def test_merged_and_refused_updates_are_settled_in_order() -> None:

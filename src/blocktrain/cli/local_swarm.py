@@ -49,6 +49,8 @@ class SwarmOptions:
     device: str = "auto"
     settings: Mapping[str, Any] | None = None
     """The resolved recipe, to tell another run's folder apart; None takes any."""
+    coordinator_options: tuple[str, ...] = ()
+    """More flags for `blocktrain coordinator`."""
 
 
 @dataclass
@@ -72,6 +74,7 @@ class LocalSwarm:
             "--port",
             "0",
             *settings,
+            *self.options.coordinator_options,
         ]
         self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
         self.url = await_line(self.coordinator, READY_LINE, READY_SECONDS, self.stop)
@@ -210,7 +213,7 @@ def _run(
             f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
         )
         client = swarm.client()
-        with _shown(console) as show:
+        with shown(console) as show:
             status = swarm.watch(client, show, record)
         seconds = time.monotonic() - started
         swarm.end_workers()
@@ -224,7 +227,7 @@ def _run(
     return report
 
 
-class _shown:
+class shown:
     """Shows each status: redrawn on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console) -> None:

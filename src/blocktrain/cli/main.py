@@ -12,6 +12,7 @@ import typer
 
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor.verb import doctor
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.exchange import export, import_
@@ -19,7 +20,7 @@ from blocktrain.cli.gateway import chat, gateway, serve
 from blocktrain.cli.serving import stage
 from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
-from blocktrain.cli.train import demo, train
+from blocktrain.cli.train import train
 from blocktrain.cli.trust import contributions, invite, judge, ledger_verbs, worker_verbs
 from blocktrain.errors import BlocktrainError
 

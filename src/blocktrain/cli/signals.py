@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as an event that long work looks at between steps.
 
 A handler runs in the main thread, perhaps while that thread holds the event's own lock in `wait`: setting
-the event there would wait for itself for ever (seen once in fifty runs under load). So a thread sets it.
+the event there would wait for itself for ever (seen once, under load). So a thread sets it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""`train` and `demo`: a whole run on one machine."""
+"""`train`: a whole run on one machine."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +16,6 @@ from blocktrain.cli.progress import TrainingProgress
 from blocktrain.cli.signals import stop_on_signals
 from blocktrain.cli.tracking import METRICS_FILE, RecordedSteps, TrackerName, TrackOption, recording
 from blocktrain.config import Recipe, load_recipe
-from blocktrain.errors import UserError
 from blocktrain.training.local import LocalRun
 
 
@@ -84,68 +80,3 @@ def results_table(report: dict[str, Any]) -> Table:
     if report["gap"] is not None:
         table.caption = f"gap of the best composed model to end-to-end: {report['gap']:+.4f} nats/byte"
     return table
-
-
-def demo(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("runs/demo"),
-    device: DeviceOption = "cpu",
-) -> None:
-    """Train a small model block by block on this machine in about two minutes, and sample from it."""
-    console = Console(stderr=True)
-    recipe = load_recipe(find_recipe("demo"))
-    clear_earlier_demo(out, recipe.name)
-    blocks = recipe.model.blocks
-    console.print(
-        f"[bold]BlockTrain demo[/bold]: one language model cut into {blocks} blocks of "
-        f"{recipe.model.layers_per_block} layers.\nEach block is trained alone, with no gradient or "
-        "optimizer state of the others;\nthen the same layers are trained end to end, to compare. Text: "
-        f"this Python's own documentation.\nTwo minutes on two cores ({os.cpu_count()} here). "
-        f"Results go to {out}/.\n",
-        highlight=False,
-    )
-    report = run_training(recipe, out, device, console, resume=False)
-    Console().print(results_table(report))
-    console.print(explain(report), highlight=False)
-    console.print(
-        "\n[bold]A sample of the composed model[/bold] (it has read for a minute):", highlight=False
-    )
-    console.print(report["sample"], markup=False, highlight=False)
-    console.print(
-        f"\nMore text:  blocktrain generate {out / 'checkpoint'} --prompt 'The '\n"
-        f"Loss curves: {out / 'curves.png'}",
-        highlight=False,
-    )
-
-
-def clear_earlier_demo(out: Path, name: str) -> None:
-    """Remove what an earlier demo wrote, and nothing else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    try:
-        found = json.loads((out / "run.json").read_text(encoding="utf-8"))["recipe"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        found = None
-    if found != name:
-        raise UserError(f"{out} holds something that is not a demo; choose another --out")
-    for result in ("checkpoint", "state"):
-        shutil.rmtree(out / result, ignore_errors=True)
-    for result in ("report.json", "curves.png", "sample.txt", "run.json", METRICS_FILE):
-        (out / result).unlink(missing_ok=True)
-
-
-def explain(report: dict[str, Any]) -> str:
-    """What the table says, in sentences."""
-    composed = report["composed"]["consensus"]["ce"]
-    beats = "beats" if composed < report["bigram"]["ce"] else "does not beat"
-    told = (
-        f"\nThe composed model {beats} bigram counts ({composed:.3f} against {report['bigram']['ce']:.3f} "
-        "nats per byte; lower is better)"
-    )
-    if report["reference"] is None:
-        return told + "."
-    block, reference = (report["peak_memory_bytes"][key] / 1e6 for key in ("block", "reference"))
-    return told + (
-        f"\nand is {report['gap']:+.3f} from the same layers trained end to "
-        f"end. Training one block needs {block:.0f} MB\nwhere end-to-end needs {reference:.0f} MB: that is "
-        "why small machines can take part."
-    )

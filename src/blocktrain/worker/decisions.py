@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from blocktrain.wire.messages import Outcome
+from blocktrain.wire.messages import Outcome, VerdictReason
 
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
@@ -26,6 +26,7 @@ MERGES_PER_DOWNLOAD = 16
 MOVE_DAMPING = 2.0
 FIRST_WATCH_SECONDS = 0.05
 IDLE_WATCH_SECONDS = 2.0
+RETURNED_REASONS = frozenset({VerdictReason.DROPPED, VerdictReason.TOO_OLD, VerdictReason.RUN_FINISHED})
 MAX_UNSENT = 1
 """Finished rounds that may wait behind the one being sent; each costs a copy of the weights."""
 
@@ -82,12 +83,22 @@ def saving_is_due(
 
 
 def share_to_return(outcome: Outcome, weight: float) -> float:
-    """Which share of an update goes back to error feedback: what will not be in the snapshot."""
+    """Which share of a late update goes back to error feedback: what will not be in the snapshot."""
     if outcome is Outcome.ACCEPTED:
         return 0.0
     if outcome is Outcome.LATE:
         return 1.0 - min(1.0, max(0.0, weight))
     return 1.0
+
+
+def is_forgotten(outcome: Outcome, reason: VerdictReason) -> bool:
+    """Whether an update is given up altogether, and what compression left of it too.
+
+    Work that came too late is sound and returns to error feedback. Work that was judged and found wanting
+    does not: the round is trained again from the same snapshot, so the next update would be this one
+    twice, and the one after it three times (docs/decisions/0007).
+    """
+    return outcome is Outcome.REFUSED and reason not in RETURNED_REASONS
 
 
 @dataclass(frozen=True)

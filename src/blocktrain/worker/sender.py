@@ -2,7 +2,7 @@
 
 Runs beside training. The payload, and the error feedback it leaves, are on disk before the coordinator
 hears of them, so that a killed worker can deliver them again or take them back, and never counts the
-same progress twice. Whatever does not count returns to error feedback.
+same progress twice. What came too late returns to error feedback; what was found wanting is forgotten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
 from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
-from blocktrain.worker.decisions import Sent, share_to_return, verdict_wait_seconds
+from blocktrain.worker.decisions import Sent, is_forgotten, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.snapshots import Layout, Snapshots
 from blocktrain.worker.standing import Base, Flight, Standing
@@ -182,6 +182,9 @@ class Sender:
         if verdict is not None:
             age = max(0, verdict.head_version - parcel.update.base_version)
             self.progress.judged(standing.block, parcel.round, verdict.outcome.value, age, verdict.sentence)
+            if is_forgotten(verdict.outcome, verdict.reason):
+                self.forget(standing, parcel.update.payload_hash)
+                return
             share = share_to_return(verdict.outcome, verdict.weight)
         if share > 0:
             self.take_back(standing, parcel.update.payload_hash, parcel.payload, base, share)
@@ -195,6 +198,13 @@ class Sender:
             return
         weights: Weights = base.weights if base is not None else {}
         standing.returned(decoded_delta(layout.codec, layout.schema, payload, weights), share)
+        self._settle(standing, payload_hash)
+
+    def forget(self, standing: Standing, payload_hash: str) -> None:
+        standing.forget()
+        self._settle(standing, payload_hash)
+
+    def _settle(self, standing: Standing, payload_hash: str) -> None:
         kept = [one for one in self._unsettled.get(standing.block, []) if one.payload_hash != payload_hash]
         self._unsettled[standing.block] = kept
         self.keep_feedback(standing)

@@ -159,6 +159,11 @@ class Standing:
         with self._changed:
             self._feedback = fold_back(self._feedback, delta, share)
 
+    def forget(self) -> None:
+        """Give up error feedback: it is what is left of updates that were found wanting."""
+        with self._changed:
+            self._feedback = None
+
     def drop(self, flight: Flight) -> None:
         """Give up an update that was never formed: its progress goes to error feedback."""
         with self._changed:

@@ -1,0 +1,334 @@
+"""`demo`: everything once, on this machine: train by a swarm, with an attacker in it, verify, serve, look.
+
+It starts the same programs that machines of different owners run, as processes here, and wires them to
+each other's addresses. What it prints at the end comes from the public API of the run, from replaying its
+ledger, and from the gateway's own account of one answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blocktrain.cli.assembly import save_final_checkpoint
+from blocktrain.cli.launcher import LaunchConfig, Launcher
+from blocktrain.cli.ledgers import open_source, verify_source
+from blocktrain.cli.local_swarm import LocalSwarm, SwarmOptions, shown
+from blocktrain.cli.options import DeviceOption, find_device, find_recipe
+from blocktrain.cli.progress import TrainingProgress
+from blocktrain.cli.saboteur import Fate, Saboteur
+from blocktrain.cli.signals import stopping
+from blocktrain.config import Recipe, load_recipe
+from blocktrain.errors import StoppedError, UserError
+from blocktrain.training.evaluation import Evaluator
+from blocktrain.training.local import LocalRun
+from blocktrain.training.storage import write_json
+from blocktrain.wire.messages import StatusAnswer
+from blocktrain.worker.client import CoordinatorClient
+
+WORKERS = 4
+STAGES = 3
+PROMPT = "The following "
+SAMPLE_BYTES = 160
+MARKER = "demo.json"
+RESULTS = ("checkpoint", "state", "coordinator", "end-to-end", "logs")
+FILES = ("report.json", "curves.png", "sample.txt", "run.json", "metrics.jsonl", "swarm.lock", MARKER)
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = Path("runs/swarm-demo"),
+    device: DeviceOption = "cpu",
+    once: Annotated[
+        bool, typer.Option("--once", help="End after the summary instead of staying up.")
+    ] = False,
+) -> None:
+    """Train with four workers and an attacker, verify, serve and sample, on this machine in three minutes."""
+    recipe = load_recipe(find_recipe("demo"))
+    clear_earlier_demo(out, recipe.name)
+    write_json(out / MARKER, {"recipe": recipe.to_dict()})
+    with stopping() as stop:
+        Demo(recipe, out.absolute(), device, Console(stderr=True), stop).run(once=once)
+
+
+def clear_earlier_demo(out: Path, name: str) -> None:
+    """Remove what an earlier demo wrote, and nothing else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not any(_recipe_name(out / marker) == name for marker in (MARKER, "run.json")):
+        raise UserError(f"{out} holds something that is not a demo; choose another --out")
+    for folder in (*(out / result for result in RESULTS), *out.glob("worker-*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for result in FILES:
+        (out / result).unlink(missing_ok=True)
+
+
+def _recipe_name(path: Path) -> str | None:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["recipe"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass
+class Demo:
+    recipe: Recipe
+    out: Path
+    device: str
+    console: Console
+    stop: threading.Event
+
+    def run(self, *, once: bool) -> None:
+        began = time.monotonic()
+        self.say(introduction(self.recipe))
+        reference = self.train_end_to_end()
+        port = free_port()
+        swarm = self.swarm(reference, port)
+        launcher: Launcher | None = None
+        try:
+            trained = self.train(swarm)
+            launcher = self.launcher(swarm.url, port)
+            served = self.serve(launcher)
+            summary = {**trained, **served, "reference_ce": reference, "seconds": time.monotonic() - began}
+            write_json(self.out / "report.json", summary)
+            Console().print(summary_table(summary))
+            self.say(f"{len_minutes(summary['seconds'])} in all. Everything is in {self.out}/\n")
+            if not once:
+                self.stay_up(swarm.url, launcher)
+        finally:
+            if launcher is not None:
+                launcher.end()
+            swarm.close()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    # --- training
+
+    def train_end_to_end(self) -> float:
+        """The reference: the same layers in one piece, as many steps as each block gets."""
+        self.say("[bold]1. For comparison[/bold]: the same layers end to end, in one process.")
+        training = dataclasses.replace(self.recipe.training, steps=self.recipe.swarm.total_steps)
+        with TrainingProgress(self.console) as progress:
+            recipe = dataclasses.replace(self.recipe, training=training)
+            run = LocalRun(recipe, self.out / "end-to-end", find_device(self.device), progress, self.stop)
+            run.units = [unit for unit in run.units if unit.index is None]
+            run.train(resume=False)
+        assert run.reference is not None
+        table = run.codebook().detach()
+        evaluator = Evaluator(run.objective, table, recipe.evaluation, seed=recipe.seed)
+        valid = run.tokenizer.encode(run.corpus.valid[: recipe.evaluation.max_bytes])
+        return evaluator.score_one(run.reference.to(table.device).eval(), valid).ce
+
+    def swarm(self, reference: float, gateway_port: int) -> LocalSwarm:
+        options = SwarmOptions(
+            find_recipe("demo").absolute(),
+            WORKERS,
+            self.out,
+            device=self.device,
+            coordinator_options=(
+                "--reference",
+                f"{reference:.6f}",
+                "--gateway",
+                f"http://127.0.0.1:{gateway_port}",
+            ),
+        )
+        return LocalSwarm(options, self.console, self.stop)
+
+    def train(self, swarm: LocalSwarm) -> dict[str, Any]:
+        self.say(
+            f"\n[bold]2. The same layers as {self.recipe.model.blocks} blocks[/bold], by {WORKERS} workers "
+            "that know only a coordinator's address. An attacker joins too."
+        )
+        swarm.start()
+        self.say(f"Dashboard: [bold]{swarm.url}/[/bold]")
+        client = swarm.client()
+        attacker = Saboteur(swarm.url)
+        joins = once_merged(attacker.start)
+        with shown(self.console) as show:
+            status = swarm.watch(client, show, joins)
+        fate = attacker.end()
+        swarm.end_workers()
+        self.say("\n[bold]3. Composing and verifying[/bold]: the last snapshots, the ledger replayed.")
+        final = save_final_checkpoint(client, status, self.out / "checkpoint")
+        found = verify_source(open_source(swarm.url), [], None, None)
+        if not found.ok:
+            raise StoppedError(f"the ledger does not verify: {found.report.reason}")
+        return {
+            **training_summary(client, client.status(), fate),
+            "final": final,
+            "ledger": found.report.reason,
+            "ledger_entries": found.report.entries,
+            "merges": found.report.merges,
+        }
+
+    # --- serving
+
+    def launcher(self, coordinator: str, port: int) -> Launcher:
+        return Launcher(
+            LaunchConfig(
+                checkpoint=self.out / "checkpoint",
+                num_stages=STAGES,
+                logs=self.out / "logs",
+                port=port,
+                gateway_options=("--origin", coordinator),
+            )
+        )
+
+    def serve(self, launcher: Launcher) -> dict[str, Any]:
+        self.say(
+            f"\n[bold]4. Serving[/bold]: {STAGES} stage processes and a gateway. A sample, as it comes:\n"
+        )
+        url = launcher.start(self.stop)
+        text, usage = self.sample(url, "verify", show=True)
+        plain, _ = self.sample(url, "ar", show=False)
+        cost = usage["blocktrain"]
+        (self.out / "sample.txt").write_text(PROMPT + text + "\n", encoding="utf-8")
+        return {
+            "gateway": url,
+            "bytes_per_traversal": cost["bytes_per_traversal"],
+            "traversals": cost["traversals"],
+            "sample_bytes": cost["text_bytes"],
+            "lossless": text == plain,
+        }
+
+    def sample(self, url: str, mode: str, *, show: bool) -> tuple[str, dict[str, Any]]:
+        from blocktrain.serving.client import GatewayClient
+
+        parts: list[str] = []
+        usage: dict[str, Any] = {}
+        if show:
+            self.console.print(PROMPT, end="", markup=False, highlight=False)
+        with GatewayClient(url) as client:
+            fields = {"model": client.model(), "prompt": PROMPT, "max_tokens": SAMPLE_BYTES, "seed": 1}
+            for delta in client.complete({**fields, "temperature": 0.7, "mode": mode}):
+                parts.append(delta.text)
+                usage = dict(delta.usage or usage)
+                if show:
+                    self.console.print(delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+        if show:
+            self.say("\n")
+        return "".join(parts), usage
+
+    def stay_up(self, dashboard: str, launcher: Launcher) -> None:
+        assert launcher.gateway is not None
+        api = launcher.gateway.address
+        body = json.dumps({"model": launcher.model, "prompt": "The ", "max_tokens": 64})
+        self.say(
+            f"Dashboard  {dashboard}/\nAPI        {api}/v1 (OpenAI-compatible), for instance\n"
+            f"           curl {api}/v1/completions -H 'content-type: application/json' -d '{body}'\n"
+            "Both stay up until Ctrl-C."
+        )
+        launcher.watch(self.stop)
+
+
+def introduction(recipe: Recipe) -> str:
+    return (
+        f"[bold]BlockTrain demo[/bold]: one small language model, cut into {recipe.model.blocks} blocks of "
+        f"{recipe.model.layers_per_block} layers.\nEach block is trained alone, by workers that never see "
+        "the others' gradients, activations or optimizer state;\nan attacker tries to spoil it; then the "
+        "blocks are served together. Text: this Python's own documentation.\n"
+        "About three minutes on two cores "
+        f"({os.cpu_count()} here).\n"
+    )
+
+
+def free_port() -> int:
+    """A port for the gateway, which the coordinator must name on its dashboard before the gateway runs."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def once_merged(action: Callable[[], None]) -> Callable[[StatusAnswer], None]:
+    """Act once, when a block has been merged for the first time."""
+    done = False
+
+    def look(status: StatusAnswer) -> None:
+        nonlocal done
+        if not done and any(block.head_version > 0 for block in status.blocks):
+            done = True
+            action()
+
+    return look
+
+
+def training_summary(client: CoordinatorClient, status: StatusAnswer, fate: Fate) -> dict[str, Any]:
+    traffic = [one for worker in status.workers for one in (worker.up, worker.down)]
+    merged = sum(
+        one.worker_id == fate.worker_id
+        for block in status.blocks
+        for record in client.merges(block.block, 0).merges
+        for one in record.inputs
+    )
+    return {
+        "ce_per_round": [
+            {"rounds": list(one.versions), "ce": one.consensus_ce} for one in status.evaluations
+        ],
+        "bigram_ce": next((one.ce for one in status.references if one.name.startswith("bigram")), None),
+        "bytes_moved": sum(sum(one.model_dump().values()) for one in traffic),
+        "full_checkpoint_bytes": status.full_checkpoint_bytes,
+        "updates": sum(worker.accepted + worker.late for worker in status.workers),
+        "attacker": {"sent": fate.sent, "merged": merged, "fate": fate.sentence()},
+    }
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    table = Table(title="What happened", show_header=False, title_justify="left", pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in summary_rows(summary):
+        table.add_row(name, text)
+    return table
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    final, reference = summary["final"]["consensus_ce"], summary["reference_ce"]
+    scores = [f"{min(one['rounds'])}: {one['ce']:.3f}" for one in thinned(summary["ce_per_round"], 8)]
+    bigram = f", bigram counts {summary['bigram_ce']:.3f}" if summary["bigram_ce"] is not None else ""
+    saved = summary["full_checkpoint_bytes"] / max(1, summary["bytes_moved"])
+    attacker = summary["attacker"]
+    merged = "none of it was merged" if not attacker["merged"] else f"{attacker['merged']} got merged"
+    same = "the same text as byte by byte" if summary["lossless"] else "NOT the text of byte by byte"
+    return [
+        ("loss by round", f"{', '.join(scores)} (nats per byte on held-out text, lower is better)"),
+        ("in the end", f"{final:.3f} composed; end to end with the same steps {reference:.3f}{bigram}"),
+        (
+            "traffic",
+            f"{summary['bytes_moved'] / 1e6:.1f} MB for {summary['updates']} updates; as full checkpoints "
+            f"{summary['full_checkpoint_bytes'] / 1e6:.1f} MB ({saved:.0f} times as much)",
+        ),
+        ("attacker", f"{attacker['fate']}; {merged}"),
+        (
+            "verified",
+            f"{summary['ledger_entries']} ledger entries, {summary['merges']} merges replayed: "
+            f"{summary['ledger']}",
+        ),
+        (
+            "serving",
+            f"{summary['bytes_per_traversal']:.1f} bytes of text per traversal of the {STAGES} stages "
+            f"({summary['sample_bytes']} bytes in {summary['traversals']}), {same}",
+        ),
+    ]
+
+
+def thinned(values: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """At most `count` of them, the first and the last included."""
+    if len(values) <= count:
+        return values
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
+def len_minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
