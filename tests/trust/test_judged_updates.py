@@ -63,6 +63,7 @@ def test_a_reversed_update_is_refused_with_its_reason_and_the_snapshot_is_unchan
                 assert record.verdicts[0].reason == "harmful"
                 assert record.worker.merged == 0
                 assert record.worker.rating < 0.5
+                assert attacker.peer.lend().shard != bad.shard, "the same text gives the same update"
             honest.send(lease, honest.train(lease))
             running.advance(101)
             snapshots.append(running.wait_for_version(0, 1))

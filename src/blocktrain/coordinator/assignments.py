@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Sequence
 
-from sqlalchemy import select
+from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
@@ -282,7 +282,7 @@ class Assignments:
             worker_id=worker.worker_id,
             block=offer.block,
             round=offer.round,
-            shard=self._free_shard(session, offer),
+            shard=self._free_shard(session, worker, offer),
             base_version=block.version,
             base_hash=block.head_hash,
             made=now,
@@ -303,17 +303,21 @@ class Assignments:
         state, _ = self._context.round(session, block, others, now)
         return not others and not state.accepted and not state.late
 
-    def _free_shard(self, session: Session, offer: Offer) -> int:
+    def _free_shard(self, session: Session, worker: WorkerRow, offer: Offer) -> int:
         """block, block + B, block + 2B, …: the lowest that no live assignment of the round has.
 
         No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
+        A worker that was refused trains the round again on other text: the same would give the same update.
         """
         taken = set(
             session.scalars(
                 select(AssignmentRow.shard).where(
                     AssignmentRow.block == offer.block,
                     AssignmentRow.round == offer.round,
-                    AssignmentRow.state.in_(LIVE_STATES),
+                    or_(
+                        AssignmentRow.state.in_(LIVE_STATES),
+                        and_(AssignmentRow.state == "refused", AssignmentRow.worker_id == worker.worker_id),
+                    ),
                 )
             )
         )
