@@ -161,6 +161,15 @@ def play(warm: Warm, attack: Attack, folder: Path) -> tuple[Scene, str, float]:
 
 
 def nobody(scene: Scene) -> Iterator[None]:
+    """The run without attackers."""
+    yield
+
+
+def everybody_works(scene: Scene) -> Iterator[None]:
+    """As many updates as an attack has, all honest: what the coordinator's memory is compared with."""
+    for shard, _ in enumerate(scene.warm.sleepers, start=len(scene.honest)):
+        client = scene.sleeper()
+        client.judged(client.lend(), scene.own_work(shard))
     yield
 
 
