@@ -2,7 +2,8 @@
 
 *Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
 run without them. *Tolerated* ones last some rounds; held-out loss may exceed that of the same honest workers
-alone by 0.02 nats. Memory is the peak of the coordinator's resident memory above that of an unattacked run.
+alone by 0.02 nats. Memory is the peak of the coordinator's resident memory above that of a run in which as
+many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 21,22,23] [--json FILE]
 
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.adversaries.attacks import REFUSED, Entry, nobody, play  # noqa: E402
+from tests.adversaries.attacks import REFUSED, Entry, everybody_works, nobody, play  # noqa: E402
 from tests.adversaries.campaigns import (  # noqa: E402
     TOLERANCE,
     Behaviour,
@@ -96,8 +97,9 @@ def refused_rows(folder: Path, wanted: Callable[[int], bool]) -> Iterator[Row]:
     if not entries:
         return
     warm = warmed_up(folder)
-    _, head, usual_mb = play(warm, nobody, folder / "nobody")
+    _, head, _ = play(warm, nobody, folder / "nobody")
     assert head == warm.next_hash, "two unattacked runs differ"
+    usual_mb = play(warm, everybody_works, folder / "everybody")[2]
     for entry in entries:
         yield refused_row(warm, entry, folder / f"attack-{entry.number}", usual_mb)
 

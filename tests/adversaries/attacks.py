@@ -161,6 +161,15 @@ def play(warm: Warm, attack: Attack, folder: Path) -> tuple[Scene, str, float]:
 
 
 def nobody(scene: Scene) -> Iterator[None]:
+    """The run without attackers."""
+    yield
+
+
+def everybody_works(scene: Scene) -> Iterator[None]:
+    """As many updates as an attack has, all honest: what the coordinator's memory is compared with."""
+    for shard, _ in enumerate(scene.warm.sleepers, start=len(scene.honest)):
+        client = scene.sleeper()
+        client.judged(client.lend(), scene.own_work(shard))
     yield
 
 
@@ -387,30 +396,32 @@ def sybils(scene: Scene) -> Iterator[None]:
 
 
 def slow_sockets(scene: Scene) -> Iterator[None]:
-    """Half of them from the honest workers' own address."""
+    """Each a request head that does not end; half of them from the honest workers' own address."""
     address = urlsplit(scene.running.program.url)
     sockets = []
     for number in range(SOCKETS):
         source = (FAR_AWAY if number % 2 else "127.0.0.1", 0)
         sockets.append(socket.create_connection((address.hostname, address.port), 30, source))
+        sockets[-1].sendall(b"GET /healthz HTTP/1.1\r\n")
     stop = threading.Event()
 
     def dribble() -> None:
         while not stop.is_set():
             for one in sockets:
                 with contextlib.suppress(OSError):
-                    one.sendall(b"GET /healthz HTTP/1.1\r\nX: y\r\n"[:1])
-            stop.wait(0.2)
+                    one.sendall(b"X: y\r\n")
+            stop.wait(0.5)
 
     thread = threading.Thread(target=dribble, daemon=True)
     thread.start()
+    scene.happened.append(f"{len(sockets)} sockets")
     scene.answered("somebody else meanwhile", httpx2.get(f"{scene.running.program.url}/healthz"), 200)
     yield
+    scene.answered("and afterwards", httpx2.get(f"{scene.running.program.url}/healthz"), 200)
     stop.set()
     thread.join()
     for one in sockets:
         one.close()
-    scene.expect("sockets", len(sockets), SOCKETS)
 
 
 def withholding(scene: Scene) -> Iterator[None]:

@@ -257,6 +257,7 @@ def stale_campaign(folder: Path, settings: Settings, rounds: int, *, attacked: b
             growth_mb=running.resident_mb("VmHWM") - memory,
             honest_refused=0,
             verdicts=verdicts,
+            merged=running.standing(late).merged + running.standing(old).merged,
             judging_share=judging_share(workers[0]),
         )
     return ending, reason

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.adversaries.attacks import nobody, play
+from tests.adversaries.attacks import everybody_works, nobody, play
 from tests.adversaries.swarm import Warm, warmed_up
 
 
@@ -16,7 +14,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 
 @pytest.fixture(scope="session")
 def usual_mb(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The coordinator's peak memory in a round that nobody attacks."""
-    _, head, peak = play(warm, nobody, Path(tmp_path_factory.mktemp("nobody")) / "run")
+    """The coordinator's peak memory in a round of as many updates that nobody attacks."""
+    folder = tmp_path_factory.mktemp("unattacked")
+    _, head, _ = play(warm, nobody, folder / "nobody")
     assert head == warm.next_hash
-    return peak
+    return play(warm, everybody_works, folder / "everybody")[2]

@@ -14,16 +14,10 @@ import torch
 from blocktrain.config import Recipe, TrustConfig
 from blocktrain.coordinator.main import bind, make_server, url_of
 from blocktrain.coordinator.service import opened
-from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.ids import derive_seed
-from blocktrain.model.objective import Objective
-from blocktrain.training.inner import BlockTrainer, build_codebook
-from blocktrain.training.snapshot import load_into, tensors_of
-from blocktrain.training.update import difference
 from blocktrain.wire.codec import encode
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, Outcome, Verdict
+from tests.adversaries.training import Training
 from tests.coordinator.conftest import Clock, Running
 from tests.coordinator.peer import Peer
 from tests.validation.kit import RECIPE, Weights, corpus
@@ -68,28 +62,13 @@ class Trainer:
     def __init__(self, running: Running, recipe: Recipe, peer: Peer | None = None) -> None:
         self.running, self.recipe = running, recipe
         self.peer = peer or running.peer()
-        tokenizer = ByteTokenizer()
-        self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        self._codebook = build_codebook(recipe, tokenizer.vocabulary)
-        self._shards = Shards(
-            tokenizer.encode(corpus().train),
-            corpus().sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=torch.device("cpu"),
-        )
+        self._training = Training(recipe, corpus())
 
     def train(self, assignment: Assignment, steps: int | None = None) -> Weights:
-        training = dataclasses.replace(self.recipe.training, steps=assignment.total_steps)
-        recipe = dataclasses.replace(self.recipe, training=training)
-        block = self._objective.build(assignment.block, derive_seed("init", recipe.seed, assignment.block))
         base = self.peer.snapshot(assignment.block, assignment.base_hash)
-        load_into(block, base)
-        trainer = BlockTrainer(recipe, self._objective, block, assignment.block, self._shards, self._codebook)
-        for step in range(steps or assignment.steps):
-            trainer.step(assignment.first_step + step, assignment.shard)
-        return difference(base, tensors_of(block))
+        return self._training.delta(
+            assignment.block, base, assignment.shard, assignment.first_step, steps or assignment.steps
+        )
 
     def send(self, assignment: Assignment, delta: Weights) -> Verdict:
         """Commit, reveal, and wait for the judge."""

@@ -21,6 +21,20 @@ from blocktrain.training.snapshot import schema_of, tensors_of
 from blocktrain.training.update import difference
 from blocktrain.validation.scorer import Scorer, Work
 from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
+from tests.adversaries.training import noise_like, partly_moved
+
+__all__ = [
+    "RECIPE",
+    "Honest",
+    "Weights",
+    "applied",
+    "coded",
+    "corpus",
+    "honest",
+    "noise_like",
+    "partly_moved",
+    "scorer",
+]
 
 torch.set_num_threads(1)
 
@@ -89,29 +103,3 @@ def coded(one: Honest, codec: str = "sparse:64") -> Weights:
 
 def applied(base: Weights, delta: Weights, scale: float = 1.0) -> Weights:
     return {name: np.asarray(base[name] - np.float32(scale) * delta[name]) for name in base}
-
-
-def norm(delta: Weights) -> float:
-    return float(np.sqrt(sum(float((value.astype(np.float64) ** 2).sum()) for value in delta.values())))
-
-
-def noise_like(delta: Weights, seed: int) -> Weights:
-    generator = np.random.default_rng(seed)
-    noise = {name: generator.standard_normal(value.shape).astype(np.float32) for name, value in delta.items()}
-    factor = norm(delta) / norm(noise)
-    return {name: np.asarray(value * np.float32(factor)) for name, value in noise.items()}
-
-
-def partly_changed(delta: Weights, share: float, seed: int) -> Weights:
-    """A copy of a sparse update in which `share` of the indices of every tensor moved elsewhere."""
-    generator = np.random.default_rng(seed)
-    changed: Weights = {}
-    for name, value in delta.items():
-        flat = value.reshape(-1).copy()
-        used = np.flatnonzero(flat)
-        moved = generator.choice(used, round(share * len(used)), replace=False)
-        values, flat[moved] = flat[moved].copy(), 0
-        free = np.flatnonzero(flat == 0)
-        flat[generator.choice(free, len(moved), replace=False)] = values
-        changed[name] = flat.reshape(value.shape)
-    return changed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blocktrain.validation.duplicates import Sketch, likeness, most_alike, sketch_of
-from tests.validation.kit import coded, honest, partly_changed
+from tests.validation.kit import coded, honest, partly_moved
 
 DENSITY = {"sparse:64": 64 / 4096, "sign": 1.0, "dense": 1.0}
 
@@ -30,17 +30,15 @@ def test_a_copy_is_found_also_when_scaled(codec: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
-def test_a_partly_changed_copy_is_found(share: float) -> None:
+def test_a_partly_moved_copy_is_found(share: float) -> None:
     update = coded(honest(0))
-    found = likeness(
-        sketch_of(update, 7, 1 / 64), sketch_of(partly_changed(update, share, seed=1), 7, 1 / 64)
-    )
+    found = likeness(sketch_of(update, 7, 1 / 64), sketch_of(partly_moved(update, share, seed=1), 7, 1 / 64))
     assert found.is_copy, found
 
 
 def test_the_source_of_a_copy_is_named() -> None:
     sketches = [(str(shard), sketch_of(coded(honest(shard)), 7, 1 / 64)) for shard in range(3)]
-    copy = sketch_of(partly_changed(coded(honest(1)), 0.5, seed=2), 7, 1 / 64)
+    copy = sketch_of(partly_moved(coded(honest(1)), 0.5, seed=2), 7, 1 / 64)
     found = most_alike(copy, sketches)
     assert found is not None
     assert found[0] == "1"
