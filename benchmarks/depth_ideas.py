@@ -90,7 +90,7 @@ class Chain(Idea):
 class HeadBlock(Block):
     """Hands on what it knew before its last layer, which serves its own prediction only."""
 
-    def forward(self, tokens_BT, codebook_VD, hint=None, upstream_BTD=None, cache=None):  # type: ignore[no-untyped-def]
+    def forward(self, tokens_BT, codebook_VD, hint=None, upstream_BTD=None, cache=None, both_ways=0):  # type: ignore[no-untyped-def]
         x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD)
         rotary = self.rotary_cos[: tokens_BT.shape[1]], self.rotary_sin[: tokens_BT.shape[1]]
         features = x_BTD
@@ -111,7 +111,7 @@ class HeadChain(Chain):
 class BeliefBlock(Block):
     """Hears the log-probs so far, as an input and as the logits it corrects; its output map starts at 0."""
 
-    def forward(self, tokens_BT, codebook_VD, hint=None, upstream_BTD=None, cache=None):  # type: ignore[no-untyped-def]
+    def forward(self, tokens_BT, codebook_VD, hint=None, upstream_BTD=None, cache=None, both_ways=0):  # type: ignore[no-untyped-def]
         if upstream_BTD is None:
             return super().forward(tokens_BT, codebook_VD)
         expected = upstream_BTD.exp().to(codebook_VD.dtype) @ codebook_VD

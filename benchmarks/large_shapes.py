@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,13 +51,12 @@ from blocktrain.wire.frames import (
     FrameType,
     Header,
     Limits,
+    code_range,
     decode_body,
     decode_header,
-    decode_ids,
     decode_rows,
     encode_frame,
     encode_ids,
-    encode_rows,
     row_bytes,
 )
 
@@ -71,10 +70,16 @@ NUM_HOPS = NUM_STAGES + 1
 RING_SLOTS = 2
 RESERVE_BYTES = 5 * 2**30
 """Left free on the device: activations, caches, graphs and the allocator's own rounding."""
+JOINED = {
+    **{"q": (3, 1), "k": (0, 0), "v": (0, 0), "up0": (4, 1), "down0": (1, 4)},
+    **{f"{name}{i}": (0, 0) for name in ("up", "down") for i in (1, 2, 3)},
+}
+"""Rows and columns, in squares, of the matrix that begins with this square; none for one inside another."""
 SQUARES = ("q", "k", "v", "out", *(f"up{i}" for i in range(4)), *(f"down{i}" for i in range(4)))
 """The matrices of a layer as d x d pieces, in the order they are used."""
 OBJECTIVE = ObjectiveConfig()
 GIB = 2.0**30
+ROW_BYTES = row_bytes(Codec.Q8, VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,9 @@ class Wire:
 
     def receive(self) -> Frame:
         header = decode_header(self._exactly(HEADER_BYTES), self.limits)
-        frame = decode_body(header, self._exactly(header.body_bytes))
+        body = self._exactly(header.body_bytes)
         hold_until(time.monotonic() + self.delay)
-        return frame
+        return decode_body(header, body)
 
     def _exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -157,13 +162,27 @@ class Squares(Protocol):
 
     def multiply(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor: ...
 
+    def widen(self, x: Tensor, names: list[str], bias_KD: Tensor) -> Tensor:
+        """Products of x with each matrix, side by side."""
+
+    def narrow(self, x: Tensor, names: list[str], bias_D: Tensor) -> Tensor:
+        """The sum of each matrix's product with its part of x."""
+
 
 class Resident:
-    def __init__(self, squares: dict[str, Tensor]) -> None:
-        self.squares = squares
+    """Everything on the device; matrices that are used together lie in one, named by the first of them."""
+
+    def __init__(self, matrices: dict[str, Tensor]) -> None:
+        self.matrices = matrices
 
     def multiply(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.squares[name], bias)
+        return F.linear(x, self.matrices[name], bias)
+
+    def widen(self, x: Tensor, names: list[str], bias_KD: Tensor) -> Tensor:
+        return F.linear(x, self.matrices[names[0]], bias_KD.flatten())
+
+    def narrow(self, x: Tensor, names: list[str], bias_D: Tensor) -> Tensor:
+        return F.linear(x, self.matrices[names[0]], bias_D)
 
 
 class Streamed:
@@ -208,6 +227,16 @@ class Streamed:
         y = F.linear(x, self.slots[slot], bias)
         self.used += 1
         self._fetch(number + len(self.slots))
+        return y
+
+    def widen(self, x: Tensor, names: list[str], bias_KD: Tensor) -> Tensor:
+        parts = [self.multiply(x, name, bias) for name, bias in zip(names, bias_KD, strict=True)]
+        return torch.cat(parts, dim=-1)
+
+    def narrow(self, x: Tensor, names: list[str], bias_D: Tensor) -> Tensor:
+        y = bias_D
+        for name, part in zip(names, x.chunk(len(names), dim=-1), strict=True):
+            y = y + self.multiply(part, name)
         return y
 
     def _fetch(self, number: int) -> None:
@@ -263,14 +292,31 @@ class StageModel:
     def _make_squares(self, num_streamed: int) -> Squares:
         names = square_names(self.blocks)
         streamed = spread(names, num_streamed)
-        resident = {name: self._random_square(name) for name in names if name not in set(streamed)}
         if not streamed:
-            return Resident(resident)
+            return Resident(self._make_joined(names))
+        resident = {name: self._random_square(name) for name in names if name not in set(streamed)}
         squares = Streamed(resident, streamed, self.shape.width, self.device)
         for i, name in enumerate(streamed):
             squares.host[i].copy_(self._random_square(name, out=squares.slots[0]))
         squares.start()
         return squares
+
+    def _make_joined(self, names: list[str]) -> dict[str, Tensor]:
+        """q, k, v under each other, and up0 to up3; down0 to down3 side by side."""
+        width, joined = self.shape.width, {}
+        for name in names:
+            rows, columns = JOINED.get(name.rpartition("/")[2], (1, 1))
+            if rows * columns:
+                size = (rows * width, columns * width)
+                joined[name] = torch.empty(size, dtype=torch.float16, device=self.device)
+                current, place = joined[name], 0
+            part = slice(place * width, (place + 1) * width)
+            if current.shape[1] > width:
+                current[:, part] = self._random_square(name)
+            else:
+                self._random_square(name, out=current[part])
+            place += 1
+        return joined
 
     def _random_square(self, name: str, out: Tensor | None = None) -> Tensor:
         width = self.shape.width
@@ -284,7 +330,7 @@ class StageModel:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         tensor.normal_(0, scale, generator=torch.Generator(self.device).manual_seed(seed))
         self.num_parameters += tensor.numel()
-        sample = tensor.flatten()[:256].cpu().numpy().tobytes()
+        sample = tensor[0, :256].cpu().numpy().tobytes()
         self.fingerprints.append(hashlib.sha256(sample).hexdigest())
 
     def _make_vectors(self, block: int) -> dict[str, Tensor]:
@@ -324,52 +370,56 @@ class StageModel:
         c = precondition(torch.tensor(sigma), OBJECTIVE.sigma_data)
         x_RD = vectors["bytes"][ids_R] + vectors["positions"][positions_R]
         x_RD = x_RD + self.squares.multiply((float(c.c_in) * z_RD).half(), f"{block}/noise")
+        mask_RS = torch.arange(CONTEXT, device=self.device) <= positions_R[:, None]
         for layer in range(LAYERS_PER_BLOCK):
-            x_RD = self._layer(block, layer, x_RD, positions_R)
+            x_RD = self._layer(block, layer, x_RD, positions_R, mask_RS)
         f_RD = self.squares.multiply(F.layer_norm(x_RD, (self.shape.width,)), f"{block}/output")
         z_hat_RD = float(c.c_out) * f_RD.float() + float(c.c_skip) * z_RD
         return F.log_softmax(OBJECTIVE.logit_scale * z_hat_RD @ self.codebook.float().T, dim=-1)
 
-    def _layer(self, block: int, layer: int, x_RD: Tensor, positions_R: Tensor) -> Tensor:
+    def _layer(self, block: int, layer: int, x_RD: Tensor, positions_R: Tensor, mask_RS: Tensor) -> Tensor:
         width, name = self.shape.width, f"{block}/{layer}"
         biases, norms = self.vectors[block][f"{layer}/biases"], self.vectors[block][f"{layer}/norms"]
         y_RD = F.layer_norm(x_RD, (width,), 1 + norms[0], norms[1])
-        q, k, v = (self.squares.multiply(y_RD, f"{name}/{part}", biases[i]) for i, part in enumerate("qkv"))
-        attended_RD = self._attend(block, layer, q, k, v, positions_R)
+        qkv = self.squares.widen(y_RD, [f"{name}/{part}" for part in "qkv"], biases[:3])
+        attended_RD = self._attend(block, layer, qkv, positions_R, mask_RS)
         x_RD = x_RD + self.squares.multiply(attended_RD, f"{name}/out", biases[3])
         y_RD = F.layer_norm(x_RD, (width,), 1 + norms[2], norms[3])
-        hidden = [F.gelu(self.squares.multiply(y_RD, f"{name}/up{i}", biases[4 + i])) for i in range(4)]
-        x_RD = x_RD + biases[8]
-        for i, part in enumerate(hidden):
-            x_RD = x_RD + self.squares.multiply(part, f"{name}/down{i}")
-        return x_RD
+        hidden = F.gelu(self.squares.widen(y_RD, [f"{name}/up{i}" for i in range(4)], biases[4:8]))
+        return x_RD + self.squares.narrow(hidden, [f"{name}/down{i}" for i in range(4)], biases[8])
 
-    def _attend(
-        self, block: int, layer: int, q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, positions_R: Tensor
-    ) -> Tensor:
+    def _attend(self, block: int, layer: int, qkv: Tensor, positions_R: Tensor, mask_RS: Tensor) -> Tensor:
         """Attention over the cached context, the new positions included."""
-        q, k, v = (part.view(len(part), self.heads, -1).transpose(0, 1) for part in (q_RD, k_RD, v_RD))
+        q, k, v = qkv.view(len(qkv), 3, self.heads, -1).permute(1, 2, 0, 3)
         cache = self.cache[self.blocks.index(block) * LAYERS_PER_BLOCK + layer]
         cache[0].index_copy_(1, positions_R, k)
         cache[1].index_copy_(1, positions_R, v)
-        mask_RS = torch.arange(CONTEXT, device=self.device) <= positions_R[:, None]
         y = F.scaled_dot_product_attention(q[None], cache[0][None], cache[1][None], attn_mask=mask_RS)
-        return y[0].transpose(0, 1).reshape(q_RD.shape)
+        return y[0].transpose(0, 1).reshape(len(qkv), -1)
 
 
 class Pass:
-    """The forward pass for a fixed number of rows: a CUDA graph where all weights are resident."""
+    """A hop's payload in, the next hop's out, for a fixed number of rows.
+
+    Decoding and encoding of rows (Q8, as frames.py has it) run on the device; where all weights are
+    resident the whole is one CUDA graph. What is left to the processor is two copies.
+    """
 
     def __init__(self, model: StageModel, rows: int) -> None:
         device, width = model.device, model.shape.width
         self.model, self.rows = model, rows
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions = torch.arange(rows, device=device)
+        self.first, self.last = model.blocks[0] == 0, model.blocks[-1] == model.shape.blocks - 1
+        size = rows if self.first else rows * (1 + ROW_BYTES)
+        pinned = device.type == "cuda"
+        self.arrived = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self.payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.base = torch.zeros(1, dtype=torch.int64, device=device)
+        self.steps = torch.arange(rows, device=device)
         self.z0 = torch.zeros((rows, width), device=device)
-        self.p_bar = torch.zeros((rows, VOCABULARY), device=device)
         self.generator = torch.Generator(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output = self._forward()
+        self.leaving = torch.zeros(self.output.shape, dtype=torch.uint8, pin_memory=pinned)
         if device.type == "cuda" and isinstance(model.squares, Resident):
             self._capture()
 
@@ -385,22 +435,44 @@ class Pass:
             self.output = self._forward()
 
     def _forward(self) -> Tensor:
-        return self.model.forward(self.ids, self.positions, self.z0, self.p_bar)
+        ids = self.payload[: self.rows]
+        if self.first:
+            p_bar = torch.zeros((self.rows, VOCABULARY), device=self.model.device)
+        else:
+            p_bar = decode_on_device(self.payload[self.rows :].view(self.rows, -1)).exp()
+        rows = self.model.forward(ids.long(), self.base + self.steps, self.z0, p_bar)
+        if self.last:
+            return encode_on_device(rows).flatten()
+        return torch.cat([ids, encode_on_device(rows.clamp(min=1e-30).log()).flatten()])
 
-    def run(
-        self, ids: list[int], base: int, seed: int, p_bar: NDArray[np.float64] | None
-    ) -> NDArray[np.float32]:
-        self.ids.copy_(torch.tensor(ids))
-        self.positions.copy_(torch.arange(base, base + self.rows))
+    def run(self, payload: bytes, base: int, seed: int) -> bytes:
+        self.arrived.numpy()[:] = np.frombuffer(payload, np.uint8)
+        self.payload.copy_(self.arrived, non_blocking=True)
+        self.base.fill_(base)
         self.generator.manual_seed(seed)
         self.z0.normal_(generator=self.generator)
-        self.p_bar.zero_() if p_bar is None else self.p_bar.copy_(torch.from_numpy(p_bar))
         if self.graph is not None:
             self.graph.replay()
         else:
             self.output = self._forward()
-        output: NDArray[np.float32] = self.output.float().cpu().numpy()
-        return output
+        self.leaving.copy_(self.output, non_blocking=True)
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return self.leaving.numpy().tobytes()
+
+
+def encode_on_device(rows_RV: Tensor) -> Tensor:
+    """Rows as the codec Q8 has them: an fp32 maximum and a byte for each token."""
+    span, top = code_range(Codec.Q8)
+    maxima = rows_RV.amax(dim=-1, keepdim=True)
+    codes = (top * ((maxima - rows_RV).clamp(0, span) / span).sqrt()).round().to(torch.uint8)
+    return torch.cat([maxima.contiguous().view(torch.uint8), codes], dim=1)
+
+
+def decode_on_device(records: Tensor) -> Tensor:
+    span, top = code_range(Codec.Q8)
+    maxima = records[:, :4].clone().view(torch.float32)
+    return maxima - span * (records[:, 4:].float() / top).square()
 
 
 # ---- a stage process --------------------------------------------------------------------------------------
@@ -454,6 +526,7 @@ def say(**values: Any) -> None:
 def serve_stage(model: StageModel, passes: dict[int, Pass], inward: Wire, onward: Wire) -> None:
     """Frames in, frames on; the compute time of each traversal is said at the end."""
     last = model.blocks[-1] == model.shape.blocks - 1
+    kind = FrameType.LOG_PROBS if last else FrameType.TRAVERSE
     compute: dict[int, list[float]] = {rows: [] for rows in passes}
     while (frame := inward.receive()).type != FrameType.GOODBYE:
         header = frame.header
@@ -461,36 +534,15 @@ def serve_stage(model: StageModel, passes: dict[int, Pass], inward: Wire, onward
             onward.send(header)
             continue
         began = time.monotonic()
-        ids, p_bar = read_hop(frame)
-        rows = passes[header.rows].run(ids, header.base, header.session, p_bar)
+        payload = passes[header.rows].run(frame.payload, header.base, header.session)
         compute[header.rows].append(time.monotonic() - began)
-        onward.send(*hop(header, ids, rows, last=last))
+        onward.send(replace(header, type=kind, codec=Codec.Q8), payload)
     onward.send(frame.header)
     say(
         compute=compute,
         bytes_sent=onward.bytes_sent,
         peak_bytes=torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None,
     )
-
-
-def hop(header: Header, ids: list[int], values: NDArray[np.float32], *, last: bool) -> tuple[Header, bytes]:
-    """What a stage sends on: ids and log p_bar for the next one, log-probs alone for the gateway."""
-    rows = values if last else np.log(np.maximum(values, 1e-30))
-    coded = encode_rows(rows, Codec.Q8)
-    kind = FrameType.LOG_PROBS if last else FrameType.TRAVERSE
-    onward = Header(
-        kind, Codec.Q8, session=header.session, traversal=header.traversal, base=header.base, rows=header.rows
-    )
-    return onward, coded if last else encode_ids(ids, VOCABULARY) + coded
-
-
-def read_hop(frame: Frame) -> tuple[list[int], NDArray[np.float64] | None]:
-    """Ids, and p_bar unless this is the first stage."""
-    rows, codec = frame.header.rows, frame.header.codec
-    ids = decode_ids(frame.payload[:rows], VOCABULARY)
-    if codec == Codec.NONE:
-        return ids, None
-    return ids, np.exp(decode_rows(frame.payload[rows:], codec, rows, VOCABULARY))
 
 
 # ---- the gateway ------------------------------------------------------------------------------------------
@@ -620,9 +672,9 @@ def check_against_one_process(shape: Shape, served: NDArray[np.float64]) -> floa
     """The largest difference of likely log-probs between the three stages and one process without a wire."""
     model = StageModel(shape, list(range(shape.blocks)), 0, torch.device("cpu"))
     local, whole = Pass(model, shape.rows), Pass(model, CONTEXT)
-    whole.run(prompt_ids(), 0, 0, None)
-    expected = local.run([0] * shape.rows, CONTEXT - shape.rows, 1, None)
-    expected = expected - np.log(np.exp(expected).sum(axis=-1, keepdims=True))
+    whole.run(bytes(prompt_ids()), 0, 0)
+    coded = local.run(bytes(shape.rows), CONTEXT - shape.rows, 1)
+    expected = decode_rows(coded, Codec.Q8, shape.rows, VOCABULARY)
     likely = expected > expected.max(axis=-1, keepdims=True) - 3
     difference = float(np.abs(expected - served)[likely].max())
     assert difference < 0.2, f"the served chain differs from the local one by {difference:.3f} nats"
@@ -639,9 +691,8 @@ def run_shape(shape: Shape, device: str, network_seconds: float, streamed_at_lea
         back.receive()
         ends = [stage.hear() for stage in stages]
     if device == "cpu":
-        print(
-            f"  (differs by {check_against_one_process(shape, measured['first_rows']):.4f} from one process)"
-        )
+        difference = check_against_one_process(shape, measured["first_rows"])
+        print(f"  (differs by at most {difference:.4f} nats from the same blocks in one process)")
     return row_of(shape, built, measured, ends, device)
 
 

@@ -88,6 +88,10 @@ class ObjectiveConfig:
     """How far each training interval is widened, as a share of its log-width, on both sides."""
     codebook: Literal["fixed", "learned"] = "fixed"
     """`fixed`: seeded rows that nothing trains; `learned`: one table shared by all blocks."""
+    hint: Literal["edm", "bayes"] = "edm"
+    """How a block reads its noised target z. `edm`: as published, c_in z in and c_skip z out. `bayes`: the
+    expected target given z alone in, and z's own likelihood z E / sigma^2 in the logits, so that the block
+    learns only what context adds; `sweep` needs that (docs/experiments.md)."""
     loss: Literal["ce", "mse"] = "ce"
     """`mse` is the litepaper's embedding-regression ablation."""
     logit_scale: float = 12.0

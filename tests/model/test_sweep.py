@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCABULARY, shaken_blocks, some_tokens, tiny_codebook, tiny_objective
+from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.errors import RecipeError
-from blocktrain.model.block import Hint
+from blocktrain.model.block import Hint, expected_target
 from blocktrain.model.composition import euler_log_probs
 from blocktrain.model.noise import levels, noise_share, owner
 from blocktrain.model.objective import Objective
@@ -66,7 +66,7 @@ def test_the_mixture_carried_between_blocks_is_the_state_of_the_euler_chain() ->
     for i, sigma in enumerate(sigmas[:-1]):
         index = owner(objective.config, 2, sigma)
         sigma_B = torch.tensor([sigma])
-        p = blocks[index](sweep.tokens_BT, codebook, Hint(z, sigma_B)).logits_BTV.softmax(dim=-1)
+        p = blocks[index](sweep.tokens_BT, codebook, Hint(z, sigma_B), both_ways=1).logits_BTV.softmax(dim=-1)
         # Known rows stay certain: their denoised target is the token itself.
         denoised = torch.cat([sweep.p_bar_BTV[:, :5], p[:, 5:]], dim=1) @ codebook
         z = z + (sigmas[i + 1] - sigma) * (z - denoised) / sigma
@@ -96,16 +96,42 @@ def test_every_block_makes_its_passes_and_no_other(passes: int) -> None:
     assert owners == [block for block in range(4) for _ in range(passes)]
 
 
-def test_a_new_token_depends_on_the_noise_of_its_own_and_earlier_positions_alone() -> None:
+def test_new_tokens_are_refined_in_the_light_of_later_ones() -> None:
     objective = tiny_objective(*SWEEP)
     blocks, codebook = shaken_blocks(objective), tiny_codebook(objective)
     known, z0 = known_and_noise(objective, 8)
     before = sweep_log_probs(objective, blocks, codebook, known, 8, z0, passes=2)
     changed = z0.clone()
-    changed[:, 6 + 3] += 1.0
+    changed[:, -1] += 1.0
     after = sweep_log_probs(objective, blocks, codebook, known, 8, changed, passes=2)
-    assert torch.allclose(before[:, :4], after[:, :4], atol=1e-6)
-    assert not torch.allclose(before[:, 4:], after[:, 4:], atol=1e-3)
+    assert not torch.allclose(before[:, 0], after[:, 0], atol=1e-4)
+
+
+def test_only_the_swept_sequences_of_a_batch_see_what_comes_later() -> None:
+    objective = tiny_objective(*SWEEP)
+    block, codebook = shaken_blocks(objective)[0], tiny_codebook(objective)
+    tokens = some_tokens(3, 12)
+    altered = tokens.clone()
+    altered[:, -1] = (altered[:, -1] + 1) % VOCABULARY
+    before = block(tokens, codebook, both_ways=1).logits_BTV
+    after = block(altered, codebook, both_ways=1).logits_BTV
+    assert not torch.allclose(before[0, 0], after[0, 0], atol=1e-4)
+    assert torch.allclose(before[1:, :-1], after[1:, :-1], atol=1e-6)
+    assert torch.allclose(before[1:], block(tokens, codebook).logits_BTV[1:], atol=1e-5)
+
+
+def test_targets_that_stand_in_the_known_context_do_not_count() -> None:
+    objective = tiny_objective(*SWEEP, "objective.hint_probability=1")
+    block, codebook = shaken_blocks(objective)[0], tiny_codebook(objective)
+    tokens, targets = some_tokens(1, 12), some_tokens(1, 12, seed=1)
+    tokens[:, 5:] = objective.unknown_token
+    z, sigma = some_noise(1, 12, objective.model.width), torch.tensor([2.0])
+    found = objective.loss(block, tokens, targets, codebook, z, sigma).total
+    changed = targets.clone()
+    changed[:, :4] = (changed[:, :4] + 1) % VOCABULARY
+    assert torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
+    changed[:, 4] = (changed[:, 4] + 1) % VOCABULARY
+    assert not torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
 
 
 def test_sweep_noise_is_fixed_for_ever_and_differs_by_seed_and_position() -> None:
@@ -115,3 +141,24 @@ def test_sweep_noise_is_fixed_for_ever_and_differs_by_seed_and_position() -> Non
     assert not torch.equal(noise, sweep_noise(2, 6, 4, 8))
     assert not torch.equal(noise, sweep_noise(1, 7, 4, 8))
     assert noise[0, :3].tolist() == pytest.approx([-0.107323, 0.387113, -0.185734], abs=1e-6)
+
+
+def test_a_fresh_block_that_reads_hints_by_bayes_gives_the_likelihood_of_the_noised_target() -> None:
+    """Nothing learned, every token as likely as another: p(y | z) is softmax(z E / sigma^2)."""
+    objective = tiny_objective(*SWEEP, "objective.hint=bayes")
+    block, codebook = objective.build(0, seed=0), tiny_codebook(objective)
+    tokens = some_tokens(2, 12)
+    z, sigma = some_noise(2, 12, objective.model.width), torch.tensor([0.3, 2.0])
+    with torch.no_grad():
+        found = block(tokens, codebook, Hint(z, sigma)).logits_BTV
+    expected = z @ codebook.T / sigma.square()[:, None, None]
+    assert torch.allclose(found.log_softmax(dim=-1), expected.log_softmax(dim=-1), atol=1e-4)
+
+
+def test_the_expected_target_is_the_target_where_there_is_no_noise() -> None:
+    objective = tiny_objective(*SWEEP)
+    codebook, targets = tiny_codebook(objective), some_tokens(1, 12)
+    near = expected_target(Hint(codebook[targets], torch.tensor([0.05])), codebook)
+    assert torch.allclose(near, objective.model.width**0.5 * codebook[targets], atol=1e-4)
+    far = expected_target(Hint(codebook[targets], torch.tensor([1e4])), codebook)
+    assert torch.allclose(far, objective.model.width**0.5 * codebook.mean(dim=0).expand_as(far), atol=1e-3)

@@ -20,6 +20,7 @@ from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
 from blocktrain.serving.engine_api import (
     DeadlineError,
     GenerationRequest,
+    GenerationStats,
     RequestError,
     StagesUnavailableError,
 )
@@ -106,6 +107,18 @@ def test_verify_is_ar_with_other_sampling(checkpoint: Path, settings: dict[str, 
                 assert verify == ar
 
     asyncio.run(served())
+
+
+def test_text_does_not_depend_on_the_blocks_that_draft(checkpoint: Path) -> None:
+    async def served(count: int) -> tuple[list[int], GenerationStats]:
+        async with cluster(checkpoint, draft_blocks=count) as c:
+            return await text_of(c.engine, PROMPTS[3], 120, seed=4, draft_tokens=12)
+
+    (one, alone), (two, together), (three, all_of_them) = (asyncio.run(served(n)) for n in (1, 2, 3))
+    assert one == two == three
+    assert all_of_them.accepted > 0.9 * all_of_them.drafted
+    assert alone.traversals > all_of_them.traversals
+    assert together.traversals >= all_of_them.traversals
 
 
 @pytest.mark.parametrize("codec", [Codec.F32, Codec.Q16, Codec.Q8])

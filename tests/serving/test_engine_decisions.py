@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
 from blocktrain.serving.draft_length import AdaptiveLength
+from blocktrain.serving.drafting import blocks_for_drafts
 from blocktrain.serving.main_stage import parse_blocks
 from blocktrain.serving.routing import Candidate, cheapest_route
 from blocktrain.serving.scoring import windows
@@ -120,6 +123,14 @@ def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
     usual = taught(0.9, 0.05)
     assert drafted(usual, margin=0.1) < drafted(usual, margin=9.0)
     assert drafted(taught(0.98, 100.0)) > 32
+
+
+def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:
+    plain: dict[str, Any] = {"blocks": [{}] * 4, "recipe": {"objective": {"kind": "denoise"}}}
+    chained = {**plain, "recipe": {"objective": {"kind": "chain"}}}
+    assert blocks_for_drafts(plain, 2) == [0, 1]
+    assert blocks_for_drafts({**plain, "blocks": [{}]}, 2) == [0]
+    assert blocks_for_drafts(chained, 2) == [0]
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

@@ -87,6 +87,17 @@ class BlockOutput:
     features_BTD: Tensor
 
 
+def expected_target(hint: Hint, codebook_VD: Tensor) -> Tensor:
+    """E[e_y | z] where every token is as likely as another, scaled to the length of an embedding.
+
+    z itself has a norm of sigma sqrt(d) and hides e_y from whatever is not its own logit.
+    """
+    table_VD = codebook_VD.to(hint.z_PTD.dtype)
+    likelihood_PTV = hint.z_PTD @ table_VD.T / hint.sigma_P.square()[:, None, None]
+    expected_PTD: Tensor = table_VD.shape[1] ** 0.5 * likelihood_PTV.softmax(dim=-1) @ table_VD
+    return expected_PTD
+
+
 class NoiseCondition(nn.Module):
     """The condition vector of a noise level, and a learned one for the null hint."""
 
@@ -120,6 +131,7 @@ class Block(nn.Module):
         super().__init__()
         width = model.width
         self.sigma_data = objective.sigma_data
+        self.bayes = objective.hint == "bayes"
         self.context = model.context
         self.embedding = nn.Embedding(vocabulary, width)
         self.hint = nn.Linear(width, width, bias=False) if hints else None
@@ -144,13 +156,16 @@ class Block(nn.Module):
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
         cache: Cache | PackedCache | None = None,
+        both_ways: int = 0,
     ) -> BlockOutput:
-        x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD)
+        """`both_ways`: how many of the first sequences attend to later positions too (see sweep.py)."""
+        expected = expected_target(hint, codebook_VD) if self.bayes and hint is not None else None
+        x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD, expected)
         length = tokens_BT.shape[1]
         positions = cache.positions(length) if cache is not None else slice(0, length)
         rotary = self.rotary_cos[positions], self.rotary_sin[positions]
         for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, c_BC, rotary, cache.layer(i) if cache is not None else None)
+            x_BTD = layer(x_BTD, c_BC, rotary, cache.layer(i) if cache is not None else None, both_ways)
         if cache is not None:
             cache.advance(length)
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
@@ -159,7 +174,11 @@ class Block(nn.Module):
         return BlockOutput(logits_BTV, z_hat_BTD, x_BTD)
 
     def _inputs(
-        self, tokens_BT: Tensor, hint: Hint | None, upstream_BTD: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        hint: Hint | None,
+        upstream_BTD: Tensor | None,
+        expected_PTD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_BTD = self.embedding(tokens_BT)
         if self.upstream is not None and upstream_BTD is not None:
@@ -170,7 +189,7 @@ class Block(nn.Module):
         assert self.hint is not None, "this block was built without hints"
         hinted = hint.z_PTD.shape[0]
         c = precondition(hint.sigma_P, self.sigma_data)
-        injected_PTD = self.hint(c.c_in[:, None, None] * hint.z_PTD)
+        injected_PTD = self.hint(c.c_in[:, None, None] * hint.z_PTD if expected_PTD is None else expected_PTD)
         x_BTD = torch.cat([x_BTD[:hinted] + injected_PTD, x_BTD[hinted:]])
         return x_BTD, torch.cat([self.condition(c.c_noise).to(c_BC.dtype), c_BC[hinted:]])
 
@@ -180,7 +199,8 @@ class Block(nn.Module):
             return self.sigma_data * f_BTD
         hinted = hint.z_PTD.shape[0]
         c = precondition(hint.sigma_P, self.sigma_data)
-        skip_PTD = c.c_skip[:, None, None] * hint.z_PTD
+        c_skip_P = 1 / (self.logit_scale * hint.sigma_P.square()) if self.bayes else c.c_skip
+        skip_PTD = c_skip_P[:, None, None] * hint.z_PTD
         with_hint = c.c_out[:, None, None] * f_BTD[:hinted] + skip_PTD
         return torch.cat([with_hint.to(f_BTD.dtype), self.sigma_data * f_BTD[hinted:]])
 

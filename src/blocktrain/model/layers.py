@@ -108,6 +108,17 @@ def causal_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=not past)
 
 
+def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, both_ways: int) -> Tensor:
+    """Causal, but for the first `both_ways` sequences, whose positions attend to all."""
+    if not both_ways:
+        return causal_attention(q_BHTK, k_BHTK, v_BHTK)
+    full, rest = slice(None, both_ways), slice(both_ways, None)
+    y_BHTK = F.scaled_dot_product_attention(q_BHTK[full], k_BHTK[full], v_BHTK[full])
+    if both_ways == len(q_BHTK):
+        return y_BHTK
+    return torch.cat([y_BHTK, causal_attention(q_BHTK[rest], k_BHTK[rest], v_BHTK[rest])])
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
@@ -174,12 +185,21 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: AnyLayerCache | None,
+        both_ways: int = 0,
+    ) -> Tensor:
         batch, length, width = x_BTD.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (linear(x_BTD).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = (rotate(rms_norm(part), *rotary).to(v.dtype) for part in (q, k))
-        y = cache.attend(q, k, v) if cache is not None else causal_attention(q, k, v)
+        if cache is not None:
+            y = cache.attend(q, k, v)
+        else:
+            y = attention(q, k, v, both_ways)
         merged: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return merged
 
@@ -214,13 +234,18 @@ class Layer(nn.Module):
         self.feedforward = FeedForward(config)
 
     def forward(
-        self, x_BTD: Tensor, c_BC: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None
+        self,
+        x_BTD: Tensor,
+        c_BC: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: AnyLayerCache | None,
+        both_ways: int = 0,
     ) -> Tensor:
         if self.attention is not None:
             y = self.attention_norm(x_BTD, c_BC)
             if self.attention_convolution is not None:
                 y = _convolve("attention", self.attention_convolution, y, cache)
-            x_BTD = x_BTD + self.attention(y, rotary, cache)
+            x_BTD = x_BTD + self.attention(y, rotary, cache, both_ways)
         y = self.feedforward_norm(x_BTD, c_BC)
         if self.feedforward_convolution is not None:
             y = _convolve("feedforward", self.feedforward_convolution, y, cache)

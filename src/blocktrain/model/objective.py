@@ -71,12 +71,17 @@ class Objective:
         """Unknown tokens beyond a random prefix, in the first of the sequences that have a hint."""
         if not self.trained_for_sweep:
             return tokens_BT
-        batch, length = tokens_BT.shape
-        swept = min(max(round(self.config.sweep_probability * batch), 1), self.num_hinted(batch))
+        length, swept = tokens_BT.shape[1], self.num_swept(tokens_BT.shape[0])
         prefix_S = torch.randint(1, max(2, length), (swept, 1), generator=generator, device=generator.device)
         hidden_ST = torch.arange(length, device=tokens_BT.device) >= prefix_S
         swept_ST = tokens_BT[:swept].masked_fill(hidden_ST, self.unknown_token)
         return torch.cat([swept_ST, tokens_BT[swept:]])
+
+    def num_swept(self, batch: int) -> int:
+        """Sequences of a batch, the first ones, with unknown context and attention both ways."""
+        if not self.trained_for_sweep:
+            return 0
+        return min(max(round(self.config.sweep_probability * batch), 1), self.num_hinted(batch))
 
     def num_hinted(self, batch: int) -> int:
         """Sequences of a batch that get a hint; some but not all where the recipe asks for a share."""
@@ -97,6 +102,14 @@ class Objective:
         eps_PTD = torch.randn(e_PTD.shape, generator=generator, device=e_PTD.device)
         return Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P)
 
+    def _mean_loss(self, ce_BT: Tensor, tokens_BT: Tensor, swept: int) -> Tensor:
+        """Per sequence; of a swept one without the targets that stand in its known context."""
+        if not swept:
+            return ce_BT.mean(dim=1)
+        counts = torch.ones_like(ce_BT)
+        counts[:swept, :-1] = (tokens_BT[:swept, 1:] == self.unknown_token).to(counts.dtype)
+        return (ce_BT * counts).sum(dim=1) / counts.sum(dim=1)
+
     def loss(
         self,
         block: Block,
@@ -109,8 +122,9 @@ class Objective:
     ) -> Loss:
         """w(sigma) * CE(g z_hat E^T, y), weighted per sequence."""
         hint = None if z_PTD is None or sigma_P is None else Hint(z_PTD, sigma_P)
-        output = block(tokens_BT, codebook_VD, hint, upstream_BTD)
         batch, length = tokens_BT.shape
+        swept = self.num_swept(batch) if hint is not None else 0
+        output = block(tokens_BT, codebook_VD, hint, upstream_BTD, both_ways=swept)
         sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
         if sigma_P is not None:
             sigma_B = torch.cat([sigma_P, sigma_B[sigma_P.shape[0] :]])
@@ -121,7 +135,7 @@ class Objective:
         ce_BT = F.cross_entropy(
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
         ).view(batch, length)
-        total = (weight_B * ce_BT.mean(dim=1)).mean()
+        total = (weight_B * self._mean_loss(ce_BT, tokens_BT, swept)).mean()
         if self.config.loss == "mse":
             error_BT = (output.z_hat_BTD - F.embedding(targets_BT, codebook_VD)).square().sum(dim=-1)
             total = total + (weight_B * error_BT.mean(dim=1)).mean()

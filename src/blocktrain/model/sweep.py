@@ -2,7 +2,8 @@
 
 The state between blocks is small: z = a z0 + p_bar E (see `noise_share`), with z0 drawn again from a seed
 and p_bar one row over the vocabulary for each position, so blocks may be on different machines. Each block
-makes `passes` Euler steps inside its own noise range. Needs blocks trained with
+makes `passes` Euler steps inside its own noise range. Attention goes both ways: seen from the left alone,
+neighbours would be decided before they are known to each other. Needs blocks trained with
 `objective.sweep_probability`; knows nothing of where they are.
 
 Shapes as in block.py; L known tokens, N new ones, T = L + N - 1 positions, of which the last N predict the
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktrain.model.block import Block, Hint
+from blocktrain.model.block import Block, BlockOutput, Hint
 from blocktrain.model.noise import levels, noise_share, owner
 from blocktrain.model.objective import Objective
 
@@ -93,7 +94,8 @@ def refine(
 def _predict(block: Block, codebook_VD: Tensor, sweep: Sweep, share: float, sigma: float) -> Tensor:
     z_BTD = share * sweep.z0_BTD + sweep.p_bar_BTV @ codebook_VD
     sigma_B = torch.full((len(z_BTD),), sigma, device=z_BTD.device)
-    logits_BTV = block(sweep.tokens_BT, codebook_VD, Hint(z_BTD, sigma_B)).logits_BTV
+    output: BlockOutput = block(sweep.tokens_BT, codebook_VD, Hint(z_BTD, sigma_B), both_ways=len(z_BTD))
+    logits_BTV = output.logits_BTV
     return F.log_softmax(logits_BTV[:, -sweep.num_new :].float(), dim=-1)
 
 

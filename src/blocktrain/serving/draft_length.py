@@ -57,7 +57,7 @@ class FixedLength:
 class AdaptiveLength:
     """Draft on while the next token is worth its time; shared by all requests of an engine.
 
-    A token that block 0 chose by a wide margin is seldom wrong, so the chance of acceptance is counted by
+    A token that won its draft by a wide margin is seldom wrong, so the chance of acceptance is counted by
     margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
     time of a draft, in which the engine makes `rate` tokens by going on as usual.
     """

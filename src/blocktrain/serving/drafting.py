@@ -1,13 +1,14 @@
-"""Guessing the next tokens in the gateway's own process, with block 0 and the request's own noise.
+"""Guessing the next tokens in the gateway's own process, with its first blocks and the request's own noise.
 
-The draft is sampled with the noise the real choice will use, so it is accepted wherever block 0 and the
+The draft is sampled with the noise the real choice will use, so it is accepted wherever these blocks and the
 consensus agree on the winner. A draft is one visit to the computing thread, however long it is. A wrong
 draft costs time, never a different text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +16,29 @@ import torch
 from blocktrain.model.generation import window_start
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.draft_length import DraftLength
+from blocktrain.serving.held import HeldBlocks
 from blocktrain.serving.sampling import EXACT_TOLERANCE, Choice, Row, Sampler, choose, normalised
 
-DRAFT_BLOCK = 0
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
+
+
+def blocks_for_drafts(config: Mapping[str, Any], most: int) -> list[int]:
+    """The first blocks of a checkpoint, given its config.json; one where blocks need others' features."""
+    chained = config.get("recipe", {}).get("objective", {}).get("kind") == "chain"
+    return list(range(1 if chained else max(1, min(most, len(config.get("blocks", []))))))
 
 
 class Drafter:
     """Drafts for one request; its cache follows the text."""
 
-    def __init__(self, batcher: Batcher, sampler: Sampler, length: DraftLength) -> None:
+    def __init__(
+        self, batcher: Batcher, sampler: Sampler, length: DraftLength, blocks: Sequence[int] = (0,)
+    ) -> None:
         self.batcher, self.sampler, self.length = batcher, sampler, length
         self.held = batcher.held
-        self.stepper = self.held.stepper(DRAFT_BLOCK)
+        self.parts = [_Part(self.held, block) for block in blocks]
         self.drafted: list[Choice] = []
-        self.cache = self.held.blocks[DRAFT_BLOCK].new_cache()
         self.seen: list[int] = []
         self.start = 0
 
@@ -58,6 +66,21 @@ class Drafter:
         keep = _common_prefix(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - 1)
         self.seen, self.start = window, start
+        rows = [part.weight * part.row(window, keep) for part in self.parts]
+        return normalised(np.sum(rows, axis=0) / sum(part.weight for part in self.parts))
+
+
+class _Part:
+    """One block that drafts are made with, and its cache of the text."""
+
+    def __init__(self, held: HeldBlocks, index: int) -> None:
+        self.block, self.codebook = held.blocks[index], held.codebook
+        self.weight = held.weights[index] or 1.0
+        self.stepper = held.stepper(index)
+        self.cache = self.block.new_cache()
+
+    def row(self, window: list[int], keep: int) -> Row:
+        """Log-probs after the window, of which the cache holds the first `keep` tokens."""
         self.cache.truncate(keep)
         self._catch_up(window[keep:-1])
         return normalised(self.stepper.step(window[-1], self.cache).numpy().astype(np.float64))
@@ -68,8 +91,8 @@ class Drafter:
                 self.stepper.step(token, self.cache)
             return
         with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self.held.codebook.device)
-            self.held.blocks[DRAFT_BLOCK](ids, self.held.codebook, cache=self.cache)
+            ids = torch.tensor([tokens], device=self.codebook.device)
+            self.block(ids, self.codebook, cache=self.cache)
 
 
 def _margins(choices: Sequence[Choice]) -> list[float]:

@@ -19,7 +19,7 @@ import torch
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.decoding import DecodedGeneration, Decoder
 from blocktrain.serving.draft_length import AdaptiveLength, DraftLength, FixedLength
-from blocktrain.serving.drafting import DRAFT_BLOCK, Drafter
+from blocktrain.serving.drafting import Drafter, blocks_for_drafts
 from blocktrain.serving.engine_api import (
     GenerationRequest,
     GenerationStats,
@@ -37,7 +37,7 @@ from blocktrain.serving.sampling import Sampler
 from blocktrain.serving.scoring import check_scorable, scored_window, under_deadline, windows
 from blocktrain.serving.sweeping import RemoteRefiner, SweepWriter
 from blocktrain.serving.transport import Address
-from blocktrain.training.checkpoint import load_checkpoint
+from blocktrain.training.checkpoint import load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import (
     Hello,
     ModelShape,
@@ -60,6 +60,8 @@ class EngineConfig:
     """How rows travel when neither log-probs nor top-p were asked for."""
     start_seconds: float = 10.0
     """How long start() waits for every block to be there; it goes on without if some are not."""
+    draft_blocks: int = 2
+    """Blocks held here to draft with: two agree with four on 95 % of bytes, one on 91 % (experiments.md)."""
     token: str = ""
     """The secret of stages that ask for one."""
     fanout: FanoutConfig = field(default_factory=FanoutConfig)
@@ -72,11 +74,12 @@ class StageRefusedError(ServingError):
 
 class Engine:
     def __init__(self, checkpoint_path: Path, config: EngineConfig) -> None:
-        checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=[DRAFT_BLOCK])
+        self._draft_blocks = blocks_for_drafts(read_config(checkpoint_path), config.draft_blocks)
+        checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=self._draft_blocks)
         self.config = config
         self.shape: ModelShape = fingerprint(checkpoint_path, checkpoint)
         self._model = model_info(checkpoint, self.shape)
-        self._held = HeldBlocks(checkpoint, [DRAFT_BLOCK])
+        self._held = HeldBlocks(checkpoint, self._draft_blocks)
         self._weights = checkpoint.pooling
         self._adaptive = AdaptiveLength()
         self._started = False
@@ -179,7 +182,9 @@ class Engine:
             request,
             context=self._model.context,
             scorer=RemoteScorer(self.consensus, request, stats, self.config.codec),
-            drafter=Drafter(self._batcher, sampler, self._draft_length(request)) if verify else None,
+            drafter=Drafter(self._batcher, sampler, self._draft_length(request), self._draft_blocks)
+            if verify
+            else None,
             stats=stats,
         )
         return DecodedGeneration(decoder)

@@ -1,7 +1,7 @@
 """What makes two copies of a checkpoint the same model: the hash that HELLO compares.
 
 It covers shapes, objective, tokenizer, pooling weights, the codebook and the hash of every block's file,
-so a gateway that holds block 0 alone and a stage that holds block 3 alone can still agree on it.
+so a gateway that holds its drafting blocks alone and a stage that holds block 3 alone can still agree on it.
 """
 
 from __future__ import annotations

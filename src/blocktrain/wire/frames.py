@@ -283,11 +283,16 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
     return values
 
 
+def code_range(codec: Codec) -> tuple[float, int]:
+    """Nats that a quantised codec spans, and its largest code."""
+    return _SPAN[codec], int(np.iinfo(_CODE[codec]).max)
+
+
 def row_tolerance(rows: NDArray[np.float64], codec: Codec) -> NDArray[np.float64]:
     """How far each decoded value may lie from the encoded one, rounding of fp32 aside."""
     if codec not in _CODE:
         return np.zeros_like(rows)
-    span, top = _SPAN[codec], np.iinfo(_CODE[codec]).max
+    span, top = code_range(codec)
     codes = top * np.sqrt(np.clip(rows.max(axis=-1, keepdims=True) - rows, 0, None) / span)
     # Half a code to either side: span * ((c + 1/2)^2 - c^2) / top^2.
     tolerance: NDArray[np.float64] = span * (codes + 0.25) / float(top) ** 2
