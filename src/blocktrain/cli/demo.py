@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blocktrain.cli.assembly import save_final_checkpoint
+from blocktrain.cli.curves import draw_swarm
 from blocktrain.cli.launcher import LaunchConfig, Launcher
 from blocktrain.cli.ledgers import open_source, verify_source
 from blocktrain.cli.local_swarm import LocalSwarm, SwarmOptions, shown
@@ -93,7 +95,7 @@ class Demo:
     def run(self, *, once: bool) -> None:
         began = time.monotonic()
         self.say(introduction(self.recipe))
-        reference = self.train_end_to_end()
+        reference, curve = self.train_end_to_end()
         port = free_port()
         swarm = self.swarm(reference, port)
         launcher: Launcher | None = None
@@ -103,6 +105,7 @@ class Demo:
             served = self.serve(launcher)
             summary = {**trained, **served, "reference_ce": reference, "seconds": time.monotonic() - began}
             write_json(self.out / "report.json", summary)
+            self.draw(summary, curve)
             Console().print(summary_table(summary))
             self.say(f"{len_minutes(summary['seconds'])} in all. Everything is in {self.out}/\n")
             if not once:
@@ -117,8 +120,8 @@ class Demo:
 
     # --- training
 
-    def train_end_to_end(self) -> float:
-        """The reference: the same layers in one piece, as many steps as each block gets."""
+    def train_end_to_end(self) -> tuple[float, list[tuple[int, float]]]:
+        """The reference: the same layers in one piece, as many steps as each block gets; and its curve."""
         self.say("[bold]1. For comparison[/bold]: the same layers end to end, in one process.")
         training = dataclasses.replace(self.recipe.training, steps=self.recipe.swarm.total_steps)
         with TrainingProgress(self.console) as progress:
@@ -130,7 +133,19 @@ class Demo:
         table = run.codebook().detach()
         evaluator = Evaluator(run.objective, table, recipe.evaluation, seed=recipe.seed)
         valid = run.tokenizer.encode(run.corpus.valid[: recipe.evaluation.max_bytes])
-        return evaluator.score_one(run.reference.to(table.device).eval(), valid).ce
+        return evaluator.score_one(run.reference.to(table.device).eval(), valid).ce, run.units[0].curve
+
+    def draw(self, summary: dict[str, Any], curve: list[tuple[int, float]]) -> None:
+        """curves.png: the composed model's loss as the run scored it, and at the end."""
+        swarm = self.recipe.swarm
+        points = [
+            (swarm.steps_per_round * statistics.mean(one["rounds"]), one["ce"])
+            for one in summary["ce_per_round"]
+        ]
+        points.append((swarm.total_steps, summary["final"]["consensus_ce"]))
+        known = {"end to end": summary["reference_ce"], "bigram counts": summary["bigram_ce"]}
+        references = {name: ce for name, ce in known.items() if ce is not None}
+        draw_swarm(points, curve, references, self.out / "curves.png")
 
     def swarm(self, reference: float, gateway_port: int) -> LocalSwarm:
         options = SwarmOptions(
