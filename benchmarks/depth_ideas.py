@@ -1,4 +1,4 @@
-"""Ideas for making depth compose, each beside its control: the experiments behind decision 0005.
+"""Ideas for making depth compose, each beside its control: the experiments behind decision 0008.
 
     python benchmarks/depth_ideas.py --corpus W [--device cuda] [--steps 500] [--seeds 0] [--only NAME,...]
     python benchmarks/depth_ideas.py --quick            # CPU, builtin text, tiny shape
