@@ -15,6 +15,7 @@ from blocktrain.validation.reputation import (
     after_silence,
     after_verdict,
     after_withholding,
+    comparison,
     deserves_ban,
     on_probation,
     penalties_paused,
@@ -65,6 +66,15 @@ def test_work_on_other_text_than_assigned_ends_at_nothing() -> None:
     for number in range(40):
         standing = after_verdict(standing, Mark.GOOD, 1 if number % 2 else -1)
     assert reputation(standing, HOUR) < 0.1
+
+
+def test_small_updates_are_not_held_against_who_makes_them() -> None:
+    assert comparison(-1, 0.1, 1.0) is None
+    assert comparison(-1, 0.6, 1.0) == comparison(-1, None, 1.0) == comparison(-1, 0.6, None) == -1
+    weak = Standing()
+    for number in range(40):
+        weak = after_verdict(weak, Mark.NEUTRAL if number % 2 else Mark.GOOD, comparison(-1, 0.1, 1.0))
+    assert reputation(weak, HOUR) > 0.2
 
 
 def test_ten_minutes_of_packet_loss_cost_nothing() -> None:

@@ -30,6 +30,7 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
 from blocktrain.validation.evidence import Cost, evidence_seed, training_tokens
+from blocktrain.validation.reputation import comparison
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, evidence_of, report_of, work_of
 from blocktrain.validation.verdicts import Finding, evidence_finding, excused, probation_finding
@@ -218,7 +219,8 @@ class Judging:
             count_verdict(worker, decision.outcome)
             trust = self._context.run.recipe.trust
             ledger = self._context.ledger
-            note_verdict(session, ledger, trust, worker, row, finding.mark, evidence.mark, now)
+            compared = comparison(evidence.mark, row.norm, running_median(session, row.block))
+            note_verdict(session, ledger, trust, worker, row, finding.mark, compared, now)
 
     def _on_probation(
         self, session: Session, worker: WorkerRow, row: UpdateRow, now: float

@@ -24,6 +24,8 @@ FIRST_AVERAGE = 0.25
 """A newcomer is neither a copier nor known to work."""
 GRACE_SECONDS = 900.0
 FREE_WITHHELD = 3
+COMPARED_SHARE = 0.5
+"""Share of the usual norm from which on an update's assigned and other text are compared."""
 FEWEST_FOR_BAN = 6.0
 """Counted verdicts (after forgetting) before a low rating bans."""
 
@@ -68,6 +70,14 @@ def after_verdict(standing: Standing, mark: Mark, compared: int | None, *, pause
     if mark is Mark.GOOD:
         return replace(standing, good=good + 1, bad=bad, good_verdicts=standing.good_verdicts + 1)
     return replace(standing, good=good, bad=bad + 1)
+
+
+def comparison(mark: int, norm: float | None, usual_norm: float | None) -> int | None:
+    """The evidence's mark, or None for an update much smaller than usual: whoever made it, it shows so little
+    of its text that the mark is a coin's, and a weak machine's average would end at zero or below."""
+    if norm is not None and usual_norm and norm < COMPARED_SHARE * usual_norm:
+        return None
+    return mark
 
 
 def after_silence(standing: Standing, seconds: float) -> Standing:
