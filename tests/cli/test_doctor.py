@@ -224,8 +224,8 @@ def checked(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
 
 def test_a_sound_coordinator_is_found_sound(recipe: Recipe, tmp_path: Path) -> None:
     with coordinator_at(tmp_path, recipe) as url:
-        code, found = checked("--coordinator", url)
-        told = run_main("doctor", "--coordinator", url)
+        code, found = checked("--coordinator", url, "--corpus", recipe.data.corpus)
+        told = run_main("doctor", "--coordinator", url, "--corpus", recipe.data.corpus)
     assert code == 0
     for topic in ("coordinator", "clock", "text", "blocks"):
         assert found[topic]["severity"] == "ok", found[topic]
@@ -261,7 +261,7 @@ def test_a_self_signed_certificate_is_refused_until_it_is_trusted(
         assert "self-signed" in found["tls"]["cause"]
         assert "SSL_CERT_FILE" in found["tls"]["remedy"]
         monkeypatch.setenv("SSL_CERT_FILE", str(tls.certificate))
-        code, found = checked("--coordinator", url)
+        code, found = checked("--coordinator", url, "--corpus", recipe.data.corpus)
     assert code == 0
     assert found["coordinator"]["severity"] == "ok"
     assert "127.0.0.1" in found["tls"]["found"]

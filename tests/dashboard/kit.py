@@ -129,6 +129,7 @@ def edit_database(folder: Path, *statements: tuple[str, tuple[Any, ...]]) -> Non
 
 def start_worker(kit: Kit, url: str, label: str) -> Program:
     options = ["--data-dir", str(kit.folder / label), "--device", "cpu", "--label", label]
+    options += ["--corpus", kit.corpus]
     return kit.start(label, ["worker", "--coordinator", url, *options])
 
 

@@ -150,6 +150,8 @@ class Kit:
 
     folder: Path
     programs: list[Program] = field(default_factory=list)
+    corpus: str = "builtin"
+    """Where the text of the coordinator started last lies, as a worker's user would say."""
 
     def start(self, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> Program:
         program = Program(self.folder / f"{name}.log", arguments, environment or {})
@@ -157,8 +159,8 @@ class Kit:
         return program
 
     def worker(self, url: str, name: str = "worker") -> Program:
-        data_dir = str(self.folder / name)
-        return self.start(name, ["worker", "--coordinator", url, "--data-dir", data_dir, "--device", "cpu"])
+        options = ["--data-dir", str(self.folder / name), "--device", "cpu", "--corpus", self.corpus]
+        return self.start(name, ["worker", "--coordinator", url, *options])
 
     def close(self) -> None:
         for program in self.programs:
@@ -184,6 +186,7 @@ class Coordinator:
 
     def start(self) -> Coordinator:
         recipe = write_recipe(self.recipe, self.kit.folder / "recipe.toml")
+        self.kit.corpus = self.recipe.data.corpus
         arguments = ["coordinator", str(recipe), "--data-dir", str(self.data_dir), "--port", str(self.port)]
         arguments += self.options
         program = self.kit.start("coordinator-program", arguments, self.environment)

@@ -137,6 +137,7 @@ def test_changed_length_or_digest_breaks_the_signature(name: str, value: str) ->
         (r'nonce="[^"]+"', 'nonce="0000000000000000"'),
         (r'keyid="[^"]+"', f'keyid="{Identity.generate().public_key.hex()}"'),
     ],
+    ids=["created", "nonce", "keyid"],
 )
 def test_changed_time_nonce_or_key_breaks_the_signature(found: str, put: str) -> None:
     headers = signed()

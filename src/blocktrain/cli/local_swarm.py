@@ -22,6 +22,7 @@ from rich.live import Live
 
 from blocktrain.cli.processes import Child, await_line, end_children, start_child
 from blocktrain.cli.status_view import report_table, status_tables, swarm_report
+from blocktrain.config import load_recipe
 from blocktrain.errors import StoppedError, UserError
 from blocktrain.training.local import differences
 from blocktrain.training.storage import locked_file, write_json
@@ -84,10 +85,15 @@ class LocalSwarm:
     def _start_worker(self, index: int) -> Child:
         name = f"worker-{index}"
         verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
-        verb += ["--device", _device_of(self.options.device, index)]
+        verb += ["--device", _device_of(self.options.device, index), *self._corpus()]
         threads = max(1, (os.cpu_count() or 1) // self.options.workers)
         environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         return start_child(name, verb, self._log(name), environment)
+
+    def _corpus(self) -> list[str]:
+        """A worker opens only text that its own user names, and here that is the operator."""
+        corpus = load_recipe(self.options.recipe, self.options.overrides).data.corpus
+        return [] if corpus == "builtin" else ["--corpus", corpus]
 
     def _log(self, name: str) -> Path:
         return self.options.out / "logs" / f"{name}.log"

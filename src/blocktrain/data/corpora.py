@@ -63,6 +63,8 @@ def _read(config: DataConfig) -> tuple[bytes, bytes | None]:
 
 def read_text(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is not a file; expected UTF-8 text")
         text = path.read_bytes()
     except FileNotFoundError:
         raise DataError(

@@ -189,6 +189,10 @@ class Desk:
             for task in self._due(monotonic):
                 self._beat(task)
 
+    def beat_now(self) -> None:
+        """After a refusal: the next heartbeat says that the round ahead is off, so it should not wait."""
+        self._beaten_at = 0.0
+
     def _due(self, now: float) -> list[Task]:
         with self._changed:
             held = [task for task in (self._current, self._next) if task is not None]

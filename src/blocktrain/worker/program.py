@@ -162,6 +162,7 @@ class Worker:
             self.recipe.swarm.error_feedback,
             self.account,
             self.join,
+            lambda: self.desk.beat_now(),
         )
         self.desk = Desk(
             self.client,
@@ -391,7 +392,17 @@ def swarm_recipe(run: RunAnswer) -> Recipe:
 
 
 def load_run_corpus(recipe: Recipe, run: RunAnswer, path: str | None) -> Corpus:
-    """The run's text from this machine, or an explanation of how it differs."""
+    """The run's text from this machine, or an explanation of how it differs.
+
+    A recipe comes from a stranger, so a file, folder or dataset it names is opened only where the person at
+    this machine named it too.
+    """
+    if path is None and recipe.data.corpus != "builtin":
+        raise DataError(
+            f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
+            "file that a stranger names: get the same text from whoever runs it, and say where it lies here "
+            "with --corpus PATH (or --corpus hf:NAME)"
+        )
     data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
     corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
     if corpus.sha256 != run.corpus_sha256:

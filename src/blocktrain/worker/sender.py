@@ -47,9 +47,11 @@ class Sender:
         beta: float,
         account: Callable[[], Account],
         join: Callable[[], None],
+        refused: Callable[[], None],
     ) -> None:
         self.client, self.snapshots, self.state, self.progress = client, snapshots, state, progress
         self.stop, self.beta, self.account, self.join = stop, beta, account, join
+        self.refused = refused
         self._queue: queue.Queue[tuple[Standing, Flight]] = queue.Queue()
         self._unsettled: dict[int, list[Unsettled]] = {}
         self._saving = threading.Lock()
@@ -203,6 +205,7 @@ class Sender:
     def forget(self, standing: Standing, payload_hash: str) -> None:
         standing.forget()
         self._settle(standing, payload_hash)
+        self.refused()
 
     def _settle(self, standing: Standing, payload_hash: str) -> None:
         kept = [one for one in self._unsettled.get(standing.block, []) if one.payload_hash != payload_hash]
