@@ -78,6 +78,14 @@ def test_a_second_request_on_a_connection_has_its_own_time(running: Running) -> 
     assert answer.count(b"HTTP/1.1 408") == 1
 
 
+def test_a_head_of_many_small_lines_is_too_long_however_it_arrives(running: Running) -> None:
+    with connected(running) as connection:
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n")
+        answer = all_of(connection)
+    assert b" 200 " not in answer[:100]
+
+
 @pytest.mark.usefixtures("hasty")
 def test_a_refused_body_may_not_go_on_for_ever(running: Running) -> None:
     with connected(running) as connection:

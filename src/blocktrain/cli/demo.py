@@ -33,6 +33,7 @@ from blocktrain.cli.options import DeviceOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
 from blocktrain.cli.saboteur import Fate, Saboteur
 from blocktrain.cli.signals import stopping
+from blocktrain.cli.terminal import harmless
 from blocktrain.config import Recipe, load_recipe
 from blocktrain.errors import StoppedError, UserError
 from blocktrain.training.evaluation import Evaluator
@@ -232,7 +233,9 @@ class Demo:
                 parts.append(delta.text)
                 usage = dict(delta.usage or usage)
                 if show:
-                    self.console.print(delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+                    self.console.print(
+                        harmless(delta.text), end="", markup=False, highlight=False, soft_wrap=True
+                    )
         if show:
             self.say("\n")
         return "".join(parts), usage

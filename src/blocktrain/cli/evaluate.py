@@ -16,6 +16,7 @@ from rich.table import Table
 
 from blocktrain.cli.gateway import NEEDS_A_SOURCE, KeyOption, generate_from_url
 from blocktrain.cli.options import DeviceOption, find_device
+from blocktrain.cli.terminal import bytes_for_stdout
 from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError, UserError
 from blocktrain.model.generation import LocalModel
@@ -134,5 +135,5 @@ def generate(
 
 
 def write_now(text: bytes) -> None:
-    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.write(bytes_for_stdout(text))
     sys.stdout.buffer.flush()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blocktrain.cli.signals import stopping
+from blocktrain.cli.terminal import for_stdout
 from blocktrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def generate_from_url(
 
 
 def write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(for_stdout(text))
     sys.stdout.flush()
 
 

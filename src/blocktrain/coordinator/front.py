@@ -27,6 +27,8 @@ LINGER_SECONDS = 5.0
 """How long a body may go on after its answer; cut at once, the client might not see the answer."""
 STALL_SECONDS = 60.0
 """An answer that does not move for this long is given up; at the least rate of bodies 1 MB would."""
+HEAD_PIECE_BYTES = 1024
+"""h11 limits the length of a head only while it is incomplete, so a long one is fed to it in small pieces."""
 MAX_PER_NETWORK = 256
 """Connections from one IPv4 address or IPv6 /64: four for each of the workers it may have."""
 
@@ -108,7 +110,10 @@ class Front(H11Protocol):
     # --- requests ---
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        while data and not self.transport.is_closing():
+            in_head = self.conn.their_state is h11.IDLE
+            piece, data = (data[:HEAD_PIECE_BYTES], data[HEAD_PIECE_BYTES:]) if in_head else (data, b"")
+            super().data_received(piece)
         self._look()
 
     def on_response_complete(self) -> None:

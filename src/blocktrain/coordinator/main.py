@@ -98,7 +98,7 @@ def run_coordinator(
 
         def ready() -> None:
             print(f"coordinator ready url={url}", flush=True)
-            log.info("opened dashboard url=%s/", url)
+            log.info("serving dashboard url=%s/", url)
 
         server = make_server(coordinator, ready, tls)
         with watched(coordinator, watch):
