@@ -80,11 +80,13 @@ def evidence_finding(evidence: Evidence, recent_scores: Sequence[float] = ()) ->
     if not math.isfinite(gain.mean):
         return Finding(False, VerdictReason.HARMFUL, "held-out loss is no longer finite", Mark.BAD)
     sentence = f"held-out loss changes by {-gain.mean:+.4f} +- {gain.error:.4f} over {gain.windows} windows"
-    if gain.mean > wanted_errors(recent_scores) * gain.error:
+    wanted = wanted_errors(recent_scores)
+    if gain.mean > wanted * gain.error:
         return Finding(True, VerdictReason.ON_TIME, sentence, Mark.GOOD)
     if gain.mean < 0 and gain.exceeds(FINAL_ERRORS):
         return Finding(False, VerdictReason.HARMFUL, sentence, Mark.BAD)
-    return Finding(False, VerdictReason.NO_GAIN, sentence, Mark.NEUTRAL)
+    needed = f"; to count it must fall by more than {wanted:.1f} standard errors (longer rounds show more)"
+    return Finding(False, VerdictReason.NO_GAIN, sentence + needed, Mark.NEUTRAL)
 
 
 def excused(finding: Finding) -> Finding:
