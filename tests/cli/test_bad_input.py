@@ -178,7 +178,7 @@ def test_a_text_that_cannot_be_scored_is_refused(
 def test_a_folder_in_place_of_a_text_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     outcome = run_main("evaluate", checkpoint, "--text", tmp_path)
     assert outcome.code == 2
-    assert "cannot read" in outcome.complaint
+    assert "is not a file" in outcome.complaint
 
 
 def test_an_empty_prompt_is_refused(checkpoint: Path) -> None:

@@ -180,7 +180,7 @@ def s3() -> Iterator[str]:
     os.environ.update(settings)
     yield settings["AWS_ENDPOINT_URL"]
     for name in settings:
-        del os.environ[name]
+        os.environ.pop(name, None)
     server.stop()
 
 

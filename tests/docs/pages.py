@@ -93,7 +93,15 @@ class Runner:
     def adapted(self, script: str) -> str:
         for documented, free in self.ports.items():
             script = re.sub(rf"\b{documented}\b", str(free), script)
-        return script.replace("0.0.0.0", "127.0.0.1")
+        script = script.replace("0.0.0.0", "127.0.0.1")
+        return re.sub(
+            r"(blocktrain (?:worker|doctor|judge) --coordinator \S+)", rf"\1 {self.corpus()}", script
+        )
+
+    def corpus(self) -> str:
+        """These runs train on a short text, which a worker's user must name; the recipes' own is builtin."""
+        text = self.environment.get("BLOCKTRAIN_DATA_CORPUS")
+        return "" if text is None else f"--corpus {text}"
 
     def run(self, fence: Fence) -> str:
         if fence.kind == "python":
