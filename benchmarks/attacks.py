@@ -2,9 +2,9 @@
 
 *Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
 run without them. *Tolerated* ones last some rounds; after none of these may held-out loss exceed that
-of the same honest workers alone by more than 0.02 nats. The table has the rise at the end, seed by seed, and
-the largest of all rounds. Memory is the peak of the coordinator's resident memory above that of a run in
-which as many updates are all honest.
+of the same honest workers alone, without judge and guard, by more than 0.02 nats. The table has the rise at
+the end, seed by seed, and the largest of all rounds. Memory is the peak of the coordinator's resident memory
+above that of a run in which as many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 21,22,23] [--json FILE]
 
@@ -40,6 +40,7 @@ from tests.adversaries.campaigns import (  # noqa: E402
     plants_backdoor,
     sends_noise,
     stale_campaign,
+    undefended,
     works_little,
 )
 from tests.adversaries.swarm import Settings, Warm, training_of, warmed_up  # noqa: E402
@@ -135,16 +136,18 @@ class Campaigns:
 
     def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
         self.folder, self.seeds, self.rounds = folder, seeds, rounds
-        self._alone: dict[tuple[int, int], Ending] = {}
+        self._alone: dict[tuple[int, int, bool], Ending] = {}
 
     def settings(self, seed: int) -> Settings:
         return Settings(seed=seed, steps=20, deadline=120.0)
 
-    def alone(self, seed: int, honest: int) -> Ending:
-        if (seed, honest) not in self._alone:
-            name = self.folder / f"alone-{seed}-{honest}"
-            self._alone[seed, honest] = campaign(name, self.settings(seed), honest, self.rounds)
-        return self._alone[seed, honest]
+    def alone(self, seed: int, honest: int, *, defended: bool = False) -> Ending:
+        key = (seed, honest, defended)
+        if key not in self._alone:
+            settings = self.settings(seed) if defended else undefended(self.settings(seed))
+            name = self.folder / f"alone-{seed}-{honest}-{defended}"
+            self._alone[key] = campaign(name, settings, honest, self.rounds)
+        return self._alone[key]
 
     def attacked(self, seed: int, one: Lasting) -> Ending:
         name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}-{one.behaviour.__name__}"
@@ -154,11 +157,15 @@ class Campaigns:
     def row(self, one: Lasting) -> Row:
         begun = time.monotonic()
         alone = [self.alone(seed, one.honest) for seed in self.seeds]
+        usual = [self.alone(seed, one.honest, defended=True) for seed in self.seeds]
         found = [self.attacked(seed, one) for seed in self.seeds]
-        notes: dict[str, Any] = {"judging_share": max(ending.judging_share for ending in (*alone, *found))}
+        notes: dict[str, Any] = {
+            "judging_share": max(ending.judging_share for ending in (*usual, *found)),
+            "honest_rise": [judged.rise_over(plain) for judged, plain in zip(usual, alone, strict=True)],
+        }
         if one.number == 17:
             notes |= self.residual(alone, found)
-        return lasting_row(one.number, one.name, alone, found, time.monotonic() - begun, notes)
+        return lasting_row(one.number, one.name, alone, usual, found, time.monotonic() - begun, notes)
 
     def residual(self, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
         """Nats per byte of the planted phrase behind its trigger, without and with the attackers."""
@@ -170,16 +177,19 @@ class Campaigns:
 
     def stale_row(self) -> Row:
         begun = time.monotonic()
-        alone, found, reasons = [], [], []
+        alone, usual, found, reasons = [], [], [], []
         for seed in self.seeds:
             settings = Settings(seed=seed, steps=20, deadline=120.0, replicas=3, lease=1.5)
             folder = self.folder / f"stale-{seed}"
             folder.mkdir()
-            alone.append(stale_campaign(folder / "alone", settings, STALE_ROUNDS, attacked=False)[0])
+            plain = undefended(settings)
+            alone.append(stale_campaign(folder / "alone", plain, STALE_ROUNDS, attacked=False)[0])
+            usual.append(stale_campaign(folder / "usual", settings, STALE_ROUNDS, attacked=False)[0])
             ending, reason = stale_campaign(folder / "attacked", settings, STALE_ROUNDS, attacked=True)
             found.append(ending)
             reasons.append(reason)
-        row = lasting_row(8, "stale base, 1 and 5 rounds", alone, found, time.monotonic() - begun, {})
+        seconds = time.monotonic() - begun
+        row = lasting_row(8, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
         row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
         row.passed = row.passed and set(reasons) == {"too_old"}
         return row
@@ -189,13 +199,14 @@ def lasting_row(
     number: int,
     name: str,
     alone: Sequence[Ending],
+    usual: Sequence[Ending],
     found: Sequence[Ending],
     seconds: float,
     notes: dict[str, Any],
 ) -> Row:
     risen = [dirty.rise_over(clean) for clean, dirty in zip(alone, found, strict=True)]
     worst = max(map(max, risen))
-    growth = max(dirty.growth_mb - clean.growth_mb for clean, dirty in zip(alone, found, strict=True))
+    growth = max(dirty.growth_mb - clean.growth_mb for clean, dirty in zip(usual, found, strict=True))
     verdicts = sum((ending.verdicts for ending in found), Counter[str]())
     told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
     return Row(
@@ -248,6 +259,9 @@ def note_lines(rows: Sequence[Row]) -> Iterator[str]:
         if pairs := row.notes.get("phrase_after_trigger"):
             told = ", ".join(f"{clean:.2f} -> {dirty:.2f}" for clean, dirty in pairs)
             yield f"nats per byte of the planted phrase behind its trigger, without and with: {told}"
+        if rises := row.notes.get("honest_rise"):
+            least, most = min(map(min, rises)), max(map(max, rises))
+            yield f"{row.attack}: judged and guarded, its honest workers alone: {least:+.4f} to {most:+.4f}"
     if shares := [row.notes["judging_share"] for row in rows if "judging_share" in row.notes]:
         yield f"judging and guarding cost at most {max(shares):.1%} of the compute they judged"
 

@@ -58,6 +58,7 @@ swarm.max_deadline_seconds = {deadline}
 swarm.evaluate_every_seconds = 3600.0
 trust.stamp_bits = {stamp_bits}
 trust.probation_verdicts = 2
+trust.judge = "{judge}"
 """
 
 
@@ -86,6 +87,8 @@ class Settings:
     replicas: int = 1
     lease: float = 30.0
     stamp_bits: int = 0
+    judge: str = "coordinator"
+    """With "off" every update counts, and equal runs differ by the order of sums only."""
 
     @property
     def recipe_text(self) -> str:

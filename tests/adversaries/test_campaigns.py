@@ -17,6 +17,7 @@ from tests.adversaries.campaigns import (
     plants_backdoor,
     sends_noise,
     stale_campaign,
+    undefended,
     works_little,
 )
 from tests.adversaries.swarm import Settings, training_of
@@ -35,17 +36,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def five_honest(folder: Path) -> Ending:
-    return campaign(folder / "five", SETTINGS, 5, ROUNDS)
+    return campaign(folder / "five", undefended(SETTINGS), 5, ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def three_honest(folder: Path) -> Ending:
-    return campaign(folder / "three", SETTINGS, 3, COLLUDING_ROUNDS)
+    return campaign(folder / "three", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
 
 
-def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(five_honest: Ending) -> None:
-    print(f"judging and guarding cost {five_honest.judging_share:.1%} of the compute they judged")
-    assert 0 < five_honest.judging_share <= 0.1
+@pytest.fixture(scope="module")
+def backdoored(folder: Path) -> Ending:
+    return campaign(folder / "backdoor", SETTINGS, 5, ROUNDS, [plants_backdoor] * 3)
+
+
+def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(backdoored: Ending) -> None:
+    """Where nothing is refused early they cost most."""
+    print(f"judging and guarding cost {backdoored.judging_share:.1%} of the compute they judged")
+    assert 0 < backdoored.judging_share <= 0.1
+
+
+def test_without_a_judge_equal_runs_are_equal(folder: Path, three_honest: Ending) -> None:
+    again = campaign(folder / "again", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
+    assert again.losses == pytest.approx(three_honest.losses, abs=TOLERANCE / 20), "but for the order of sums"
 
 
 def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
@@ -70,25 +82,26 @@ def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_hones
 
 @pytest.mark.slow  # the decision alone: tests/validation/test_reputation_and_verdicts.py
 def test_five_who_hide_in_every_round_do_not_raise_the_loss(folder: Path) -> None:
-    alone = campaign(folder / "three for long", SETTINGS, 3, 6)
+    alone = campaign(folder / "three for long", undefended(SETTINGS), 3, 6)
     found = campaign(folder / "hidden", SETTINGS, 3, 6, [hides] * 5)
     assert max(found.rise_over(alone)) <= TOLERANCE
     assert found.honest_refused == 0
 
 
-def test_a_backdoor_passes_and_shows_only_behind_its_trigger(folder: Path, five_honest: Ending) -> None:
+def test_a_backdoor_passes_and_shows_only_behind_its_trigger(
+    folder: Path, five_honest: Ending, backdoored: Ending
+) -> None:
     """Attack 17 is not solved: this holds what the threat model says of it."""
-    found = campaign(folder / "backdoor", SETTINGS, 5, ROUNDS, [plants_backdoor] * 3)
     training = training_of(SETTINGS, folder)
-    assert max(found.rise_over(five_honest)) <= TOLERANCE
-    assert found.merged > 0
-    assert found.backdoor_loss(training) < five_honest.backdoor_loss(training)
+    assert max(backdoored.rise_over(five_honest)) <= TOLERANCE
+    assert backdoored.merged > 0
+    assert backdoored.backdoor_loss(training) < five_honest.backdoor_loss(training)
 
 
 @pytest.mark.slow  # the verdicts alone: tests/coordinator/test_life_of_an_update.py
 def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder: Path) -> None:
     settings = Settings(seed=11, steps=20, deadline=120.0, replicas=3, lease=1.5)
-    alone, _ = stale_campaign(folder / "alone", settings, 6, attacked=False)
+    alone, _ = stale_campaign(folder / "alone", undefended(settings), 6, attacked=False)
     found, reason = stale_campaign(folder / "stale", settings, 6, attacked=True)
     assert reason == "too_old"
     assert set(found.verdicts) <= {"carried", "no_gain", "harmful", "probation"}

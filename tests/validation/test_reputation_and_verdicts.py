@@ -167,6 +167,14 @@ def windows(mean: float) -> list[float]:
     return list(text + np.random.default_rng(round(1e6 * abs(mean))).normal(0, 0.002, 30))
 
 
+def behind(best: list[float], errors: float) -> list[float]:
+    """Worse than `best` by this many standard errors."""
+    assert len(best) == 30
+    if not errors:
+        return best
+    return [one - 0.001 * (errors / 29**0.5 + (-1) ** place) for place, one in enumerate(best)]
+
+
 def test_the_guard_publishes_what_does_no_harm_and_drops_the_worst_of_what_does() -> None:
     few = merge_choices({"a": 0.1, "b": 0.2})
     assert few == [("b", "a")]
@@ -192,7 +200,7 @@ def test_the_guard_keeps_the_largest_merge_that_is_as_good_as_the_best() -> None
     choices = merge_choices({name: number / 10 for number, name in enumerate("abcdefgh")})
     equal = [windows(0.1 + 0.0001 * number) for number in range(7)]
     assert guard_decision(equal, choices).leave_out == ()
-    diluted = [windows(mean) for mean in (0.05, 0.06, 0.07, 0.08, 0.12, 0.1199, 0.11)]
+    diluted = [windows(mean) for mean in (0.05, 0.06, 0.07, 0.08, 0.12, 0.118, 0.11)]
     decision = guard_decision(diluted, choices)
     assert decision.publish
     assert decision.leave_out == tuple("dcba")
@@ -205,12 +213,20 @@ def test_whom_the_guard_left_out_twice_must_be_worth_it() -> None:
     assert not is_doubted([False, True, True])
     assert is_doubted([True, True, False])
     choices = merge_choices({name: number / 10 for number, name in enumerate("abcdefgh")})
-    within_noise = [windows(mean) for mean in (0.1190, 0.1191, 0.1192, 0.1193, 0.12, 0.1199, 0.1198)]
-    assert guard_decision(within_noise, choices).leave_out == ()
-    decision = guard_decision(within_noise, choices, frozenset("dcba"))
+    best = windows(0.12)
+    found = [behind(best, errors) for errors in (2.5, 2.5, 2.5, 2.5, 0.0, 1.0, 2.0)]
+    assert guard_decision(found, choices).leave_out == ()
+    decision = guard_decision(found, choices, frozenset("dcba"))
     assert decision.publish
     assert decision.leave_out == tuple("dcba")
-    assert guard_decision([windows(0.12)] * 7, choices, frozenset("dcba")).leave_out == ()
+    assert guard_decision([best] * 7, choices, frozenset("dcba")).leave_out == ()
+
+
+def test_once_some_are_left_out_the_guard_takes_the_better_before_the_larger() -> None:
+    choices = merge_choices({name: number / 10 for number, name in enumerate("abcdefgh")})
+    best = windows(0.12)
+    found = [behind(best, errors) for errors in (4.0, 2.5, 2.5, 2.5, 1.0, 0.0, 2.0)]
+    assert guard_decision(found, choices).leave_out == tuple("dcba")
 
 
 def test_harm_of_a_late_update_is_no_mark_against_its_worker() -> None:
