@@ -45,8 +45,9 @@ from blocktrain.model.generation import gumbel_noise
 from blocktrain.model.objective import Objective
 from blocktrain.model.sweep import sweep_log_probs, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from blocktrain.training.device import autocast
 from blocktrain.training.evaluation import Evaluator
-from blocktrain.training.inner import BlockTrainer, autocast, build_codebook
+from blocktrain.training.inner import BlockTrainer, build_codebook
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "wikitext-2-sweep.toml"
 PASSES = (1, 2, 4, 8)

@@ -12,7 +12,8 @@ from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import CorpusHash, derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
-from blocktrain.training.inner import BlockTrainer, Codebook, Frozen, build_codebook
+from blocktrain.training.frozen import heard_by
+from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.optimizer import Optimizer
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def test_features_run_through_the_frozen_blocks_in_order() -> None:
     with torch.no_grad():
         upstream = first(tokens, codebook()).features_BTD
         expected = second(tokens, codebook(), upstream_BTD=upstream).features_BTD
-    found = Frozen([first, second], codebook).features(tokens)
+    found = heard_by(objective, 2, [first, second], tokens, codebook())
     assert found is not None
     torch.testing.assert_close(found, expected)
 

@@ -249,7 +249,7 @@ class Group:
     def _trainer(self, unit: Unit) -> BlockTrainer:
         run = self.run
         needed = run.objective.frozen(unit.index) if unit.index is not None else ()
-        frozen = [run.blocks[i].to(run.device) for i in needed]
+        frozen = [run.blocks[i] for i in needed]
         return BlockTrainer(
             run.recipe,
             run.objective,
