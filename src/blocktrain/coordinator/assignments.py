@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.context import Context, frozen_of
 from blocktrain.coordinator.deadlines import lateness
 from blocktrain.coordinator.doors import Door
 from blocktrain.coordinator.ledger import receipt_of
@@ -35,8 +37,16 @@ from blocktrain.wire.messages import (
 )
 
 HEARTBEATS_PER_LEASE = 3
+LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 FULL_SECONDS = 30.0
 """How long a worker waits where all seats are taken."""
+
+
+def _entry(row: AssignmentRow) -> dict[str, Any]:
+    """For the ledger, which names frozen snapshots only where there are any."""
+    body: dict[str, Any] = {key: getattr(row, key) for key in LEDGER_KEYS}
+    frozen = json.loads(row.frozen)
+    return {**body, "frozen": frozen} if frozen else body
 
 
 class Assignments:
@@ -277,6 +287,7 @@ class Assignments:
     ) -> Assignment:
         if offer.round == block.version and self._nobody_at_work(session, worker, block, now):
             block.begun = now
+        frozen = self._context.frozen(session, offer.block, offer.round)
         row = AssignmentRow(
             assignment_id=secrets.token_hex(16),
             worker_id=worker.worker_id,
@@ -288,11 +299,11 @@ class Assignments:
             made=now,
             reason=offer.reason,
             state="leased",
+            frozen=canonical_json([one.model_dump() for one in frozen]).decode(),
         )
         session.add(row)
         worker.block, worker.step = offer.block, 0
-        keys = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
-        self._context.ledger.append(session, now, "assign", {key: getattr(row, key) for key in keys})
+        self._context.ledger.append(session, now, "assign", _entry(row))
         return self._message(session, row, now)
 
     def _nobody_at_work(self, session: Session, worker: WorkerRow, block: BlockRow, now: float) -> bool:
@@ -345,6 +356,7 @@ class Assignments:
             heartbeat_seconds=swarm.lease_seconds / HEARTBEATS_PER_LEASE,
             server_time=now,
             reason=row.reason,
+            frozen=frozen_of(row),
         )
 
     # --- while it trains ---

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
@@ -22,9 +23,16 @@ from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.standings import refuse_banned, seen, standing_of
-from blocktrain.coordinator.store import BlockRow, RunRow, Store, UpdateRow, WorkerRow
+from blocktrain.coordinator.store import AssignmentRow, BlockRow, RunRow, Store, UpdateRow, WorkerRow
 from blocktrain.coordinator.weights import WeightCache
-from blocktrain.wire.messages import ErrorReason, RoundState
+from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, RoundState
+
+_frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])
+
+
+def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
+    """The snapshots of other blocks that an assignment named when it was lent."""
+    return _frozen.validate_json(row.frozen)
 
 
 class Changes:
@@ -88,6 +96,12 @@ class Context:
             count = len(self.run.layouts)
             raise Refusal(ErrorReason.NOT_FOUND, f"no block {block}; this run has 0 to {count - 1}")
         return row
+
+    def frozen(self, session: Session, block: int, round_: int) -> list[FrozenSnapshot]:
+        """The heads of the blocks that the objective needs for training `block` in this round."""
+        progress = round_ / self.run.swarm.rounds
+        heads = [self.block(session, one) for one in self.run.objective.frozen(block, progress)]
+        return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]
 
     def seats(self, session: Session, now: float, *, without: str | None = None) -> dict[int, int]:
         """Live workers on each block."""

@@ -7,13 +7,13 @@ draft costs time, never a different text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from blocktrain.model.generation import window_start
+from blocktrain.model.objective import Objective
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.draft_length import DraftLength
 from blocktrain.serving.held import HeldBlocks
@@ -23,10 +23,10 @@ STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
 
 
-def blocks_for_drafts(config: Mapping[str, Any], most: int) -> list[int]:
-    """The first blocks of a checkpoint, given its config.json; one where blocks need others' features."""
-    chained = config.get("recipe", {}).get("objective", {}).get("kind") == "chain"
-    return list(range(1 if chained else max(1, min(most, len(config.get("blocks", []))))))
+def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
+    """The first blocks of a model that hear no others; the first hears nobody."""
+    deaf = [block for block in range(objective.model.blocks) if not objective.heard(block)]
+    return deaf[: max(1, most)]
 
 
 class Drafter:

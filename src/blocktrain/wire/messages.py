@@ -231,6 +231,19 @@ class AssignmentRequest(Request):
     after: AssignmentIdText | None = None
 
 
+class FrozenSnapshot(BaseModel):
+    """A snapshot of another block, which takes part in training and judging a block and is not trained."""
+
+    model_config = ConfigDict(frozen=True)
+
+    block: BlockIndex
+    version: Count
+    hash: Hash
+
+
+Frozen = Annotated[tuple[FrozenSnapshot, ...], Field(max_length=MAX_BLOCKS)]
+
+
 class Assignment(Answer):
     """A block, a data shard and a span of steps, lent to a worker."""
 
@@ -258,6 +271,9 @@ class Assignment(Answer):
     server_time: float
     reason: str
     """Why this block."""
+    frozen: Frozen = ()
+    """The other blocks that the objective needs for these steps, in the order they run, each at the version
+    that was its head when the assignment was made. Empty where blocks train independently."""
 
 
 class Wait(Answer):
@@ -626,6 +642,8 @@ class JudgeTask(Answer):
     seed: Count
     """Draws text, sigma and noise; unknown to anybody before the commit."""
     lease_seconds: Seconds
+    frozen: Frozen = ()
+    """The snapshots of other blocks that the assignment named, for the loss before and after alike."""
 
 
 class JudgeWait(Answer):

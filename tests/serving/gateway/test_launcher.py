@@ -36,7 +36,7 @@ def test_blocks_are_spread_evenly_and_more_stages_are_spares(
 
 
 def test_blocks_that_feed_each_other_stay_together() -> None:
-    assert block_groups(3, 2, chained=True) == [[0, 1, 2], [0, 1, 2]]
+    assert block_groups(3, 2, together=True) == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_program_that_never_stays_up_is_given_up() -> None:
