@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -28,6 +28,7 @@ from blocktrain.coordinator.deadlines import (
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
 from blocktrain.coordinator.updates import COUNTED_NORMS
+from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
@@ -35,7 +36,7 @@ from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.training.update import Weights
 from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Assignment, CommitRequest, Outcome
+from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome
 from blocktrain.worker.standing import Base
 
 
@@ -119,6 +120,7 @@ class SimulatedCoordinator:
     clock: VirtualClock
     blocks: list[BlockState]
     machines: Sequence[Machine]
+    objective: Objective
     seats: dict[int, int] = field(default_factory=dict)
     """Worker to the block it is on."""
     watchers: list[Callable[[int], None]] = field(default_factory=list)
@@ -181,7 +183,14 @@ class SimulatedCoordinator:
             heartbeat_seconds=self.swarm.lease_seconds / 3,
             server_time=self.clock.now,
             reason=offer.reason,
+            frozen=tuple(self._frozen(offer)),
         )
+
+    def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
+        """The heads of the blocks that the objective needs for this round's steps."""
+        for block in self.objective.frozen(offer.block, offer.round / self.swarm.rounds):
+            head = self.blocks[block].head
+            yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
 
     # --- commit and reveal
 
