@@ -8,12 +8,13 @@ long download does not cost the lease. Both give way to a stop within a fraction
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from blocktrain.errors import WireError
+from blocktrain.errors import BlocktrainError, WireError
 from blocktrain.wire.messages import (
     Assignment,
     AssignmentRequest,
@@ -207,7 +208,8 @@ class Desk:
                 f"{what}; so it was {MAX_DECLINED} times in a row: ask the operator to restore the snapshots"
             )
         self.progress.line(f"declined {what}; asking for another assignment")
-        self.client.hand_back(assignment.assignment_id)
+        with contextlib.suppress(BlocktrainError):
+            self.client.hand_back(assignment.assignment_id)
 
     def _finish(self, reason: str) -> None:
         self.progress.line(f"finished reason={reason!r}")

@@ -8,6 +8,7 @@ is downloaded, from where an interrupted download stopped.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ class Snapshots:
     ) -> None:
         self.client, self.cache, self.recipe, self.objective = client, cache, recipe, objective
         self.layouts, self.report = layouts, report
+        self._downloading = [threading.Lock() for _ in layouts]
+        """One download of a block at a time: its watcher may want what the desk brings as a frozen one."""
 
     def newest(self, block: int, held: Base) -> tuple[Base, list[MergeRecord]]:
         """The block's head, and every merge since `held`."""
@@ -218,9 +221,11 @@ class Snapshots:
             return None
 
     def _download(self, layout: Layout, wanted_hash: str) -> Weights:
-        cached = self._cached(layout, wanted_hash)
-        if cached is not None:
-            return cached
+        with self._downloading[layout.block]:
+            cached = self._cached(layout, wanted_hash)
+            return cached if cached is not None else self._downloaded(layout, wanted_hash)
+
+    def _downloaded(self, layout: Layout, wanted_hash: str) -> Weights:
         name = _file(wanted_hash)
         for _ in range(DOWNLOAD_ATTEMPTS):
             target = self.cache.partial(name)
