@@ -165,7 +165,8 @@ class TrainingConfig:
     clip_norm: float = 4.0
     """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
     order: Literal["sequential", "turns"] = "sequential"
-    """`sequential`: one block after another; `turns`: one step of each block in turn."""
+    """`sequential`: one block after another; `turns`: one step of each block in turn, where blocks that hear
+    others hear copies refreshed every `swarm.steps_per_round` steps, as stale as in a swarm."""
     checkpoint_seconds: float = 60.0
     """How often training state is saved for --resume."""
     reference: bool = True
