@@ -89,14 +89,7 @@ class Bench:
         self.vocabulary = tokenizer.vocabulary
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=self.vocabulary)
         self.codebook = build_codebook(recipe, self.vocabulary).to(device)
-        self.shards = Shards(
-            tokenizer.encode(corpus.train),
-            corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        self.shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
         self.pool = tokenizer.encode(corpus.pool)
         self.valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
@@ -203,6 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--idea-steps", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--stale", type=int, help="age of an idea's neighbours in rounds; default: its own")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tables", default="depth,ideas")
     parser.add_argument("--ideas", help="names of ideas, separated by semicolons; default: all")
@@ -222,6 +216,7 @@ def main() -> None:
         device=torch.device(arguments.device),
         steps=arguments.idea_steps,
         quick=arguments.quick,
+        stale=arguments.stale,
     )
     depth: list[Any] = []
     ideas: list[dict[str, Any]] = []
