@@ -1,9 +1,10 @@
 """The attacks of docs/threat-model.md as real clients of a real coordinator process, and what became of them.
 
 *Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
-run without them. *Tolerated* ones last some rounds; held-out loss may exceed that of the same honest workers
-alone by 0.02 nats. Memory is the peak of the coordinator's resident memory above that of a run in which as
-many updates are all honest.
+run without them. *Tolerated* ones last some rounds; after none of these may held-out loss exceed that
+of the same honest workers alone by more than 0.02 nats. The table has the rise at the end, seed by seed, and
+the largest of all rounds. Memory is the peak of the coordinator's resident memory above that of a run in
+which as many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 21,22,23] [--json FILE]
 
@@ -190,7 +191,8 @@ def lasting_row(
     seconds: float,
     notes: dict[str, Any],
 ) -> Row:
-    risen = [dirty.loss - clean.loss for clean, dirty in zip(alone, found, strict=True)]
+    risen = [dirty.rise_over(clean) for clean, dirty in zip(alone, found, strict=True)]
+    worst = max(map(max, risen))
     growth = max(dirty.growth_mb - clean.growth_mb for clean, dirty in zip(alone, found, strict=True))
     verdicts = sum((ending.verdicts for ending in found), Counter[str]())
     told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
@@ -198,11 +200,11 @@ def lasting_row(
         number,
         name,
         f"{told}; {sum(ending.merged for ending in found)} merged",
-        " ".join(f"{one:+.4f}" for one in risen),
+        f"{' '.join(f'{one[-1]:+.4f}' for one in risen)}; at worst {worst:+.4f}",
         seconds,
         growth,
-        max(risen) <= TOLERANCE and growth < MAX_GROWTH_MB,
-        notes,
+        worst <= TOLERANCE and growth < MAX_GROWTH_MB,
+        {**notes, "risen": risen},
     )
 
 

@@ -17,7 +17,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +209,7 @@ class Bench:
         self.vocabulary = tokenizer.vocabulary
         self.idea = row.idea(recipe.model, recipe.objective, vocabulary=self.vocabulary)
         self.codebook = build_codebook(recipe, self.vocabulary).to(device)
-        self.shards = Shards(
-            tokenizer.encode(corpus.train),
-            corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        self.shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
         self.pool = tokenizer.encode(corpus.pool)
         self.valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
 
@@ -367,6 +360,8 @@ def recipe_of(arguments: argparse.Namespace, row: Row, seed: int) -> Recipe:
 
 def measure(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     row, began = IDEAS[name], time.monotonic()
+    if arguments.stale is not None:
+        row = replace(row, stale=arguments.stale)
     bench = Bench(recipe_of(arguments, row, seed), row, arguments.device)
     blocks, averaged = bench.train()
     found = {"idea": name, "seed": seed, **bench.score(blocks, averaged), "flops": bench.flops(blocks)}
@@ -393,6 +388,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", type=lambda text: [int(seed) for seed in text.split(",")])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--only", help="names of ideas, or parts of them, separated by commas")
+    parser.add_argument("--stale", type=int, help="age of neighbours in rounds, instead of each row's own")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

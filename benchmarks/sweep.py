@@ -101,14 +101,7 @@ def train_unit(
     """One block, or with None an end-to-end model of all layers."""
     began = time.monotonic()
     tokenizer = load_tokenizer(recipe.data.tokenizer)
-    shards = Shards(
-        tokenizer.encode(corpus.train),
-        corpus.sha256,
-        seed=recipe.seed,
-        batch=recipe.training.batch,
-        context=recipe.model.context,
-        device=device,
-    )
+    shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
     seed = derive_seed("init", recipe.seed, "reference" if index is None else index)
     block = objective.build_reference(seed) if index is None else objective.build(index, seed)

@@ -165,7 +165,8 @@ class TrainingConfig:
     clip_norm: float = 4.0
     """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
     order: Literal["sequential", "turns"] = "sequential"
-    """`sequential`: one block after another; `turns`: one step of each block in turn."""
+    """`sequential`: one block after another; `turns`: one step of each block in turn, where blocks that hear
+    others hear copies refreshed every `swarm.steps_per_round` steps, as stale as in a swarm."""
     checkpoint_seconds: float = 60.0
     """How often training state is saved for --resume."""
     reference: bool = True
@@ -225,7 +226,8 @@ class SwarmConfig:
     replicas: int = 2
     """Workers wanted on each block; a round with fewer waits for its deadline."""
     codec: str = "sparse:64"
-    """How updates travel: `sparse:K`, `sign` or `dense` (uncompressed)."""
+    """How updates travel: `sparse:K`, `sign` (1 bit per parameter), `bits:4`, `bits:8` or `dense`
+    (uncompressed)."""
     error_feedback: float = 0.95
     """Share of what compression left out that is added to the next update (beta)."""
     outer_lr: float = 1.0
@@ -261,8 +263,8 @@ class SwarmConfig:
         for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
             _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
         _require(
-            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|dense", self.codec) is not None,
-            f"swarm.codec must be sparse:K, sign or dense; found {self.codec!r}",
+            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|bits:[48]|dense", self.codec) is not None,
+            f"swarm.codec must be sparse:K, sign, bits:4, bits:8 or dense; found {self.codec!r}",
         )
         _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
         _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")

@@ -93,7 +93,8 @@ def plants_backdoor(turn: Turn) -> Weights:
 
 @dataclass
 class Ending:
-    loss: float
+    losses: tuple[float, ...]
+    """Held out, after every round."""
     weights: Weights
     seconds: float
     growth_mb: float
@@ -107,6 +108,12 @@ class Ending:
     bans: int = 0
     reputations: tuple[float, ...] = ()
     """Of the attackers, as they are called at the end."""
+    scales: tuple[tuple[float, ...], ...] = ()
+    """By which the updates of each merge were clipped."""
+
+    def rise_over(self, alone: Ending) -> tuple[float, ...]:
+        """Of held-out loss over the run without attackers, after every round."""
+        return tuple(mine - theirs for mine, theirs in zip(self.losses, alone.losses, strict=True))
 
     def backdoor_loss(self, training: Training) -> float:
         context = training.corpus.valid[:40] + TRIGGER
@@ -141,15 +148,16 @@ def campaign(
     with swarm(folder, settings, training) as running:
         workers = [running.client() for _ in range(honest)]
         crowd = Attackers(running, [running.client() for _ in behaviours])
-        memory, refused = running.resident_mb(), 0
+        memory, refused, losses = running.resident_mb(), 0, []
         running.forget_peak()
         begun = time.monotonic()
         for round_ in range(rounds):
             refused += _round(running, workers, crowd, behaviours, round_, settings.seed)
-        weights = running.base(workers[0])
+            weights = running.base(workers[0])
+            losses.append(training.held_out_loss(weights))
         standings = [running.standing(client) for client in crowd.clients]
         return Ending(
-            loss=training.held_out_loss(weights),
+            losses=tuple(losses),
             weights=weights,
             seconds=time.monotonic() - begun,
             growth_mb=running.resident_mb("VmHWM") - memory,
@@ -159,6 +167,7 @@ def campaign(
             reputations=tuple(one.reputation for one in standings),
             judging_share=judging_share(workers[0]),
             bans=crowd.bans,
+            scales=tuple(tuple(one.scale for one in merge.inputs) for merge in workers[0].merges(0).merges),
         )
 
 
@@ -231,7 +240,7 @@ def stale_campaign(folder: Path, settings: Settings, rounds: int, *, attacked: b
         late, old = running.client(), running.client()
         verdicts: Counter[str] = Counter()
         pending: tuple[Assignment, bytes, str] | None = None
-        memory = running.resident_mb()
+        memory, losses = running.resident_mb(), []
         begun = time.monotonic()
         for round_ in range(rounds):
             lent = honest_leases(running, workers)
@@ -249,9 +258,10 @@ def stale_campaign(folder: Path, settings: Settings, rounds: int, *, attacked: b
             for worker, lease, delta in lent:
                 worker.deliver_payload(lease, worker.encoded(delta))
             running.wait_for_version(workers[0], round_ + 1)
-        weights = running.base(workers[0])
+            weights = running.base(workers[0])
+            losses.append(training.held_out_loss(weights))
         ending = Ending(
-            loss=training.held_out_loss(weights),
+            losses=tuple(losses),
             weights=weights,
             seconds=time.monotonic() - begun,
             growth_mb=running.resident_mb("VmHWM") - memory,

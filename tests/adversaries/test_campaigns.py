@@ -51,25 +51,27 @@ def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_h
     found = campaign(folder / "flips", SETTINGS, 5, ROUNDS, [flips_signs] * 3)
     assert found.merged == 0
     assert set(found.verdicts) == {"harmful"}
-    assert found.loss - five_honest.loss <= TOLERANCE
+    assert max(found.rise_over(five_honest)) <= TOLERANCE
 
 
 def test_noise_of_three_of_eight_does_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
     found = campaign(folder / "noise", SETTINGS, 5, ROUNDS, [sends_noise] * 3)
-    assert found.loss - five_honest.loss <= TOLERANCE
+    assert max(found.rise_over(five_honest)) <= TOLERANCE
 
 
 def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_honest: Ending) -> None:
     found = campaign(folder / "colluders", SETTINGS, 3, COLLUDING_ROUNDS, [colludes] * 5)
-    assert found.loss - three_honest.loss <= TOLERANCE
+    assert max(found.rise_over(three_honest)) <= TOLERANCE
     assert found.honest_refused == 0
+    for scales in found.scales:
+        assert sum(scale == 1.0 for scale in scales) * 2 >= len(scales), "clipped by who is not merged"
 
 
 def test_a_backdoor_passes_and_shows_only_behind_its_trigger(folder: Path, five_honest: Ending) -> None:
     """Attack 17 is not solved: this holds what the threat model says of it."""
     found = campaign(folder / "backdoor", SETTINGS, 5, ROUNDS, [plants_backdoor] * 3)
     training = training_of(SETTINGS, folder)
-    assert found.loss - five_honest.loss <= TOLERANCE
+    assert max(found.rise_over(five_honest)) <= TOLERANCE
     assert found.merged > 0
     assert found.backdoor_loss(training) < five_honest.backdoor_loss(training)
 
@@ -81,7 +83,7 @@ def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder
     found, reason = stale_campaign(folder / "stale", settings, 6, attacked=True)
     assert reason == "too_old"
     assert set(found.verdicts) <= {"carried", "no_gain", "harmful", "probation"}
-    assert found.loss - alone.loss <= TOLERANCE
+    assert max(found.rise_over(alone)) <= TOLERANCE
 
 
 def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:

@@ -38,14 +38,7 @@ class Training:
         self._known: dict[tuple[str, int, int, int, int], Weights] = {}
 
     def _shards_of(self, text: bytes) -> Shards:
-        return Shards(
-            self._tokenizer.encode(text),
-            self.corpus.sha256,
-            seed=self.recipe.seed,
-            batch=self.recipe.training.batch,
-            context=self.recipe.model.context,
-            device=torch.device("cpu"),
-        )
+        return Shards.of(self.recipe, self._tokenizer.encode(text), self.corpus.sha256, torch.device("cpu"))
 
     def delta(
         self,

@@ -22,13 +22,8 @@ CPU = torch.device("cpu")
 def trainer(*overrides: str, index: int | None = 0, tokens: bytes | None = None) -> BlockTrainer:
     recipe = tiny_recipe(*overrides)
     objective = Objective(recipe.model, recipe.objective, vocabulary=256)
-    shards = Shards(
-        ByteTokenizer().encode(prose(4000) if tokens is None else tokens),
-        CorpusHash("00"),
-        seed=recipe.seed,
-        batch=recipe.training.batch,
-        context=recipe.model.context,
-        device=CPU,
+    shards = Shards.of(
+        recipe, ByteTokenizer().encode(prose(4000) if tokens is None else tokens), CorpusHash("00"), CPU
     )
     if index is None:
         block = objective.build_reference(derive_seed("init", recipe.seed, "reference"))

@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -185,11 +185,19 @@ class Rounds:
             )
             .order_by(UpdateRow.update_id)
         ).all()
-        norms = [update.norm or 0.0 for update in updates]
-        scales = clip_scales(self._context.run.codec, norms, running_median(session, row.block))
+        for update in updates:
+            update.merge_version = row.closing_version
+        self._clip(session, row.block, updates)
+
+    def _clip(self, session: Session, block: int, updates: Sequence[UpdateRow]) -> None:
+        scales = self._scales(updates, running_median(session, block))
         for update, scale in zip(updates, scales, strict=True):
-            update.merge_version, update.scale = row.closing_version, scale
+            update.scale = scale
         session.flush()
+
+    def _scales(self, updates: Sequence[UpdateRow], median: float | None) -> list[float]:
+        """Only updates of the merge clip one another: small ones that the guard left out would shrink it."""
+        return clip_scales(self._context.run.codec, [update.norm or 0.0 for update in updates], median)
 
     def _record(self, session: Session, row: BlockRow) -> MergeRecord:
         assert row.closing_version is not None
@@ -201,7 +209,7 @@ class Rounds:
             result_hash=UNKNOWN_HASH,
             codec=str(self._context.run.codec),
             alpha=self._context.run.swarm.outer_lr,
-            inputs=tuple(_input_record(update) for update in updates),
+            inputs=tuple(_input_record(update, update.scale) for update in updates),
         )
 
     # --- merge ---
@@ -225,10 +233,8 @@ class Rounds:
     def _guarded(self, claim: Claim, merged: Merged, judging: Judging) -> tuple[Claim, Merged] | None:
         """The merge without the updates that make it worse; None where nothing is left: the block holds."""
         while True:
-            gains = self._gains(claim)
-            choices = merge_choices(gains)
-            merges = [self._lazy(claim, kept) for kept in choices]
-            found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(gains))
+            choices, merges = self._choices(claim)
+            found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(choices[0]))
             decision = guard_decision(found, choices)
             for update_id in decision.leave_out:
                 kept = self._drop(claim, update_id, decision.sentence)
@@ -240,15 +246,20 @@ class Rounds:
             if decision.publish:
                 return claim, merged
 
-    def _lazy(self, claim: Claim, kept: Collection[str]) -> Callable[[], Weights]:
-        inputs = tuple(one for one in claim.record.inputs if one.update_id in kept)
-        smaller = replace(claim, record=claim.record.model_copy(update={"inputs": inputs}))
-        return lambda: self._merge(smaller).tensors
-
-    def _gains(self, claim: Claim) -> dict[str, float]:
+    def _choices(self, claim: Claim) -> tuple[list[tuple[str, ...]], list[Callable[[], Weights]]]:
+        """Sets of updates, and for each what makes their merge."""
         with self._context.store.read() as session:
             rows = _inputs(session, claim.block, claim.version)
-            return {row.update_id: -1e9 if row.gain is None else row.gain for row in rows}
+            median = running_median(session, claim.block)
+        choices = merge_choices({row.update_id: -1e9 if row.gain is None else row.gain for row in rows})
+        kept = [[row for row in rows if row.update_id in choice] for choice in choices]
+        return choices, [self._lazy(claim, some, median) for some in kept]
+
+    def _lazy(self, claim: Claim, kept: Sequence[UpdateRow], median: float | None) -> Callable[[], Weights]:
+        scales = self._scales(kept, median)
+        inputs = tuple(_input_record(row, scale) for row, scale in zip(kept, scales, strict=True))
+        smaller = replace(claim, record=claim.record.model_copy(update={"inputs": inputs}))
+        return lambda: self._merge(smaller).tensors
 
     def _drop(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
         """Take an update out of a merge under way; None where it was the last, or the merge is another's."""
@@ -267,9 +278,9 @@ class Rounds:
             self._context.write_verdict(session, update, refusal, now, {})
             session.flush()
             log.warning("dropped update=%s block=%d why=%r", update_id[:12], claim.block, sentence)
-            record = self._record(session, row)
-            if record.inputs:
-                return Claim(claim.block, claim.version, claim.base_hash, record, claim.reason)
+            if others := _inputs(session, claim.block, claim.version):
+                self._clip(session, claim.block, others)
+                return replace(claim, record=self._record(session, row))
             row.closing_version = row.claim_owner = row.claim_until = None
             row.begun = now
             return None
@@ -385,8 +396,8 @@ def _inputs(session: Session, block: int, version: int) -> list[UpdateRow]:
     )
 
 
-def _input_record(update: UpdateRow) -> MergeInputRecord:
-    assert update.scale is not None
+def _input_record(update: UpdateRow, scale: float | None) -> MergeInputRecord:
+    assert scale is not None
     return MergeInputRecord(
         update_id=update.update_id,
         payload_hash=update.payload_hash,
@@ -394,5 +405,5 @@ def _input_record(update: UpdateRow) -> MergeInputRecord:
         base_version=update.base_version,
         base_hash=update.base_hash,
         weight=update.weight,
-        scale=update.scale,
+        scale=scale,
     )

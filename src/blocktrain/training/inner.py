@@ -41,6 +41,10 @@ class Codebook(nn.Module):
     def forward(self) -> Tensor:
         return F.normalize(self.table, dim=-1) if self.learned else self.table
 
+    def copied(self) -> Tensor:
+        """As it is now, whatever is learned later."""
+        return self().detach().clone() if self.learned else self.table
+
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
     table = make_codebook(vocabulary, recipe.model.width, derive_seed("codebook", recipe.seed))
@@ -88,16 +92,15 @@ class BlockTrainer:
             return torch.compile(self.objective.loss, dynamic=False)
         return self.objective.loss
 
-    def freeze(self, blocks: Sequence[Block]) -> None:
-        """From now on these, in host memory and in the order of `objective.frozen`, are heard; the codebook
-        as it is now is frozen with them. None: train without, where the objective does at this time."""
+    def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
+        """From now on hear these, which are in host memory and in the order of `objective.frozen`, with the
+        codebook as it was then (None: as it is now). No blocks: train without, as some do for a time."""
         assert self.index is not None or not blocks, "the end-to-end reference hears nobody"
-        table = self.codebook().detach()
         self.frozen = FrozenOutputs(
             self.objective,
             self.index or 0,
             blocks,
-            table.clone() if self.codebook.learned else table,
+            self.codebook.copied() if codebook_VD is None else codebook_VD,
             max_host_bytes=self.recipe.training.frozen_host_bytes,
         )
 
