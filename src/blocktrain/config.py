@@ -256,6 +256,9 @@ class SwarmConfig:
     """Share of a round that a worker trains on from its own weights while the snapshot it should start from
     is still being merged; then it waits. Hides transfers; further ahead, updates go stale and the loss is
     worse (docs/experiments.md). 0 is lockstep, 1 never waits."""
+    stand_in: float = 0.9
+    """A worker alone on its block, where `replicas` are wanted, fills this share of its round's time with the
+    steps of one who is away. 0: it waits for the deadline."""
     evaluate_every_seconds: float = 30.0
     """How often the assembled model is scored on held-out text."""
 
@@ -272,6 +275,7 @@ class SwarmConfig:
         _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
         _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
         _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
+        _require(0 <= self.stand_in <= 1, "swarm.stand_in must be between 0 and 1")
         _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
         _require(
             0 < self.min_deadline_seconds <= self.max_deadline_seconds,

@@ -17,6 +17,7 @@ from blocktrain.coordinator.deadlines import (
     Deadline,
     Lateness,
     round_deadline,
+    round_seconds,
     wanted_updates,
 )
 from blocktrain.coordinator.ledger import Ledger
@@ -262,6 +263,20 @@ class Context:
             "norm": row.norm,
         }
         row.verdict_sequence = self.ledger.append(session, now, "verdict", {**verdict, **more}).sequence
+
+    def round_seconds(self, session: Session, row: BlockRow) -> float | None:
+        """Length of the block's next round; None where nothing has been observed."""
+        history = self._offsets(session, row, earlier=True)
+        return round_seconds(history, (), self.run.swarm)[0] if history else None
+
+    def own_seconds(self, session: Session, block: int, worker_id: str) -> float | None:
+        """From the beginning of a round to this worker's update, as it was last time."""
+        return session.scalar(
+            select(UpdateRow.offset)
+            .where(UpdateRow.block == block, UpdateRow.worker_id == worker_id, UpdateRow.offset.is_not(None))
+            .order_by(UpdateRow.revealed.desc())
+            .limit(1)
+        )
 
     def _offsets(self, session: Session, row: BlockRow, *, earlier: bool) -> list[float]:
         of_round = UpdateRow.base_version < row.version if earlier else UpdateRow.base_version == row.version

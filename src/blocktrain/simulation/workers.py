@@ -36,9 +36,11 @@ from blocktrain.worker.decisions import (
     MAX_UNSENT,
     Route,
     Sent,
+    batch_of,
     cheapest_route,
     may_step,
     move_share,
+    own_steps,
     share_to_return,
 )
 from blocktrain.worker.standing import Base, Flight, Standing
@@ -120,10 +122,10 @@ class Steps:
     def __init__(self, site: Site, trainer: BlockTrainer, assignment: Assignment, frozen: Frozen) -> None:
         self.site, self.trainer, self.assignment = site, trainer, assignment
         trainer.freeze([site.build_frozen(block, base) for block, base in frozen.items()])
-        trainer.window_end = assignment.first_step + assignment.steps
+        trainer.window_end = assignment.first_step + own_steps(assignment)
         self.taken = 0
         self.allowed = 0
-        self._seconds = site.machine.compute_seconds() / assignment.steps
+        self._seconds = site.machine.compute_seconds() / own_steps(assignment)
         self._since, self._taken_then = site.clock.now, 0
         self._losses = torch.zeros((), device=trainer.device)
 
@@ -140,7 +142,7 @@ class Steps:
         worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
         due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
         for step in range(self.taken, due):
-            self._losses += self.trainer.step(self.assignment.first_step + step, self.assignment.shard)
+            self._losses += self.trainer.step(*batch_of(self.assignment, step))
             self.site.seconds_computing += self._seconds
         self.taken = max(self.taken, due)
 
@@ -284,7 +286,7 @@ class CarryWorker:
         allowed = sum(
             may_step(
                 step=step,
-                steps=assignment.steps,
+                steps=own_steps(assignment),
                 version=version,
                 round_=assignment.round,
                 run_ahead=run_ahead,

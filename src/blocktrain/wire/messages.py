@@ -244,6 +244,15 @@ class FrozenSnapshot(BaseModel):
 Frozen = Annotated[tuple[FrozenSnapshot, ...], Field(max_length=MAX_BLOCKS)]
 
 
+class StandIn(BaseModel):
+    """Steps that a worker takes in the place of a replica that is away."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shard: Count
+    steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
 class Assignment(Answer):
     """A block, a data shard and a span of steps, lent to a worker."""
 
@@ -260,6 +269,7 @@ class Assignment(Answer):
     first_step: Count
     """Position of the first batch and of the learning-rate schedule: round * steps."""
     steps: Count
+    """In all, those of `stand_in` included."""
     total_steps: Count
     """End of the learning-rate schedule; takes the place of training.steps."""
     deadline: float | None
@@ -274,6 +284,9 @@ class Assignment(Answer):
     frozen: Frozen = ()
     """The other blocks that the objective needs for these steps, in the order they run, each at the version
     that was its head when the assignment was made. Empty where blocks train independently."""
+    stand_in: StandIn | None = None
+    """The last steps of the assignment are on another shard, from `first_step` on, where the worker is alone
+    on its block and the round leaves it time: one update of more steps, at the same place of the schedule."""
 
 
 class Wait(Answer):

@@ -22,7 +22,7 @@ from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, move
 from blocktrain.wire.messages import Assignment
-from blocktrain.worker.decisions import may_step, move_share
+from blocktrain.worker.decisions import batch_of, may_step, move_share, own_steps
 from blocktrain.worker.standing import Base, Standing
 
 WAIT_SECONDS = 0.1
@@ -81,14 +81,14 @@ class LocalTraining:
     ) -> float | None:
         """All steps of an assignment; the mean loss, or None if it is not to go on."""
         assert self._trainer is not None
-        self._trainer.window_end = assignment.first_step + assignment.steps
+        self._trainer.window_end = assignment.first_step + own_steps(assignment)
         total = torch.zeros((), device=self.device)
         last, read_at = 0.0, time.monotonic()
         for step in range(assignment.steps):
             if not self._await_snapshot(assignment, step, going_on):
                 return None
             self._pick_up_move(step / assignment.steps)
-            ce = self._trainer.step(assignment.first_step + step, assignment.shard)
+            ce = self._trainer.step(*batch_of(assignment, step))
             total += ce
             due = time.monotonic() - read_at >= LOSS_SECONDS
             if due:
@@ -104,7 +104,7 @@ class LocalTraining:
         start = time.monotonic()
         while not may_step(
             step=step,
-            steps=assignment.steps,
+            steps=own_steps(assignment),
             version=self.standing.base.version,
             round_=assignment.round,
             run_ahead=self.recipe.swarm.run_ahead,
