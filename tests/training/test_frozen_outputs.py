@@ -96,6 +96,22 @@ def test_the_loss_is_that_of_hearing_the_frozen_blocks_on_the_fly(overrides: tup
     assert same_weights(found.block, block)
 
 
+def test_without_frozen_blocks_nothing_is_heard() -> None:
+    recipe, objective, shards = parts(*COMPOSED)
+    tokens, _ = shards.batch(0, 0)
+    assert heard_by(objective, 2, [], tokens, build_codebook(recipe, 256)()) is None
+
+
+def test_blocks_that_are_asked_what_they_hand_on_stay_where_they_were() -> None:
+    recipe, objective, shards = parts(*CHAIN)
+    tokens, _ = shards.batch(0, 0)
+    frozen = frozen_blocks(objective, 2)
+    heard = heard_by(objective, 2, frozen, tokens, build_codebook(recipe, 256)())
+    assert heard is not None
+    assert not heard.requires_grad
+    assert {p.device for block in frozen for p in block.parameters()} == {CPU}
+
+
 def test_what_is_heard_reaches_the_loss() -> None:
     for overrides in (CHAIN, COMPOSED):
         one, other = trainer(*overrides), trainer(*overrides)
