@@ -228,7 +228,7 @@ def test_whoever_takes_the_seat_sends_the_other_to_host_memory() -> None:
     assert {p.device.type for p in second.parameters()} == {"cpu"}
 
 
-def test_the_seat_is_given_back_when_a_frozen_block_fails() -> None:
+def test_when_a_frozen_block_fails_the_seat_is_given_back_and_nothing_half_done_is_kept() -> None:
     one = trainer(*CHAIN)
     broken = frozen_blocks(one.objective, 2)
     broken[1].out = nn.Linear(3, 3)
@@ -236,6 +236,7 @@ def test_the_seat_is_given_back_when_a_frozen_block_fails() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         one.step(0, shard=0)
     assert one.seat.occupant is one.block
+    assert one.frozen.host_bytes == 0
 
 
 def test_a_chained_block_needs_little_more_memory_than_a_published_one() -> None:
