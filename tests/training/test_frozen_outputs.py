@@ -96,6 +96,22 @@ def test_the_loss_is_that_of_hearing_the_frozen_blocks_on_the_fly(overrides: tup
     assert same_weights(found.block, block)
 
 
+def test_without_frozen_blocks_nothing_is_heard() -> None:
+    recipe, objective, shards = parts(*COMPOSED)
+    tokens, _ = shards.batch(0, 0)
+    assert heard_by(objective, 2, [], tokens, build_codebook(recipe, 256)()) is None
+
+
+def test_blocks_that_are_asked_what_they_hand_on_stay_where_they_were() -> None:
+    recipe, objective, shards = parts(*CHAIN)
+    tokens, _ = shards.batch(0, 0)
+    frozen = frozen_blocks(objective, 2)
+    heard = heard_by(objective, 2, frozen, tokens, build_codebook(recipe, 256)())
+    assert heard is not None
+    assert not heard.requires_grad
+    assert {p.device for block in frozen for p in block.parameters()} == {CPU}
+
+
 def test_what_is_heard_reaches_the_loss() -> None:
     for overrides in (CHAIN, COMPOSED):
         one, other = trainer(*overrides), trainer(*overrides)
@@ -212,7 +228,7 @@ def test_whoever_takes_the_seat_sends_the_other_to_host_memory() -> None:
     assert {p.device.type for p in second.parameters()} == {"cpu"}
 
 
-def test_the_seat_is_given_back_when_a_frozen_block_fails() -> None:
+def test_when_a_frozen_block_fails_the_seat_is_given_back_and_nothing_half_done_is_kept() -> None:
     one = trainer(*CHAIN)
     broken = frozen_blocks(one.objective, 2)
     broken[1].out = nn.Linear(3, 3)
@@ -220,6 +236,7 @@ def test_the_seat_is_given_back_when_a_frozen_block_fails() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         one.step(0, shard=0)
     assert one.seat.occupant is one.block
+    assert one.frozen.host_bytes == 0
 
 
 def test_a_chained_block_needs_little_more_memory_than_a_published_one() -> None:

@@ -45,7 +45,7 @@ class Objective:
 
     def frozen(self, block: int, progress: float = 1.0) -> tuple[int, ...]:
         """The other blocks that training `block` needs, frozen, in the order they run; `progress` is the
-        share of the run's steps that are done. At 1, all it ever needs."""
+        share of the run's steps that are done. At 1, all it ever needs; before, all of these or none."""
         if self.config.kind != "composed":
             return self.heard(block)
         return tuple(b for b in range(self.model.blocks) if b != block and progress >= self.composed_from)

@@ -89,10 +89,15 @@ class FrozenOutputs:
     def prepare(self, seat: Seat, shard: int, steps: Sequence[int], tokens: Callable[[int], Tensor]) -> None:
         """Run the frozen blocks over the batches `tokens(step)`, as many steps as fit, one at least."""
         self._kept.clear()
-        with seat.lent():
-            for number, block in self.numbered:
-                seat.take(block)
-                steps = self._run(number, block, shard, steps, tokens)
+        try:
+            with seat.lent():
+                for number, block in self.numbered:
+                    seat.take(block)
+                    steps = self._run(number, block, shard, steps, tokens)
+        except BaseException:
+            # What only some of the blocks have handed on must not pass for the whole.
+            self._kept.clear()
+            raise
 
     def _run(
         self, number: int, block: Block, shard: int, steps: Sequence[int], tokens: Callable[[int], Tensor]

@@ -109,9 +109,9 @@ class LocalRun:
             later = [other for other in self.objective.frozen(block) if other > block]
             if later and self.recipe.training.order == "sequential":
                 raise UserError(
-                    f'objective.kind = "{self.recipe.objective.kind}" trains block {block} with block '
-                    f"{', '.join(map(str, later))} at hand, which in sequential order is trained only later: "
-                    'set training.order = "turns"'
+                    f'objective.kind = "{self.recipe.objective.kind}" needs blocks '
+                    f"{', '.join(map(str, later))} to train block {block}, and in sequential order they "
+                    'come later: set training.order = "turns"'
                 )
 
     def _build_units(self) -> list[Unit]:
