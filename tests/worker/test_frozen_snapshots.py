@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from blocktrain.worker.desk import Desk
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Standing
+from blocktrain.worker.standing import Base, Standing
 from blocktrain.worker.state import StateFolder
 from blocktrain.worker.threads import Crew
 from blocktrain.worker.traffic import Traffic
@@ -72,10 +72,12 @@ class Bench:
         self.frozen = FrozenSnapshots(self.snapshots, self.state, lambda block: None)
         self.progress = Progress(identity.worker_id, self.traffic, self.said)
 
-    def desk(self) -> Desk:
-        return Desk(
-            self.client, self.progress, self.stop, self.standing_in, self.frozen.bring, lambda: None, None
-        )
+    def desk(self, bring: Callable[[Assignment], Mapping[int, Base]] | None = None) -> Desk:
+        bring = bring or self.frozen.bring
+        return Desk(self.client, self.progress, self.stop, self.standing_in, bring, lambda: None, None)
+
+    def bring(self, *named: FrozenSnapshot) -> Base:
+        return self.frozen.bring(naming(*named))[0]
 
     def standing_in(self, block: int) -> Standing:
         return Standing(block, self.snapshots.initial(block), None, 4)
@@ -84,10 +86,32 @@ class Bench:
         """Bring the head of block 0; bytes that came down for it, by kind."""
         before = self.traffic.bytes_down()
         named = head(running)
-        base = self.frozen.bring([named])[0]
+        base = self.bring(named)
         assert (base.version, base.hash) == (named.version, named.hash)
         assert snapshot_hash(base.weights) == named.hash
         return {kind: count - before[kind] for kind, count in self.traffic.bytes_down().items()}
+
+
+def naming(*named: FrozenSnapshot) -> Assignment:
+    """An assignment of block 1 that names these."""
+    return Assignment(
+        assignment_id="0" * 32,
+        block=1,
+        round=0,
+        base_version=0,
+        base_hash="0" * 64,
+        shard=1,
+        first_step=0,
+        steps=2,
+        total_steps=80,
+        deadline=None,
+        deadline_reason="",
+        lease_seconds=30.0,
+        heartbeat_seconds=10.0,
+        server_time=0.0,
+        reason="",
+        frozen=named,
+    )
 
 
 def head(running: Running) -> FrozenSnapshot:
@@ -134,7 +158,7 @@ def test_a_snapshot_older_than_what_is_here_is_brought_too(running: Running, tmp
     advance(running, trainer, 2)
     bench = Bench(running, tmp_path / "worker")
     bench.bring_head(running)
-    assert bench.frozen.bring([old])[0].hash == old.hash
+    assert bench.bring(old).hash == old.hash
 
 
 def test_two_threads_that_want_the_same_snapshot_download_it_once(running: Running, tmp_path: Path) -> None:
@@ -156,6 +180,44 @@ def test_two_threads_may_keep_the_same_blob(tmp_path: Path) -> None:
         paths = list(threads.map(lambda _: cache.put("name", bytes(1 << 16)), range(64)))
     assert {path.read_bytes() for path in paths} == {bytes(1 << 16)}
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
+def test_other_blocks_than_the_objective_needs_are_refused(running: Running, tmp_path: Path) -> None:
+    bench = Bench(running, tmp_path / "worker")
+    foreign = head(running).model_copy(update={"block": 4000})
+    for named in ((), (foreign,), (head(running), head(running))):
+        with pytest.raises(WireError, match=r"needs blocks \[0\] frozen, the coordinator names"):
+            bench.bring(*named)
+
+
+def test_the_lease_lives_while_its_snapshots_are_coming(running: Running, tmp_path: Path) -> None:
+    worker = running.peer()
+    bench = Bench(running, tmp_path / "worker", worker.identity)
+    beaten, seen = threading.Event(), threading.Event()
+
+    def slow(assignment: Assignment) -> Mapping[int, Base]:
+        seen.set()
+        assert beaten.wait(15)
+        return {}
+
+    desk, crew = bench.desk(slow), Crew(bench.stop)
+    crew.start("asking", desk.run_asking)
+    assert seen.wait(15)
+    before = time.time()
+    crew.start("heartbeats", desk.run_heartbeats)
+    while last_seen(running, worker.identity.worker_id) <= before:
+        assert not bench.stop.wait(0.01)
+        assert time.time() < before + 10, "no heartbeat came"
+    beaten.set()
+    assert desk.next() is not None
+    bench.stop.set()
+    crew.join(15)
+    crew.check()
+
+
+def last_seen(running: Running, worker_id: str) -> float:
+    [found] = [one for one in running.coordinator.people.workers().workers if one.worker_id == worker_id]
+    return found.last_seen
 
 
 def prune(running: Running, version: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blocktrain.errors import BlocktrainError, WireError
@@ -19,7 +19,6 @@ from blocktrain.wire.messages import (
     Assignment,
     AssignmentRequest,
     Finished,
-    FrozenSnapshot,
     HeartbeatRequest,
     Wait,
 )
@@ -58,7 +57,7 @@ class Desk:
         progress: Progress,
         stop: threading.Event,
         standing_in: Callable[[int], Standing],
-        bring: Callable[[Sequence[FrozenSnapshot]], Mapping[int, Base]],
+        bring: Callable[[Assignment], Mapping[int, Base]],
         join: Callable[[], None],
         prefer_block: int | None,
     ) -> None:
@@ -68,7 +67,7 @@ class Desk:
         self._changed = threading.Condition()
         self._current: Task | None = None
         self._next: Task | None = None
-        self._preparing: int | None = None
+        self._preparing: Assignment | None = None
         self._trained: Task | None = None
         """The task last handed to the trainer, also when it was given up: asking names it as in hand."""
         self._finished = False
@@ -112,7 +111,7 @@ class Desk:
         """Blocks that are being trained, or will be next."""
         with self._changed:
             tasks = {task.standing.block for task in (self._trained, self._next) if task is not None}
-            return tasks if self._preparing is None else tasks | {self._preparing}
+            return tasks if self._preparing is None else tasks | {self._preparing.block}
 
     # --- asking
 
@@ -180,7 +179,7 @@ class Desk:
         with self._changed:
             if self._current is not None and self._current.assignment == assignment:
                 return
-            self._preparing = assignment.block
+            self._preparing = assignment
         task = self._prepared(assignment)
         with self._changed:
             self._next, self._preparing = task, None
@@ -190,7 +189,7 @@ class Desk:
         """With everything it takes to begin; None where a frozen snapshot is gone, and the lease with it."""
         standing = self.standing_in(assignment.block)
         try:
-            task = Task(assignment, standing, self.bring(assignment.frozen))
+            task = Task(assignment, standing, self.bring(assignment))
         except Refusal as refusal:
             if refusal.status != GONE_STATUS:
                 raise
@@ -228,20 +227,28 @@ class Desk:
                 self.progress.line(f"woke after {slept:.0f} s asleep; opening new connections")
                 self.client.reconnect()
                 self._beaten_at = 0.0
-            for task in self._due(monotonic):
-                self._beat(task)
+            for held in self._due(monotonic):
+                self._beat(held) if isinstance(held, Task) else self._beat_ahead(held)
 
     def beat_now(self) -> None:
         """After a refusal: the next heartbeat says that the round ahead is off, so it should not wait."""
         self._beaten_at = 0.0
 
-    def _due(self, now: float) -> list[Task]:
+    def _due(self, now: float) -> list[Task | Assignment]:
+        """Tasks under way, and an assignment whose snapshots are still coming."""
         with self._changed:
             held = [task for task in (self._current, self._next) if task is not None]
-        if not held or now - self._beaten_at < min(task.assignment.heartbeat_seconds for task in held):
+            ahead = [] if self._preparing is None else [self._preparing]
+        leases = [*ahead, *(task.assignment for task in held)]
+        if not leases or now - self._beaten_at < min(lease.heartbeat_seconds for lease in leases):
             return []
         self._beaten_at = now
-        return [task for task in held if not task.cancelled and task.step < task.assignment.steps]
+        return [*ahead, *(task for task in held if not task.cancelled and task.step < task.assignment.steps)]
+
+    def _beat_ahead(self, assignment: Assignment) -> None:
+        """A long download must not cost the lease; whether it still counts is asked again when it begins."""
+        with contextlib.suppress(Refusal):
+            self.client.heartbeat(assignment.assignment_id, HeartbeatRequest(step=0))
 
     def _beat(self, task: Task) -> None:
         elapsed = time.monotonic() - (task.begun or time.monotonic())

@@ -8,9 +8,10 @@ now and then it is written to disk for the next start. Used by the asking thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from blocktrain.wire.messages import FrozenSnapshot
+from blocktrain.errors import WireError
+from blocktrain.wire.messages import Assignment, FrozenSnapshot
 from blocktrain.worker.decisions import SNAPSHOT_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.snapshots import Snapshots
 from blocktrain.worker.standing import Base
@@ -27,14 +28,25 @@ class FrozenSnapshots:
         self._saved_at: dict[int, float] = {}
         self._saving_seconds = 0.0
 
-    def bring(self, named: Sequence[FrozenSnapshot]) -> dict[int, Base]:
+    def bring(self, assignment: Assignment) -> dict[int, Base]:
         """The snapshots by block, in the order named; a Refusal where the coordinator has one no longer."""
+        self._check(assignment)
         found = {}
-        for one in named:
+        for one in assignment.frozen:
             base = self.snapshots.named(one.block, one.version, one.hash, self._nearest(one))
             found[one.block] = self._held[one.block] = base
             self._save(one.block, base)
         return found
+
+    def _check(self, assignment: Assignment) -> None:
+        progress = assignment.first_step / max(1, assignment.total_steps)
+        wanted = self.snapshots.objective.frozen(assignment.block, progress)
+        named = tuple(one.block for one in assignment.frozen)
+        if named != wanted:
+            raise WireError(
+                f"round {assignment.round} of block {assignment.block} needs blocks {list(wanted)} frozen, "
+                f"the coordinator names {list(named)}; is it another version? update one of the two"
+            )
 
     def _nearest(self, wanted: FrozenSnapshot) -> Base | None:
         """What is here to start from: the newest that is not newer."""
