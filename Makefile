@@ -20,14 +20,20 @@ lint: $(VENV)/.ready-dev
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
+# Without a network: make audit ADVISORIES=FOLDER, a clone of github.com/pypa/advisory-database.
 audit: $(VENV)/.ready-dev
+ifdef ADVISORIES
+	$(BIN)/python benchmarks/offline_audit.py $(ADVISORIES) --local
+else
 	$(BIN)/pip-audit --local
+endif
 
 $(VENV)/.ready: pyproject.toml
 	@echo "Setting up $(VENV) (once; a few minutes, most of it the torch download)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "BlockTrain needs Python 3.11 or later; try: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "venv is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=26.2'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 

@@ -36,6 +36,7 @@ from tests.adversaries.campaigns import (  # noqa: E402
     colludes,
     copying_campaign,
     flips_signs,
+    hides,
     plants_backdoor,
     sends_noise,
     stale_campaign,
@@ -123,7 +124,8 @@ LASTING = (
     Lasting(3, "sign flip, 1 of 8", 7, 1, flips_signs, quick=False),
     Lasting(3, "sign flip, 3 of 8", 5, 3, flips_signs),
     Lasting(4, "noise of the same norm, 3 of 8", 5, 3, sends_noise),
-    Lasting(16, "colluding majority, 5 of 8", 3, 5, colludes),
+    Lasting(16, "colluding majority, 5 of 8, in turns", 3, 5, colludes),
+    Lasting(16, "colluding majority, 5 of 8, hiding", 3, 5, hides, quick=False),
     Lasting(17, "backdoor inside the norm bound, 3 of 8", 5, 3, plants_backdoor),
 )
 
@@ -145,7 +147,7 @@ class Campaigns:
         return self._alone[seed, honest]
 
     def attacked(self, seed: int, one: Lasting) -> Ending:
-        name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}"
+        name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}-{one.behaviour.__name__}"
         behaviours = [one.behaviour] * one.attackers
         return campaign(name, self.settings(seed), one.honest, self.rounds, behaviours)
 

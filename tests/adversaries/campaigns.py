@@ -54,13 +54,18 @@ def sends_noise(turn: Turn) -> Weights:
     return turn.noise(turn.round, turn.number)
 
 
-def colludes(turn: Turn) -> Weights:
-    """In turns: all push uphill together, or all hide the same direction behind some of the honest work."""
+def hides(turn: Turn) -> Weights:
+    """All hide the same direction behind some of the honest work: each alone lowers the loss."""
     mean, own = mean_of(turn.honest), turn.noise(turn.round, turn.number)
-    if turn.round % 2 == 0:
-        return blended(scaled(mean, -1.0), own, 0.1)
     shared = scaled(turn.noise(1000), norm_of(mean) / norm_of(turn.honest[0]))
     return blended(blended(scaled(mean, 0.7), shared, 0.7), own, 0.1)
+
+
+def colludes(turn: Turn) -> Weights:
+    """In turns: all push uphill together, or all hide."""
+    if turn.round % 2:
+        return hides(turn)
+    return blended(scaled(mean_of(turn.honest), -1.0), turn.noise(turn.round, turn.number), 0.1)
 
 
 def works_little(turn: Turn) -> Weights:

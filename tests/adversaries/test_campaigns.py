@@ -13,6 +13,7 @@ from tests.adversaries.campaigns import (
     colludes,
     copying_campaign,
     flips_signs,
+    hides,
     plants_backdoor,
     sends_noise,
     stale_campaign,
@@ -65,6 +66,14 @@ def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_hones
     assert found.honest_refused == 0
     for scales in found.scales:
         assert sum(scale == 1.0 for scale in scales) * 2 >= len(scales), "clipped by who is not merged"
+
+
+@pytest.mark.slow  # the decision alone: tests/validation/test_reputation_and_verdicts.py
+def test_five_who_hide_in_every_round_do_not_raise_the_loss(folder: Path) -> None:
+    alone = campaign(folder / "three for long", SETTINGS, 3, 6)
+    found = campaign(folder / "hidden", SETTINGS, 3, 6, [hides] * 5)
+    assert max(found.rise_over(alone)) <= TOLERANCE
+    assert found.honest_refused == 0
 
 
 def test_a_backdoor_passes_and_shows_only_behind_its_trigger(folder: Path, five_honest: Ending) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from blocktrain.coordinator import front
 from blocktrain.coordinator.front import Crowd
+from blocktrain.wire.messages import ErrorAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
@@ -45,6 +46,15 @@ def test_a_head_that_does_not_end_is_answered_with_too_slow(running: Running) ->
         answer = all_of(connection)
     assert b" 408 " in answer.split(b"\r\n", 1)[0]
     assert b'"too_slow"' in answer
+
+
+def test_what_is_no_http_is_refused_in_the_error_document(running: Running) -> None:
+    with connected(running) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nno colon here\r\n\r\n")
+        head, body = all_of(connection).split(b"\r\n\r\n", 1)
+    assert b" 400 " in head.split(b"\r\n", 1)[0]
+    assert b"application/json" in head
+    assert ErrorAnswer.model_validate_json(body).error.reason == "invalid_message"
 
 
 @pytest.mark.usefixtures("hasty")

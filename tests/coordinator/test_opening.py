@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def test_another_recipe_is_refused_and_the_difference_named(place: Place) -> Non
         opened(tiny_recipe(rounds=5), CORPUS, place.data_dir, **options),
     ):
         pass
+
+
+def test_a_new_data_folder_is_private(tmp_path: Path) -> None:
+    with opened(tiny_recipe(), CORPUS, tmp_path / "new", scoring=False):
+        pass
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 def test_other_text_is_refused(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def contributions(running: Running, worker: Trainer) -> None:
     assert float(row["gain"]) > 0
     code, text = run("workers", "ls", running.url, "--json")
     assert json.loads(text)["workers"][0]["merged"] == 1
+    code, text = run("workers", "ls", running.url)
+    assert worker.peer.identity.worker_id in text, "an id is shown whole, however narrow the terminal"
 
 
 def two_heads(folder: Path, receipts: Path, receipt: Receipt) -> None:

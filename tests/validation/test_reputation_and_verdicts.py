@@ -25,6 +25,7 @@ from blocktrain.validation.verdicts import (
     evidence_finding,
     excused,
     guard_decision,
+    is_doubted,
     merge_choices,
     norm_finding,
     probation_finding,
@@ -196,6 +197,20 @@ def test_the_guard_keeps_the_largest_merge_that_is_as_good_as_the_best() -> None
     assert decision.publish
     assert decision.leave_out == tuple("dcba")
     assert "better by 0.0" in decision.sentence
+
+
+def test_whom_the_guard_left_out_twice_must_be_worth_it() -> None:
+    assert not is_doubted([])
+    assert not is_doubted([True])
+    assert not is_doubted([False, True, True])
+    assert is_doubted([True, True, False])
+    choices = merge_choices({name: number / 10 for number, name in enumerate("abcdefgh")})
+    within_noise = [windows(mean) for mean in (0.1190, 0.1191, 0.1192, 0.1193, 0.12, 0.1199, 0.1198)]
+    assert guard_decision(within_noise, choices).leave_out == ()
+    decision = guard_decision(within_noise, choices, frozenset("dcba"))
+    assert decision.publish
+    assert decision.leave_out == tuple("dcba")
+    assert guard_decision([windows(0.12)] * 7, choices, frozenset("dcba")).leave_out == ()
 
 
 def test_harm_of_a_late_update_is_no_mark_against_its_worker() -> None:

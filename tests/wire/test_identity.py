@@ -34,6 +34,7 @@ def test_two_workers_have_two_ids(tmp_path: Path) -> None:
 def test_key_file_is_private_and_leaves_no_draft(key_file: Path) -> None:
     load_or_create(key_file)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
     assert list(key_file.parent.iterdir()) == [key_file]
 
 

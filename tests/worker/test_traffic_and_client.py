@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from blocktrain.errors import UserError, WireError
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JoinRequest
+from blocktrain.worker import client
 from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
 from blocktrain.worker.traffic import Traffic
 
@@ -88,6 +90,36 @@ def test_lost_connections_and_busy_answers_are_tried_again(served: Served) -> No
     assert served.client.payload("ab", 100) == b"payload"
     assert any("trying again" in line for line in served.lines)
     assert any("answers again" in line for line in served.lines)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "open_port", "hint"),
+    [
+        ("https", True, "speaks no TLS; is it http://127.0.0.1:"),
+        ("http", True, "without an answer; try https://127.0.0.1:"),
+        ("http", False, "which cannot be reached; is the address the one"),
+    ],
+)
+def test_what_may_be_wrong_is_said_of_an_address_that_never_answers(
+    served: Served, monkeypatch: pytest.MonkeyPatch, scheme: str, open_port: bool, hint: str
+) -> None:
+    monkeypatch.setattr(client, "HINT_SECONDS", 0.0)
+    monkeypatch.setattr(client, "backoff_seconds", lambda attempt, draw: 0.0)
+    served.script = [cut_off] * 4
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = served.server.server_port if open_port else closed.getsockname()[1]
+        url = f"{scheme}://127.0.0.1:{port}"
+        stranger = CoordinatorClient(
+            url, Identity.generate(), Traffic(), served.stop, served.lines.append, attempts=4
+        )
+        with pytest.raises(WireError, match="did not answer"):
+            stranger.run()
+        stranger.close()
+    (said,) = [line for line in served.lines if "still no answer" in line]
+    assert hint in said
+    assert f"port {port} of 127.0.0.1" in said
+    assert f"blocktrain doctor --coordinator {url}" in said
 
 
 def test_a_refusal_keeps_reason_and_remedy(served: Served) -> None:

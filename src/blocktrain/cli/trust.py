@@ -96,6 +96,7 @@ def list_workers(
     table = Table(
         "worker", "state", "reputation", "rating", "assigned", "uptime", "verdicts", "merged", "gain"
     )
+    table.columns[0].no_wrap = True
     for one in answer.workers:
         state = "banned" if one.ban else "probation" if one.probation else "live" if one.live else "away"
         table.add_row(
@@ -103,7 +104,10 @@ def list_workers(
             f"{one.assigned_versus_other:+.2f}", f"{one.uptime:.0%}", f"{one.good_verdicts}/{one.verdicts}",
             str(one.merged), f"{one.gain:.3f}",
         )  # fmt: skip
-    Console().print(table)
+    console = Console()
+    wide = console.options.update(max_width=1000)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)  # ids are to be copied
+    console.print(table)
 
 
 @worker_verbs.command("ban")

@@ -4,9 +4,9 @@ uvicorn bounds the size of a request's head, not its time, and serves as many co
 it. This protocol closes what is slow, and where connections run out it closes the one that has waited longest
 for a request, so that a crowd of silent sockets cannot keep out who speaks.
 
-Covered: slow or unfinished heads (408), bodies that go on after their answer, readers that do not read, and
-more connections than the caps, from one network or in all. Not covered: slow bodies before their answer
-(`bodies`), and floods that fill the line itself.
+Covered: slow or unfinished heads (408), what is no HTTP (400), bodies that go on after their answer, readers
+that do not read, and more connections than the caps, from one network or in all. Not covered: slow bodies
+before their answer (`bodies`), and floods that fill the line itself.
 """
 
 from __future__ import annotations
@@ -142,7 +142,14 @@ class Front(H11Protocol):
 
     def _refuse_slow_head(self) -> None:
         if self.conn.trailing_data[0]:
-            self.transport.write(_too_slow())
+            message = f"expected the whole request head within {HEAD_SECONDS:g} s"
+            self.transport.write(_refusal("408 Request Timeout", ErrorReason.TOO_SLOW, message))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn would say it in plain text."""
+        message = f"this is no HTTP/1.1 request: {msg}"
+        self.transport.write(_refusal("400 Bad Request", ErrorReason.INVALID_MESSAGE, message))
         self.transport.close()
 
     def _limit(self, what: str, seconds: float, end: Callable[[], None]) -> None:
@@ -178,10 +185,7 @@ def front_of(max_connections: int) -> type[Front]:
     return type("ServerFront", (Front,), {"crowd": Crowd[Front](max_connections, MAX_PER_NETWORK)})
 
 
-def _too_slow() -> bytes:
-    error = ErrorBody(
-        reason=ErrorReason.TOO_SLOW, message=f"expected the whole request head within {HEAD_SECONDS:g} s"
-    )
-    body = ErrorAnswer(error=error).model_dump_json(exclude_none=True).encode()
-    head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def _refusal(status: str, reason: ErrorReason, message: str) -> bytes:
+    body = ErrorAnswer(error=ErrorBody(reason=reason, message=message)).model_dump_json(exclude_none=True)
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body.encode())}\r\n\r\n{body}".encode()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
@@ -33,7 +33,7 @@ from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
 from blocktrain.training.snapshot import blank_file, snapshot_hash
-from blocktrain.validation.verdicts import guard_decision, merge_choices
+from blocktrain.validation.verdicts import guard_decision, is_doubted, merge_choices
 from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ POLL_SECONDS = 0.5
 MERGE_THREADS = 2
 SKETCHED_ROUNDS = 8
 """Rounds for which an update's sketch is kept."""
+REMEMBERED_ROUNDS = 16
+"""Rounds after which it is forgotten that the guard left a worker's update out."""
 
 Published = Callable[[int, int, float], None]
 """Told of a new head: block, version, seconds from the claim."""
@@ -233,9 +235,9 @@ class Rounds:
     def _guarded(self, claim: Claim, merged: Merged, judging: Judging) -> tuple[Claim, Merged] | None:
         """The merge without the updates that make it worse; None where nothing is left: the block holds."""
         while True:
-            choices, merges = self._choices(claim)
+            choices, merges, doubted = self._choices(claim)
             found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(choices[0]))
-            decision = guard_decision(found, choices)
+            decision = guard_decision(found, choices, doubted)
             for update_id in decision.leave_out:
                 kept = self._drop(claim, update_id, decision.sentence)
                 if kept is None:
@@ -246,14 +248,17 @@ class Rounds:
             if decision.publish:
                 return claim, merged
 
-    def _choices(self, claim: Claim) -> tuple[list[tuple[str, ...]], list[Callable[[], Weights]]]:
-        """Sets of updates, and for each what makes their merge."""
+    def _choices(
+        self, claim: Claim
+    ) -> tuple[list[tuple[str, ...]], list[Callable[[], Weights]], frozenset[str]]:
+        """Sets of updates, for each what makes their merge, and which updates are doubted."""
         with self._context.store.read() as session:
             rows = _inputs(session, claim.block, claim.version)
             median = running_median(session, claim.block)
+            doubted = _doubted(session, claim, rows)
         choices = merge_choices({row.update_id: -1e9 if row.gain is None else row.gain for row in rows})
         kept = [[row for row in rows if row.update_id in choice] for choice in choices]
-        return choices, [self._lazy(claim, some, median) for some in kept]
+        return choices, [self._lazy(claim, some, median) for some in kept], doubted
 
     def _lazy(self, claim: Claim, kept: Sequence[UpdateRow], median: float | None) -> Callable[[], Weights]:
         scales = self._scales(kept, median)
@@ -394,6 +399,25 @@ def _inputs(session: Session, block: int, version: int) -> list[UpdateRow]:
             .order_by(UpdateRow.update_id)
         )
     )
+
+
+def _doubted(session: Session, claim: Claim, rows: Sequence[UpdateRow]) -> frozenset[str]:
+    """Those of these updates whose workers the guard has lately left out of every merge."""
+    by_guard = UpdateRow.reason == VerdictReason.GUARD
+    past = session.execute(
+        select(UpdateRow.worker_id, UpdateRow.state == "merged")
+        .where(
+            UpdateRow.block == claim.block,
+            UpdateRow.worker_id.in_([row.worker_id for row in rows]),
+            UpdateRow.round >= claim.version - REMEMBERED_ROUNDS,
+            or_(UpdateRow.state == "merged", by_guard),
+        )
+        .order_by(UpdateRow.round.desc())
+    ).all()
+    left_out: dict[str, list[bool]] = {row.worker_id: [] for row in rows}
+    for worker_id, merged in past:
+        left_out[worker_id].append(not merged)
+    return frozenset(row.update_id for row in rows if is_doubted(left_out[row.worker_id]))
 
 
 def _input_record(update: UpdateRow, scale: float | None) -> MergeInputRecord:

@@ -151,7 +151,7 @@ def opened(
 ) -> Iterator[Coordinator]:
     """A coordinator on this data directory, its threads running; stopped at the end."""
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}") from None
     with _alone(data_dir) if database_url is None else nullcontext():

@@ -96,7 +96,7 @@ def load_or_create(path: Path) -> Identity:
 
 def _create(path: Path, identity: Identity) -> None:
     """Make the file whole or not at all; when another process was first, its file stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     pem = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -57,6 +57,8 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 CLOCK_ATTEMPTS = 8
 """Tries before a wrong clock is the operator's affair; after a suspension it corrects itself soon."""
 CLOCK_REASONS = {"clock_skew", "expired"}
+HINT_SECONDS = 10.0
+"""Silence of a coordinator that has never answered, after which it is said what may be wrong."""
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
 _judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
@@ -102,6 +104,8 @@ class CoordinatorClient:
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
         self.audience: str | None = None
         self._silent_since: float | None = None
+        self._known = self._hinted = False
+        """Whether the coordinator has ever answered, and whether it was said what may be wrong."""
         self._http = self._open()
 
     def _open(self) -> httpx2.Client:
@@ -264,10 +268,14 @@ class CoordinatorClient:
         if self._silent_since is None:
             self._silent_since = time.monotonic()
             self.report(f"no answer from {self.url} ({_why(error)}); trying again")
+        elif not (self._known or self._hinted) and time.monotonic() - self._silent_since >= HINT_SECONDS:
+            self._hinted = True
+            self.report(f"still no answer: {what_may_be_wrong(self.url, error)}")
         asked = error.after_seconds if isinstance(error, _TryAgain) else None
         self.stop.wait(asked if asked is not None else backoff_seconds(attempt - 1, random.random()))
 
     def _answered(self) -> None:
+        self._known = True
         if self._silent_since is not None:
             seconds = time.monotonic() - self._silent_since
             self._silent_since = None
@@ -324,6 +332,24 @@ def checked_url(url: str) -> str:
     if not valid:
         raise UserError(f"{url!r} is no address of a coordinator; expected http(s)://HOST[:PORT]")
     return url.rstrip("/")
+
+
+def what_may_be_wrong(url: str, error: Exception) -> str:
+    """Of an address that has never answered, by how it failed."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    tried = f"tried {'TLS' if secure else 'plain HTTP'} to port {port} of {parts.hostname}"
+    other = f"{'http' if secure else 'https'}://{parts.netloc}"
+    if secure and "SSL" in str(error) and "CERTIFICATE" not in str(error).upper():
+        found = f"which speaks no TLS; is it {other}"
+    elif isinstance(error, httpx2.RemoteProtocolError):
+        found = f"which closed the connection without an answer; try {other}, or is it another program's port"
+    elif isinstance(error, httpx2.ConnectError):
+        found = "which cannot be reached; is the address the one that `blocktrain coordinator` printed"
+    else:
+        found = "which does not answer as a coordinator does"
+    return f"{tried}, {found}? `blocktrain doctor --coordinator {url}` looks closer"
 
 
 def _body(request: BaseModel) -> bytes:
