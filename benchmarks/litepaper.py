@@ -181,7 +181,7 @@ def _asynchrony_table(table: str, seeds: Sequence[int], reports: dict[Run, dict[
         *lines,
         "",
         f"Seeds {', '.join(map(str, seeds))}; CE, wall and traffic are means, the differences are paired "
-        "with the uncompressed lockstep run of the same seed. Participation counts updates that were on time.",
+        "with the uncompressed lockstep run of the same seed. Participation counts updates on time.",
     ]
 
 
