@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, Cache, PackedCache
+from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
@@ -74,6 +75,9 @@ class HeldBlocks:
         self.weights = checkpoint.pooling
         self.vocabulary = checkpoint.tokenizer.vocabulary
         self.context = checkpoint.recipe.model.context
+        self._running = {
+            index: packed(block) if is_packable(block) else block for index, block in self.blocks.items()
+        }
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], Steps] = {}
 
@@ -87,7 +91,7 @@ class HeldBlocks:
     def steps(self, blocks: tuple[int, ...]) -> Steps:
         """These blocks' rough next rows, for drafts."""
         if blocks not in self._steps:
-            chosen = [self.blocks[block] for block in blocks]
+            chosen = [self._running[block] for block in blocks]
             kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
             self._steps[blocks] = kind(chosen, self.codebook)
         return self._steps[blocks]
@@ -123,7 +127,7 @@ class HeldBlocks:
         ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
         upstream = [part for i in chosen if (part := features[i]) is not None]
         joined = torch.cat(upstream, dim=1) if upstream and self.objective.frozen(index) else None
-        output = self.blocks[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
+        output = self._running[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
         feature_parts = torch.split(output.features_BTD, lengths, dim=1)
         logit_parts = torch.split(output.logits_BTV[0], lengths)
         for i, feature, logits in zip(chosen, feature_parts, logit_parts, strict=True):
