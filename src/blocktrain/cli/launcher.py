@@ -63,6 +63,8 @@ class Program:
     quick_failures: int = 0
 
     def start(self, now: float) -> None:
+        if self.child is not None:
+            self.child.kill()
         self.child = start_child(self.name, self.arguments(self.address), self.log)
         self.started = now
         log.info("started %s pid=%d", self.name, self.child.process.pid)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +19,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
-from blocktrain.model.quick import PlainBlock, QuickBlock, make_stepper
+from blocktrain.model.packed import is_packable, packed
+from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
+
+
+class Steps(Protocol):
+    """Rough rows for drafts: `model.quick`. A cache belongs to the steps that made it."""
+
+    def new_cache(self) -> Any: ...
+
+    def step(self, token: int, cache: Any) -> Tensor: ...
+
+    def extend(self, tokens: Sequence[int], cache: Any) -> None: ...
 
 
 @dataclass
@@ -63,8 +75,11 @@ class HeldBlocks:
         self.weights = checkpoint.pooling
         self.vocabulary = checkpoint.tokenizer.vocabulary
         self.context = checkpoint.recipe.model.context
+        self._running = {
+            index: packed(block) if is_packable(block) else block for index, block in self.blocks.items()
+        }
         self._exact_blocks: dict[int, Block] = {}
-        self._steppers: dict[int, QuickBlock | PlainBlock] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
@@ -73,11 +88,13 @@ class HeldBlocks:
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
 
-    def stepper(self, index: int) -> QuickBlock | PlainBlock:
-        """The block's rough next row, for drafts."""
-        if index not in self._steppers:
-            self._steppers[index] = make_stepper(self.blocks[index], self.codebook)
-        return self._steppers[index]
+    def steps(self, blocks: tuple[int, ...]) -> Steps:
+        """These blocks' rough next rows, for drafts."""
+        if blocks not in self._steps:
+            chosen = [self._running[block] for block in blocks]
+            kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
+            self._steps[blocks] = kind(chosen, self.codebook)
+        return self._steps[blocks]
 
     @torch.inference_mode()
     def rows(self, works: Sequence[Work]) -> list[NDArray[np.float32]]:
@@ -110,7 +127,7 @@ class HeldBlocks:
         ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
         upstream = [part for i in chosen if (part := heard[i]) is not None]
         joined = torch.cat(upstream, dim=1) if upstream and self.objective.heard(index) else None
-        output = self.blocks[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
+        output = self._running[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
         handed = self._handed_on(index, output, joined)
         handed_parts = [None] * len(chosen) if handed is None else torch.split(handed, lengths, dim=1)
         logit_parts = torch.split(output.logits_BTV[0], lengths)
