@@ -167,7 +167,10 @@ def print_speed(codecs: list[CodecSpec], num_values: int) -> None:
 
 
 def main(num_values: int = 50_000_000) -> None:
-    codecs = [CodecSpec.parse(text) for text in ("sparse:64", "sparse:256", "sparse:1024", "sign", "dense")]
+    codecs = [
+        CodecSpec.parse(text)
+        for text in ("sparse:64", "sparse:256", "sparse:1024", "sign", "bits:4", "bits:8", "dense")
+    ]
     print("Speed (MB/s of fp32)\n")
     print_speed(codecs, num_values)
     print("\nRelative L2 error, bits per value\n")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -88,14 +89,7 @@ class Bench:
         self.vocabulary = tokenizer.vocabulary
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=self.vocabulary)
         self.codebook = build_codebook(recipe, self.vocabulary).to(device)
-        self.shards = Shards(
-            tokenizer.encode(corpus.train),
-            corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        self.shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
         self.pool = tokenizer.encode(corpus.pool)
         self.valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
@@ -135,35 +129,42 @@ def train_unit(setting: Setting, unit: Unit) -> tuple[Unit, float, dict[str, Ten
 
 
 def units_of(seed: int, counts: Sequence[int], layers: int) -> list[Unit]:
-    """The longest first."""
+    """Blocks first, composed while the end-to-end models train; of those the longest first."""
     deep = [
         Unit(seed, None, count, lr)
         for count in sorted(counts, reverse=True)
         for lr in ((DEEP_LR, BLOCK_LR) if count * layers <= SHALLOW_LAYERS else (DEEP_LR,))
     ]
-    return [*deep, *(Unit(seed, index) for index in range(max(counts)))]
+    return [*(Unit(seed, index) for index in range(max(counts))), *deep]
 
 
-def compose(setting: Setting, seed: int, counts: Sequence[int], found: list[Any]) -> list[dict[str, Any]]:
+def compose(setting: Setting, seed: int, counts: Sequence[int], found: list[Any]) -> dict[int, float]:
+    """Cross entropy of the first 1, 2, 4... blocks of a seed, by how many."""
     bench = Bench(setting.recipe(seed, 8, BLOCK_LR), torch.device(setting.device))
-    mine = [one for one in found if one[0].seed == seed]
     blocks = []
-    for unit, _, weights in sorted((one for one in mine if one[2]), key=lambda one: one[0].index):
+    for unit, _, weights in sorted(blocks_of(seed, found), key=lambda one: one[0].index):
         block = bench.build(unit)
         block.load_state_dict(weights)
         blocks.append(block.to(bench.device).eval())
-    rows = []
-    for count in counts:
-        deep = min(ce for unit, ce, _ in mine if unit.deep == count)
-        rows.append(
-            {
-                "seed": seed,
-                "blocks": count,
-                "composed": bench.consensus(blocks[:count]),
-                "end_to_end": deep,
-            }
-        )
-    return rows
+    return {count: bench.consensus(blocks[:count]) for count in counts}
+
+
+def blocks_of(seed: int, found: list[Any]) -> list[Any]:
+    return [one for one in found if one[0].seed == seed and one[0].index is not None]
+
+
+def depth_rows(composed: dict[int, dict[int, float]], found: list[Any]) -> list[dict[str, Any]]:
+    """What is known so far; the better of the end-to-end models of a depth."""
+    return [
+        {
+            "seed": seed,
+            "blocks": count,
+            "composed": ce,
+            "end_to_end": min((ce for u, ce, _ in found if (u.seed, u.deep) == (seed, count)), default=None),
+        }
+        for seed, by_count in composed.items()
+        for count, ce in by_count.items()
+    ]
 
 
 def measure_idea(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -173,7 +174,8 @@ def measure_idea(name: str, seed: int, arguments: argparse.Namespace) -> dict[st
 
 def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
     def mean(key: str, count: int) -> float:
-        return statistics.mean(float(row[key]) for row in rows if row["blocks"] == count)
+        known = [row[key] for row in rows if row["blocks"] == count and row[key] is not None]
+        return statistics.mean(known) if known else math.nan
 
     print("\n| B | composed | end to end | doubling gains: composed | end to end |\n|---|---|---|---|---|")
     before: tuple[float, float] | None = None
@@ -194,6 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--idea-steps", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--stale", type=int, help="age of an idea's neighbours in rounds; default: its own")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tables", default="depth,ideas")
     parser.add_argument("--ideas", help="names of ideas, separated by semicolons; default: all")
@@ -213,10 +216,11 @@ def main() -> None:
         device=torch.device(arguments.device),
         steps=arguments.idea_steps,
         quick=arguments.quick,
+        stale=arguments.stale,
     )
     depth: list[Any] = []
     ideas: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+    composed: dict[int, dict[int, float]] = {}
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         waiting: dict[Future[Any], str] = {}
         for seed in arguments.seeds:
@@ -227,27 +231,25 @@ def main() -> None:
                 for name in names:
                     waiting[pool.submit(measure_idea, name, seed, options)] = "idea"
         for future in as_completed(waiting):
-            seconds = f"{time.monotonic() - began:.0f} s"
+            found, seconds = future.result(), f"{time.monotonic() - began:.0f} s"
             if waiting[future] == "unit":
-                depth.append(future.result())
-                print(f"{seconds} {depth[-1][0]} {depth[-1][1]:.4f}", flush=True)
+                depth.append(found)
+                print(f"{seconds} {found[0]} {found[1]:.4f}", flush=True)
+                seed = found[0].seed
+                if seed not in composed and len(blocks_of(seed, depth)) == max(counts):
+                    composed[seed] = compose(setting, seed, counts, depth)
+                    print(f"composed: {composed[seed]}", flush=True)
             else:
-                ideas.append(future.result())
-                print(f"{seconds} {json.dumps(ideas[-1])}", flush=True)
+                ideas.append(found)
+                print(f"{seconds} {json.dumps(found)}", flush=True)
             if arguments.json is not None:
                 units = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
-                arguments.json.write_text(json.dumps({"units": units, "ideas": ideas}, indent=1) + "\n")
-    for seed in arguments.seeds if depth else []:
-        rows += compose(setting, seed, counts, depth)
-    if rows:
-        print_depth(rows, counts)
+                report = {"depth": depth_rows(composed, depth), "units": units, "ideas": ideas}
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    if depth:
+        print_depth(depth_rows(composed, depth), counts)
     if ideas:
         print("\n".join(["", *depth_ideas.table(ideas)]))
-    if arguments.json is not None:
-        units = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
-        arguments.json.write_text(
-            json.dumps({"depth": rows, "units": units, "ideas": ideas}, indent=1) + "\n"
-        )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python benchmarks/depth_ideas.py --corpus W [--device cuda] [--steps 500] [--seeds 0] [--only NAME,...]
     python benchmarks/depth_ideas.py --quick            # CPU, builtin text, tiny shape
 
-An idea is an `Objective` of its own: which blocks it needs frozen, what they hand on, its loss, how blocks
-compose. All blocks of an idea train at the same time in rounds, on frozen copies of their neighbours that
-are `stale` rounds old, as in a swarm. One line per idea: cross entropy of the last block, of the mean of
-log-probs, of weights fitted on text kept for that, of weights gated by context, and of the fitted pool with
-weights averaged over time; total floating-point operations, extra forward passes included.
+An idea is a kind of `Objective`, or one of its own: which blocks it needs frozen, what they hand on, its
+loss, how blocks compose. All blocks of an idea train at the same time in rounds, on frozen copies of their
+neighbours that are `stale` rounds old, as in a swarm. One line per idea: cross entropy of the last block, of
+the mean of log-probs, of weights fitted on text kept for that, of weights gated by context, and of the fitted
+pool with weights averaged over time; total floating-point operations, extra forward passes included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards, scoring_windows
 from blocktrain.data.tokenizer import Tokens, load_tokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, BlockOutput
-from blocktrain.model.composition import fit_pooling, pool
+from blocktrain.model.block import Block, BlockOutput, build_block
+from blocktrain.model.composition import block_log_probs, fit_pooling, pool
 from blocktrain.model.objective import Loss, Objective
-from blocktrain.training.cost import forward_flops_per_token, training_flops
-from blocktrain.training.inner import BlockTrainer, autocast, build_codebook
+from blocktrain.training.cost import block_training_flops, forward_flops_per_token, training_flops
+from blocktrain.training.device import autocast
+from blocktrain.training.inner import BlockTrainer, build_codebook
 
 FULL = {"width": 384, "heads": 6, "blocks": 4, "layers_per_block": 3, "context": 512}
 QUICK = {"width": 48, "heads": 2, "blocks": 4, "layers_per_block": 2, "context": 64}
@@ -44,47 +45,6 @@ GATE_ROWS = 60_000
 
 
 # --- the ideas
-
-
-class Idea(Objective):
-    """Independent blocks without hints: the control, and what the others vary."""
-
-    def relay(self, output: BlockOutput, heard: Tensor | None) -> Tensor:
-        """What a frozen block hands to the next one."""
-        return output.features_BTD
-
-    def from_step(self, steps: int) -> int:
-        """When frozen neighbours start to count."""
-        return 0
-
-    def upstream(self, frozen: Sequence[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor | None:
-        heard: Tensor | None = None
-        for block in frozen:
-            heard = self.relay(block(tokens_BT, codebook_VD, upstream_BTD=heard), heard)
-        return heard
-
-    def log_probs(self, blocks: Sequence[Block], codebook_VD: Tensor, tokens_BT: Tensor) -> list[Tensor]:
-        """Every block's log-probs as the composed model computes them."""
-        found: list[Tensor] = []
-        heard: Tensor | None = None
-        for index, block in enumerate(blocks):
-            output = block(tokens_BT, codebook_VD, upstream_BTD=heard if self.chained(index) else None)
-            heard = self.relay(output, heard)
-            found.append(F.log_softmax(output.logits_BTV.float(), dim=-1))
-        return found
-
-    def chained(self, index: int) -> bool:
-        return False
-
-
-class Chain(Idea):
-    """Detached hidden states of the blocks before."""
-
-    def frozen(self, block: int) -> tuple[int, ...]:
-        return tuple(range(block))
-
-    def chained(self, index: int) -> bool:
-        return index > 0
 
 
 class HeadBlock(Block):
@@ -100,7 +60,7 @@ class HeadBlock(Block):
         return BlockOutput(self.logit_scale * F.linear(z_hat, codebook_VD.to(z_hat.dtype)), z_hat, features)
 
 
-class HeadChain(Chain):
+class HeadChain(Objective):
     """A chain whose links branch off before the last layer: an auxiliary layer for each head where blocks
     have one layer more, one overlapping layer where they have not."""
 
@@ -119,7 +79,7 @@ class BeliefBlock(Block):
         return BlockOutput(output.logits_BTV + upstream_BTD, output.z_hat_BTD, output.features_BTD)
 
 
-class Beliefs(Chain):
+class Beliefs(Objective):
     """On-policy beliefs with residual logits: every block corrects what the ones before predicted."""
 
     def build(self, block: int, seed: int) -> Block:
@@ -129,53 +89,29 @@ class Beliefs(Chain):
         return F.log_softmax(output.logits_BTV.float(), dim=-1)
 
 
-class Pooled(Idea):
-    """The composed model's own loss with all other blocks frozen, from half-time on."""
-
-    share = 1.0
-
-    def frozen(self, block: int) -> tuple[int, ...]:
-        return tuple(i for i in range(self.model.blocks) if i != block)
+class HalfPooled(Objective):
+    """`composed`, from the first weights that its rows were measured with: drawn beside an upstream map."""
 
     def build(self, block: int, seed: int) -> Block:
-        built = super().build(block, seed)
-        built.upstream = None
-        return built
-
-    def from_step(self, steps: int) -> int:
-        return steps // 2
-
-    def upstream(self, frozen: Sequence[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor | None:
-        parts = [F.log_softmax(b(tokens_BT, codebook_VD).logits_BTV.float(), dim=-1) for b in frozen]
-        return torch.stack(parts).sum(0) if parts else None
-
-    def loss(self, block, tokens_BT, targets_BT, codebook_VD, z=None, sigma=None, upstream_BTD=None) -> Loss:  # type: ignore[no-untyped-def]
-        own = F.log_softmax(block(tokens_BT, codebook_VD).logits_BTV.float(), dim=-1)
-        ce = F.nll_loss(own.flatten(0, 1), targets_BT.flatten())
-        if upstream_BTD is None:
-            return Loss(4 * ce, ce.detach())
-        extra = self.extra(own, upstream_BTD, targets_BT)
-        return Loss(4 * ((1 - self.share) * ce + self.share * extra), ce.detach())
-
-    def extra(self, own: Tensor, others: Tensor, targets_BT: Tensor) -> Tensor:
-        mean = (own + others) / self.model.blocks
-        return F.cross_entropy(mean.flatten(0, 1), targets_BT.flatten())
+        with_map = build_block(
+            self.model, self.config, vocabulary=self.vocabulary, seed=seed, hints=False, upstream=True
+        )
+        with_map.upstream = None
+        return with_map
 
 
-class HalfPooled(Pooled):
-    """The same, half and half with the block's own loss."""
+class Pooled(HalfPooled):
+    """The composed model's loss alone."""
 
-    share = 0.5
+    composed_share = 1.0
 
 
-class Distilled(Pooled):
-    """Half of the loss towards the composed model's distribution, from half-time on."""
+class Distilled(HalfPooled):
+    """Half of the loss towards the composed model's distribution."""
 
-    share = 0.5
-
-    def extra(self, own: Tensor, others: Tensor, targets_BT: Tensor) -> Tensor:
-        teacher = F.softmax((own.detach() + others) / self.model.blocks, dim=-1)
-        return -(teacher * own).sum(-1).mean()
+    def composed_loss(self, own_BTV: Tensor, others_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        teacher = F.softmax((own_BTV.detach() + others_BTV) / self.model.blocks, dim=-1)
+        return -(teacher * own_BTV).sum(-1).mean()
 
 
 class LookaheadBlock(Block):
@@ -195,7 +131,7 @@ class LookaheadBlock(Block):
         ]
 
 
-class Lookahead(Idea):
+class Lookahead(Objective):
     weights = (1.0, 0.3, 0.2, 0.1)
 
     def build(self, block: int, seed: int) -> Block:
@@ -231,7 +167,9 @@ def with_later(block: Block, count: int) -> Block:
 
 @dataclass(frozen=True)
 class Row:
-    idea: type[Idea] = Idea
+    idea: type[Objective] = Objective
+    kind: str = "denoise"
+    """Of the objective: what it hears."""
     model: dict[str, Any] = field(default_factory=dict)
     stale: int = 1
     reference: bool = False
@@ -244,35 +182,23 @@ IDEAS = {
     "end to end (control)": Row(reference=True),
     "next-2..4-byte losses": Row(Lookahead),
     "end to end, next-2..4-byte losses": Row(Lookahead, reference=True),
-    "chain of features": Row(Chain),
-    "chain, 5 rounds stale": Row(Chain, stale=5),
-    "chain, 20 rounds stale": Row(Chain, stale=20),
-    "chain, one overlapping layer": Row(HeadChain),
-    "chain, auxiliary layer per head": Row(HeadChain, {"layers_per_block": 4}),
-    "beliefs, residual logits": Row(Beliefs),
-    "beliefs, 5 rounds stale": Row(Beliefs, stale=5),
-    "composed loss, others frozen": Row(Pooled),
-    "half composed loss": Row(HalfPooled),
-    "half composed loss, 5 rounds stale": Row(HalfPooled, stale=5),
-    "distilled from the composed model": Row(Distilled),
+    "chain of features": Row(kind="chain"),
+    "chain, 5 rounds stale": Row(kind="chain", stale=5),
+    "chain, 20 rounds stale": Row(kind="chain", stale=20),
+    "chain, one overlapping layer": Row(HeadChain, "chain"),
+    "chain, auxiliary layer per head": Row(HeadChain, "chain", {"layers_per_block": 4}),
+    "beliefs, residual logits": Row(Beliefs, "chain"),
+    "beliefs, 5 rounds stale": Row(Beliefs, "chain", stale=5),
+    "composed loss, others frozen": Row(Pooled, "composed"),
+    "half composed loss": Row(HalfPooled, "composed"),
+    "half composed loss, 5 rounds stale": Row(HalfPooled, "composed", stale=5),
+    "distilled from the composed model": Row(Distilled, "composed"),
     "3 blocks of 4 layers": Row(model={"blocks": 3, "layers_per_block": 4}),
     "2 blocks of 6 layers": Row(model={"blocks": 2, "layers_per_block": 6}),
 }
 
 
 # --- training and scoring
-
-
-class Relays:
-    """In place of a trainer's own frozen blocks: copies that the bench exchanges between rounds."""
-
-    def __init__(self, idea: Idea, codebook_VD: Tensor) -> None:
-        self.idea, self.codebook = idea, codebook_VD
-        self.blocks: list[Block] = []
-
-    @torch.no_grad()
-    def features(self, tokens_BT: Tensor) -> Tensor | None:
-        return self.idea.upstream(self.blocks, tokens_BT, self.codebook) if self.blocks else None
 
 
 class Bench:
@@ -283,14 +209,7 @@ class Bench:
         self.vocabulary = tokenizer.vocabulary
         self.idea = row.idea(recipe.model, recipe.objective, vocabulary=self.vocabulary)
         self.codebook = build_codebook(recipe, self.vocabulary).to(device)
-        self.shards = Shards(
-            tokenizer.encode(corpus.train),
-            corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        self.shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
         self.pool = tokenizer.encode(corpus.pool)
         self.valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
 
@@ -298,13 +217,13 @@ class Bench:
         """The trained blocks, and the same with weights averaged over time."""
         trainers = self._trainers()
         averages = [copy.deepcopy(trainer.block) for trainer in trainers]
-        history = [[copy.deepcopy(t.block).eval() for t in trainers]]
+        history = [[host_copy(t.block) for t in trainers]]
         for first in range(0, self.recipe.training.steps, ROUND_STEPS):
             frozen = history[max(0, len(history) - self.row.stale)]
             for index, trainer in enumerate(trainers):
                 self._round(trainer, index, frozen, first)
                 average(averages[index], trainer.block)
-            history = [*history[-self.row.stale :], [copy.deepcopy(t.block).eval() for t in trainers]]
+            history = [*history[-self.row.stale :], [host_copy(t.block) for t in trainers]]
         return [trainer.block.eval() for trainer in trainers], [block.eval() for block in averages]
 
     def _trainers(self) -> list[BlockTrainer]:
@@ -317,16 +236,14 @@ class Bench:
 
     def _trainer(self, block: Block, index: int | None) -> BlockTrainer:
         block = block.to(self.device)
-        trainer = BlockTrainer(self.recipe, self.idea, block, index, self.shards, self.codebook)
-        trainer.frozen = Relays(self.idea, self.codebook())  # type: ignore[assignment]
-        return trainer
+        return BlockTrainer(self.recipe, self.idea, block, index, self.shards, self.codebook)
 
     def _round(self, trainer: BlockTrainer, index: int, frozen: list[Block], first: int) -> None:
-        needed = () if trainer.index is None else self.idea.frozen(index)
-        if first < self.idea.from_step(self.recipe.training.steps):
-            needed = ()
-        trainer.frozen.blocks = [frozen[i] for i in needed]
-        for step in range(first, min(first + ROUND_STEPS, self.recipe.training.steps)):
+        steps = self.recipe.training.steps
+        needed = () if trainer.index is None else self.idea.frozen(index, first / steps)
+        trainer.freeze([frozen[i] for i in needed])
+        trainer.window_end = min(first + ROUND_STEPS, steps)
+        for step in range(first, trainer.window_end):
             trainer.step(step, index)
 
     @torch.no_grad()
@@ -339,7 +256,7 @@ class Bench:
         for window in scoring_windows(tokens, context=context, batch=batch):
             x, y, mask = (part.to(self.device) for part in window)
             with autocast(self.device):
-                log_probs = self.idea.log_probs(blocks, self.codebook(), x)
+                log_probs = block_log_probs(self.idea, blocks, self.codebook(), x)
             for parts, log_prob in zip(found, log_probs, strict=True):
                 parts.append(log_prob[mask].to(kept))
             targets.append(y[mask])
@@ -366,12 +283,16 @@ class Bench:
         config, steps = self.recipe.model, self.recipe.training.steps
         forward = [forward_flops_per_token(config, block, self.vocabulary) for block in blocks]
         tokens = self.recipe.training.batch * config.context
-        late = steps - self.idea.from_step(steps)
-        total = 0
-        for index, own in enumerate(forward):
-            needed = () if self.row.reference else self.idea.frozen(index)
-            total += training_flops(own, 0, tokens * steps) + late * tokens * sum(forward[i] for i in needed)
-        return total
+        if self.row.reference:
+            return training_flops(forward[0], 0, tokens * steps)
+        starts = [step - step % ROUND_STEPS for step in range(steps)]
+        return sum(
+            block_training_flops(self.idea, index, forward, starts, tokens) for index in range(len(blocks))
+        )
+
+
+def host_copy(block: Block) -> Block:
+    return copy.deepcopy(block).to("cpu").eval()
 
 
 @torch.no_grad()
@@ -429,7 +350,7 @@ def recipe_of(arguments: argparse.Namespace, row: Row, seed: int) -> Recipe:
         "name": "depth-ideas",
         "seed": seed,
         "model": {**(QUICK if quick else FULL), **row.model},
-        "objective": {"hint_probability": 0.0},
+        "objective": {"hint_probability": 0.0, "kind": row.kind},
         "data": {"corpus": arguments.corpus, "max_bytes": 2_000_000 if quick else None},
         "training": {**training, **row.training},
         "evaluation": {"max_bytes": 8_000, "pooling_bytes": 8_000} if quick else {"batch": 32},
@@ -439,6 +360,8 @@ def recipe_of(arguments: argparse.Namespace, row: Row, seed: int) -> Recipe:
 
 def measure(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     row, began = IDEAS[name], time.monotonic()
+    if arguments.stale is not None:
+        row = replace(row, stale=arguments.stale)
     bench = Bench(recipe_of(arguments, row, seed), row, arguments.device)
     blocks, averaged = bench.train()
     found = {"idea": name, "seed": seed, **bench.score(blocks, averaged), "flops": bench.flops(blocks)}
@@ -465,6 +388,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", type=lambda text: [int(seed) for seed in text.split(",")])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--only", help="names of ideas, or parts of them, separated by commas")
+    parser.add_argument("--stale", type=int, help="age of neighbours in rounds, instead of each row's own")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

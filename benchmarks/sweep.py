@@ -45,8 +45,9 @@ from blocktrain.model.generation import gumbel_noise
 from blocktrain.model.objective import Objective
 from blocktrain.model.sweep import sweep_log_probs, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from blocktrain.training.device import autocast
 from blocktrain.training.evaluation import Evaluator
-from blocktrain.training.inner import BlockTrainer, autocast, build_codebook
+from blocktrain.training.inner import BlockTrainer, build_codebook
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "wikitext-2-sweep.toml"
 PASSES = (1, 2, 4, 8)
@@ -100,14 +101,7 @@ def train_unit(
     """One block, or with None an end-to-end model of all layers."""
     began = time.monotonic()
     tokenizer = load_tokenizer(recipe.data.tokenizer)
-    shards = Shards(
-        tokenizer.encode(corpus.train),
-        corpus.sha256,
-        seed=recipe.seed,
-        batch=recipe.training.batch,
-        context=recipe.model.context,
-        device=device,
-    )
+    shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
     seed = derive_seed("init", recipe.seed, "reference" if index is None else index)
     block = objective.build_reference(seed) if index is None else objective.build(index, seed)

@@ -25,7 +25,8 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
-from blocktrain.training.inner import BlockTrainer, autocast, build_codebook
+from blocktrain.training.device import autocast
+from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.optimizer import ADAM_BETAS, split_parameters
 
 VOCABULARY = 256

@@ -67,8 +67,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    kind: Literal["denoise", "chain"] = "denoise"
-    """`denoise`: the published block-local objective; `chain`: frozen earlier blocks feed later ones."""
+    kind: Literal["denoise", "chain", "composed"] = "denoise"
+    """`denoise`: the published block-local objective; `chain`: frozen earlier blocks feed later ones;
+    `composed`: in the second half of the steps, half of the loss is that of the mean of all blocks'
+    log-probs, the others frozen."""
     hint_probability: float = 0.15
     """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
     sweep_probability: float = 0.0
@@ -112,6 +114,11 @@ class ObjectiveConfig:
         _require(
             self.sweep_probability == 0 or self.kind == "denoise",
             f'objective.sweep_probability needs objective.kind = "denoise", found {self.kind!r}',
+        )
+        _require(
+            self.kind != "composed" or (self.hint_probability < 1 and self.loss == "ce"),
+            'objective.kind = "composed" needs sequences without a hint (objective.hint_probability below 1) '
+            'and objective.loss = "ce"',
         )
         _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
         for key in ("sigma_data", "p_std", "logit_scale"):
@@ -158,13 +165,17 @@ class TrainingConfig:
     clip_norm: float = 4.0
     """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
     order: Literal["sequential", "turns"] = "sequential"
-    """`sequential`: one block after another; `turns`: one step of each block in turn."""
+    """`sequential`: one block after another; `turns`: one step of each block in turn, where blocks that hear
+    others hear copies refreshed every `swarm.steps_per_round` steps, as stale as in a swarm."""
     checkpoint_seconds: float = 60.0
     """How often training state is saved for --resume."""
     reference: bool = True
     """Also train the end-to-end reference of the same layers."""
     compile: bool | None = None
     """torch.compile; None means on CUDA only."""
+    frozen_host_bytes: int = 1 << 30
+    """Host memory for what frozen blocks hand on to the block in training (`objective.kind` other than
+    `denoise`); less of it means more trips of weights to the device, and the same result."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch"):
@@ -177,6 +188,7 @@ class TrainingConfig:
             self.reference_other_lr is None or self.reference_other_lr > 0,
             f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
         )
+        _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -214,7 +226,8 @@ class SwarmConfig:
     replicas: int = 2
     """Workers wanted on each block; a round with fewer waits for its deadline."""
     codec: str = "sparse:64"
-    """How updates travel: `sparse:K`, `sign` or `dense` (uncompressed)."""
+    """How updates travel: `sparse:K`, `sign` (1 bit per parameter), `bits:4`, `bits:8` or `dense`
+    (uncompressed)."""
     error_feedback: float = 0.95
     """Share of what compression left out that is added to the next update (beta)."""
     outer_lr: float = 1.0
@@ -243,6 +256,9 @@ class SwarmConfig:
     """Share of a round that a worker trains on from its own weights while the snapshot it should start from
     is still being merged; then it waits. Hides transfers; further ahead, updates go stale and the loss is
     worse (docs/experiments.md). 0 is lockstep, 1 never waits."""
+    stand_in: float = 0.9
+    """A worker alone on its block, where `replicas` are wanted, fills this share of its round's time with the
+    steps of one who is away. 0: it waits for the deadline."""
     evaluate_every_seconds: float = 30.0
     """How often the assembled model is scored on held-out text."""
 
@@ -250,8 +266,8 @@ class SwarmConfig:
         for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
             _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
         _require(
-            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|dense", self.codec) is not None,
-            f"swarm.codec must be sparse:K, sign or dense; found {self.codec!r}",
+            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|bits:[48]|dense", self.codec) is not None,
+            f"swarm.codec must be sparse:K, sign, bits:4, bits:8 or dense; found {self.codec!r}",
         )
         _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
         _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
@@ -259,6 +275,7 @@ class SwarmConfig:
         _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
         _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
         _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
+        _require(0 <= self.stand_in <= 1, "swarm.stand_in must be between 0 and 1")
         _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
         _require(
             0 < self.min_deadline_seconds <= self.max_deadline_seconds,

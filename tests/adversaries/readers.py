@@ -36,7 +36,7 @@ NOW = 1_800_000_000.0
 AUDIENCE = "ab" * 32
 SCHEMA = Schema((("bias", (7,)), ("table", (5000,)), ("weight", (70, 130))))
 """Dense fp16, contiguous chunks with a rest, and tiles with both kinds of edge."""
-CODECS = tuple(map(CodecSpec.parse, ("sparse:64", "sparse:3", "sign", "dense")))
+CODECS = tuple(map(CodecSpec.parse, ("sparse:64", "sparse:3", "sign", "bits:4", "bits:8", "dense")))
 LIMITS = frames.Limits(payload_bytes=1 << 14)
 VOCABULARY = 256
 IDENTITY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from blocktrain.config import Recipe
 from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer, build_codebook
@@ -36,29 +38,36 @@ class Training:
         self._known: dict[tuple[str, int, int, int, int], Weights] = {}
 
     def _shards_of(self, text: bytes) -> Shards:
-        return Shards(
-            self._tokenizer.encode(text),
-            self.corpus.sha256,
-            seed=self.recipe.seed,
-            batch=self.recipe.training.batch,
-            context=self.recipe.model.context,
-            device=torch.device("cpu"),
-        )
+        return Shards.of(self.recipe, self._tokenizer.encode(text), self.corpus.sha256, torch.device("cpu"))
 
     def delta(
-        self, block: int, base: Tensors, shard: int, first_step: int, steps: int, text: bytes | None = None
+        self,
+        block: int,
+        base: Tensors,
+        shard: int,
+        first_step: int,
+        steps: int,
+        text: bytes | None = None,
+        frozen: Mapping[int, Tensors] = MappingProxyType({}),
     ) -> Weights:
         """What training on the shard takes away from `base`; on another text where one is given."""
-        key = (snapshot_hash(base), shard, first_step, steps, hash(text))
+        beside = "".join(snapshot_hash(one) for one in frozen.values())
+        key = (snapshot_hash(base), shard, first_step, steps, hash((text, beside)))
         if key not in self._known:
             module = self._objective.build(block, 0)
             load_into(module, base)
             shards = self._shards if text is None else self._shards_of(text)
             trainer = BlockTrainer(self.recipe, self._objective, module, block, shards, self._codebook)
+            trainer.freeze([self._module(index, weights) for index, weights in frozen.items()])
             for step in range(first_step, first_step + steps):
                 trainer.step(step, shard)
             self._known[key] = difference(base, tensors_of(module))
         return self._known[key]
+
+    def _module(self, block: int, weights: Tensors) -> Block:
+        module = self._objective.build(block, 0).eval()
+        load_into(module, weights)
+        return module
 
     def held_out_loss(self, weights: Tensors) -> float:
         """Of a run of one block, over the whole held-out text, in nats per byte."""

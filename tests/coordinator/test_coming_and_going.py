@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from blocktrain.wire.messages import Outcome
+from blocktrain.wire.messages import LedgerAnswer, Outcome
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
 
@@ -58,6 +58,32 @@ def test_a_worker_that_joins_late_has_an_accepted_update_in_its_first_round(loca
         assert (assignment.round, assignment.first_step) == (8, 16)
         newcomer.snapshot(0, assignment.base_hash)
         assert newcomer.deliver(assignment, 99).outcome == Outcome.ACCEPTED
+
+
+def test_a_worker_left_alone_stands_in_for_the_one_that_is_away(place: Place) -> None:
+    recipe = tiny_recipe(blocks=1, replicas=2, rounds=50, steps_per_round=10, lease_seconds=5)
+    with place.serve(recipe) as running:
+        quick, slow = running.peer(), running.peer()
+        for round_ in range(4):
+            lent = quick.lend(), slow.lend()
+            assert [one.stand_in for one in lent] == [None, None]
+            running.advance(4.0)
+            quick.deliver(lent[0], 2 * round_)
+            running.advance(4.0)
+            slow.deliver(lent[1], 2 * round_ + 1)
+            running.wait_for_version(0, round_ + 1)
+        running.advance(6.0)
+        alone = quick.lend()
+        assert alone.stand_in is not None
+        assert alone.steps == 10 + alone.stand_in.steps
+        assert 0 < alone.stand_in.steps <= 10
+        back = slow.lend()
+        assert back.stand_in is None
+        assert len({alone.shard, alone.stand_in.shard, back.shard}) == 3
+        assert quick.lend().stand_in == alone.stand_in
+        entry = LedgerAnswer.model_validate_json(quick.get("/v1/ledger?since=0").content).entries[-2]
+        assert entry.body["stand_in"] == alone.stand_in.model_dump()
+        assert quick.deliver(alone, 90).outcome == Outcome.ACCEPTED
 
 
 def test_without_workers_the_run_waits_and_goes_on_with_the_next_one(local: Place) -> None:

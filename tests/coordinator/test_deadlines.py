@@ -12,10 +12,12 @@ from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.deadlines import (
     Deadline,
     lateness,
+    own_share,
     quantile,
     round_deadline,
     round_seconds,
     should_close,
+    stand_in_steps,
     wanted_updates,
 )
 from blocktrain.wire.messages import Outcome, VerdictReason
@@ -104,6 +106,28 @@ def test_the_quorum_is_every_live_worker_and_at_least_the_replicas() -> None:
 
 def test_who_delivered_and_moved_on_does_not_close_the_round_for_those_still_at_it() -> None:
     assert wanted_updates(2, 1, SWARM) == 3
+
+
+def test_a_lone_worker_fills_the_time_its_round_leaves_it_up_to_one_replica() -> None:
+    half = SwarmConfig(replicas=2, steps_per_round=10, stand_in=0.9)
+    assert stand_in_steps(1, 100.0, 60.0, half) == 5
+    assert stand_in_steps(1, 1000.0, 60.0, half) == 10
+    assert stand_in_steps(3, 1000.0, 60.0, half) == 10
+    assert stand_in_steps(1, 66.0, 60.0, half) == 0
+
+
+def test_nobody_stands_in_where_none_is_missing_or_nothing_is_known() -> None:
+    assert stand_in_steps(0, 1000.0, 60.0, SWARM) == 0
+    assert stand_in_steps(1, None, 60.0, SWARM) == 0
+    assert stand_in_steps(1, 1000.0, None, SWARM) == 0
+    assert stand_in_steps(1, 1000.0, 60.0, DROP) == 0
+    assert stand_in_steps(1, 1000.0, 60.0, SwarmConfig(stand_in=0.0)) == 0
+
+
+def test_standing_in_does_not_make_later_rounds_longer() -> None:
+    swarm = SwarmConfig(steps_per_round=10)
+    assert 90.0 * own_share(5, swarm) == pytest.approx(60.0)
+    assert own_share(0, swarm) == 1.0
 
 
 def test_age_decays_the_weight_until_it_is_refused() -> None:

@@ -63,10 +63,12 @@ def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgr
         pass
 
 
-def test_blocks_that_need_other_blocks_are_refused(tmp_path: Path) -> None:
-    chained = replace(tiny_recipe(), objective=ObjectiveConfig(kind="chain"))
-    with pytest.raises(RecipeError, match='kind = "denoise"'), opened(chained, CORPUS, tmp_path):
-        pass
+def test_blocks_that_hear_others_have_a_schema_of_their_own(tmp_path: Path) -> None:
+    chained = replace(tiny_recipe(blocks=3), objective=ObjectiveConfig(kind="chain"))
+    with opened(chained, CORPUS, tmp_path, scoring=False) as coordinator:
+        first, second, third = coordinator.context.run.schemas
+    assert "upstream.weight" in dict(second.tensors)
+    assert second == third != first
 
 
 def test_a_learned_codebook_is_refused(tmp_path: Path) -> None:

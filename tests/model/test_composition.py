@@ -110,8 +110,9 @@ def test_consensus_of_one_block_is_that_block() -> None:
 
 
 @torch.no_grad()
-def test_consensus_blocks_need_nothing_from_one_another() -> None:
-    objective, blocks, codebook = parts("model.blocks=3")
+@pytest.mark.parametrize("kind", ["denoise", "composed"])
+def test_consensus_blocks_need_nothing_from_one_another(kind: str) -> None:
+    objective, blocks, codebook = parts("model.blocks=3", f"objective.kind={kind}")
     tokens = some_tokens(2, LENGTH)
     together = block_log_probs(objective, blocks, codebook, tokens)
     for block, log_prob in zip(blocks, together, strict=True):

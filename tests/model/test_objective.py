@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
+from tiny import VOCABULARY, shaken, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint
@@ -145,6 +145,73 @@ def test_published_blocks_need_no_other_and_chained_blocks_the_earlier_ones() ->
     assert [tiny_objective().frozen(b) for b in range(3)] == [(), (), ()]
     chained = tiny_objective("objective.kind=chain")
     assert [chained.frozen(b) for b in range(3)] == [(), (0,), (0, 1)]
+    assert [chained.frozen(b, progress=0.0) for b in range(3)] == [(), (0,), (0, 1)]
+    assert [chained.heard(b) for b in range(3)] == [(), (0,), (0, 1)]
+
+
+def test_composed_blocks_need_all_others_from_half_time_on_and_hear_none_as_input() -> None:
+    composed = tiny_objective("objective.kind=composed", "model.blocks=3")
+    assert [composed.frozen(b) for b in range(3)] == [(1, 2), (0, 2), (0, 1)]
+    assert [composed.frozen(1, progress) for progress in (0.0, 0.49, 0.5, 1.0)] == [(), (), (0, 2), (0, 2)]
+    assert [composed.heard(b) for b in range(3)] == [(), (), ()]
+    assert composed.build(1, seed=0).upstream is None
+
+
+def composed_parts() -> tuple[Objective, list[Block], Tensor, Tensor, Tensor]:
+    objective = tiny_objective("objective.kind=composed", "model.blocks=3")
+    return (
+        objective,
+        shaken_blocks(objective),
+        tiny_codebook(objective),
+        some_tokens(3, LENGTH, seed=1),
+        some_tokens(3, LENGTH, seed=2),
+    )
+
+
+def mean_log_probs(blocks: list[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor:
+    return torch.stack([F.log_softmax(b(tokens_BT, codebook_VD).logits_BTV, dim=-1) for b in blocks]).mean(0)
+
+
+def relayed(objective: Objective, blocks: list[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor:
+    heard: Tensor | None = None
+    for block in blocks:
+        heard = objective.relay(block(tokens_BT, codebook_VD), heard)
+    assert heard is not None
+    return heard.detach()
+
+
+def test_the_composed_loss_is_half_its_own_and_half_that_of_the_mean_of_log_probs() -> None:
+    """One of three sequences has a hint; only the other two count for the mean."""
+    objective, blocks, codebook, tokens, targets = composed_parts()
+    z, sigma = some_noise(1, LENGTH, 32), torch.tensor([2.0])
+    heard = relayed(objective, [blocks[0], blocks[2]], tokens, codebook)
+    found = objective.loss(blocks[1], tokens, targets, codebook, z, sigma, heard)
+    own = objective.loss(blocks[1], tokens, targets, codebook, z, sigma)
+    mean = mean_log_probs(blocks, tokens, codebook)
+    pooled = cross_entropy_by_hand(mean[1:].flatten(0, 1), targets[1:].flatten())
+    assert found.total.item() == pytest.approx(0.5 * own.total.item() + 0.5 * 4 * pooled.item(), rel=1e-5)
+    assert found.ce.item() == own.ce.item()
+
+
+def test_a_composed_block_is_judged_by_the_composed_model() -> None:
+    objective, blocks, codebook, tokens, _ = composed_parts()
+    heard = relayed(objective, [blocks[0], blocks[2]], tokens, codebook)
+    judged = objective.predict(blocks[1], tokens, codebook, heard=heard).log_softmax(dim=-1)
+    expected = mean_log_probs(blocks, tokens, codebook).log_softmax(dim=-1)
+    torch.testing.assert_close(judged, expected)
+    alone = objective.predict(blocks[1], tokens, codebook)
+    assert torch.equal(alone, blocks[1](tokens, codebook).logits_BTV)
+
+
+def test_a_chained_block_is_judged_on_what_it_hears() -> None:
+    objective = tiny_objective("objective.kind=chain")
+    first, second = shaken_blocks(objective)
+    tokens, codebook = some_tokens(2, LENGTH), tiny_codebook(objective)
+    heard = relayed(objective, [first], tokens, codebook)
+    assert torch.equal(heard, first(tokens, codebook).features_BTD)
+    judged = objective.predict(second, tokens, codebook, heard=heard)
+    assert torch.equal(judged, second(tokens, codebook, upstream_BTD=heard).logits_BTV)
+    assert not torch.equal(judged, objective.predict(second, tokens, codebook))
 
 
 def test_the_loss_falls_when_the_target_is_the_models_own_choice() -> None:

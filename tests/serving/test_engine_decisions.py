@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_objective
 
 from blocktrain.errors import UserError
 from blocktrain.serving.draft_length import AdaptiveLength
@@ -126,11 +125,9 @@ def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
 
 
 def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:
-    plain: dict[str, Any] = {"blocks": [{}] * 4, "recipe": {"objective": {"kind": "denoise"}}}
-    chained = {**plain, "recipe": {"objective": {"kind": "chain"}}}
-    assert blocks_for_drafts(plain, 2) == [0, 1]
-    assert blocks_for_drafts({**plain, "blocks": [{}]}, 2) == [0]
-    assert blocks_for_drafts(chained, 2) == [0]
+    assert blocks_for_drafts(tiny_objective("model.blocks=4"), 2) == [0, 1]
+    assert blocks_for_drafts(tiny_objective("model.blocks=1"), 2) == [0]
+    assert blocks_for_drafts(tiny_objective("model.blocks=4", "objective.kind=chain"), 2) == [0]
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from simulation_kit import LATE, MakeRecipe, MakeScenario
 
+from blocktrain.coordinator.scheduling import Offer
 from blocktrain.errors import RecipeError
 from blocktrain.simulation.coordinator import Update
 from blocktrain.simulation.networks import NETWORKS
@@ -11,7 +12,7 @@ from blocktrain.simulation.run import Simulation, check_recipe, participation
 from blocktrain.simulation.workers import CarryWorker, Steps
 from blocktrain.training.snapshot import tensors_of
 from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
-from blocktrain.wire.messages import Outcome
+from blocktrain.wire.messages import Assignment, Outcome
 
 
 def same(left: Weights, right: Weights) -> bool:
@@ -92,8 +93,8 @@ class RecordedWorker(CarryWorker):
     trained_at: dict[str, Weights]
     formed: str
 
-    def _begin(self, assignment):  # type: ignore[no-untyped-def]
-        super()._begin(assignment)
+    def _begin(self, assignment, frozen):  # type: ignore[no-untyped-def]
+        super()._begin(assignment, frozen)
         if not hasattr(self, "trained"):
             zero = tensors_of(self._trainers[0].block)
             self.trained = {name: np.zeros_like(value) for name, value in zero.items()}
@@ -160,6 +161,33 @@ def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
         report = Simulation(make_scenario("wan-mid", "carry", swarm={"codec": codec})).run()
         dense = Simulation(make_scenario("wan-mid", "carry")).run()
         assert report["bytes_up"] < dense["bytes_up"] / 3
+
+
+@pytest.mark.parametrize("policy", ["carry", "drop"])
+def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
+    make_scenario: MakeScenario, policy: str
+) -> None:
+    scenario = make_scenario("mild", policy, objective={"kind": "chain", "hint_probability": 0.0})
+    simulation = Simulation(scenario)
+    lent = []
+    lend = simulation.coordinator.lend
+
+    def noted(worker: int, offer: Offer) -> Assignment:
+        heads = {b: state.head.hash for b, state in enumerate(simulation.coordinator.blocks)}
+        assignment = lend(worker, offer)
+        lent.append(assignment)
+        assert {one.block: one.hash for one in assignment.frozen} == (
+            {0: heads[0]} if assignment.block else {}
+        )
+        return assignment
+
+    simulation.coordinator.lend = noted
+    report = simulation.run()
+    versions = {one.version for assignment in lent for one in assignment.frozen}
+    assert max(versions) > 0
+    assert report["rounds"] == scenario.swarm.rounds
+    independent = Simulation(make_scenario("mild", policy)).run()
+    assert report["bytes_down"] > independent["bytes_down"]
 
 
 def test_a_recipe_that_no_swarm_can_train_is_refused(make_recipe: MakeRecipe) -> None:

@@ -12,7 +12,8 @@ from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import CorpusHash, derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
-from blocktrain.training.inner import BlockTrainer, Codebook, Frozen, build_codebook
+from blocktrain.training.frozen import heard_by
+from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.optimizer import Optimizer
 
 CPU = torch.device("cpu")
@@ -21,13 +22,8 @@ CPU = torch.device("cpu")
 def trainer(*overrides: str, index: int | None = 0, tokens: bytes | None = None) -> BlockTrainer:
     recipe = tiny_recipe(*overrides)
     objective = Objective(recipe.model, recipe.objective, vocabulary=256)
-    shards = Shards(
-        ByteTokenizer().encode(prose(4000) if tokens is None else tokens),
-        CorpusHash("00"),
-        seed=recipe.seed,
-        batch=recipe.training.batch,
-        context=recipe.model.context,
-        device=CPU,
+    shards = Shards.of(
+        recipe, ByteTokenizer().encode(prose(4000) if tokens is None else tokens), CorpusHash("00"), CPU
     )
     if index is None:
         block = objective.build_reference(derive_seed("init", recipe.seed, "reference"))
@@ -169,7 +165,7 @@ def test_features_run_through_the_frozen_blocks_in_order() -> None:
     with torch.no_grad():
         upstream = first(tokens, codebook()).features_BTD
         expected = second(tokens, codebook(), upstream_BTD=upstream).features_BTD
-    found = Frozen([first, second], codebook).features(tokens)
+    found = heard_by(objective, 2, [first, second], tokens, codebook())
     assert found is not None
     torch.testing.assert_close(found, expected)
 

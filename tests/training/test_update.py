@@ -36,7 +36,7 @@ def changed(weights: Weights, seed: int, size: float = 0.01) -> Weights:
     }
 
 
-@pytest.mark.parametrize("codec", ["sparse:64", "sign"])
+@pytest.mark.parametrize("codec", ["sparse:64", "sign", "bits:4"])
 def test_what_a_frame_leaves_out_is_in_the_feedback(codec: str) -> None:
     block = small_block()
     base, schema, spec = tensors_of(block), schema_of(block), CodecSpec.parse(codec)
@@ -50,7 +50,7 @@ def test_what_a_frame_leaves_out_is_in_the_feedback(codec: str) -> None:
         np.testing.assert_allclose(sent[name] + encoded.feedback[name], wanted, atol=1e-7)
 
 
-@pytest.mark.parametrize("codec", ["sparse:64", "sign", "dense"])
+@pytest.mark.parametrize("codec", ["sparse:64", "sign", "bits:4", "dense"])
 def test_a_refused_update_returns_whole(codec: str) -> None:
     block = small_block()
     base, schema, spec = tensors_of(block), schema_of(block), CodecSpec.parse(codec)

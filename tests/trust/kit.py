@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,25 @@ class Trainer:
         self.peer = peer or running.peer()
         self._training = Training(recipe, corpus())
 
-    def train(self, assignment: Assignment, steps: int | None = None) -> Weights:
+    def train(
+        self,
+        assignment: Assignment,
+        steps: int | None = None,
+        frozen: Mapping[int, Weights] | None = None,
+    ) -> Weights:
+        """Beside the frozen snapshots that the assignment names, or beside others."""
         base = self.peer.snapshot(assignment.block, assignment.base_hash)
         return self._training.delta(
-            assignment.block, base, assignment.shard, assignment.first_step, steps or assignment.steps
+            assignment.block,
+            base,
+            assignment.shard,
+            assignment.first_step,
+            steps or assignment.steps,
+            frozen=self.named(assignment) if frozen is None else frozen,
         )
+
+    def named(self, assignment: Assignment) -> dict[int, Weights]:
+        return {one.block: self.peer.snapshot(one.block, one.hash) for one in assignment.frozen}
 
     def send(self, assignment: Assignment, delta: Weights) -> Verdict:
         """Commit, reveal, and wait for the judge."""

@@ -76,14 +76,7 @@ def honest(shard: int, round_: int = 0) -> Honest:
     tokenizer = ByteTokenizer()
     objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
     block = objective.build(0, derive_seed("init", recipe.seed, 0))
-    shards = Shards(
-        tokenizer.encode(corpus().train),
-        corpus().sha256,
-        seed=recipe.seed,
-        batch=recipe.training.batch,
-        context=recipe.model.context,
-        device=torch.device("cpu"),
-    )
+    shards = Shards.of(recipe, tokenizer.encode(corpus().train), corpus().sha256, torch.device("cpu"))
     trainer = BlockTrainer(recipe, objective, block, 0, shards, build_codebook(recipe, tokenizer.vocabulary))
     steps = recipe.swarm.steps_per_round
     for step in range(round_ * steps):

@@ -22,6 +22,7 @@ from blocktrain.wire.codec import CodecSpec, FrameError, FrameReason, Schema, de
 from blocktrain.wire.hashing import content_hash
 
 SPARSE, SIGN, DENSE = CodecSpec("sparse"), CodecSpec("sign"), CodecSpec("dense")
+FOUR, EIGHT = CodecSpec("bits", 4), CodecSpec("bits", 8)
 TILE = Schema((("w", (64, 64)),))
 SHAPES: list[tuple[int, ...]] = [
     (),
@@ -39,7 +40,7 @@ SHAPES: list[tuple[int, ...]] = [
 
 shapes = st.sampled_from(SHAPES)
 codecs = st.sampled_from(
-    [SPARSE, SIGN, DENSE, *(CodecSpec("sparse", k) for k in (1, 2, 3, 63, 66, 257, 4095, 4096))]
+    [SPARSE, SIGN, FOUR, EIGHT, DENSE, *(CodecSpec("sparse", k) for k in (1, 2, 3, 63, 66, 257, 4095, 4096))]
 )
 schemas = st.lists(shapes, min_size=1, max_size=3).map(
     lambda found: Schema(tuple((f"t{number}", shape) for number, shape in enumerate(found)))
@@ -110,6 +111,17 @@ def reference_values(codec: CodecSpec, shape: tuple[int, ...], payload: bytes) -
             for place, position in enumerate(positions):
                 values[position] = -magnitude if payload[place // 8] >> place % 8 & 1 else magnitude
             payload = payload[split + 2 :]
+        elif codec.kind == "bits":
+            assert codec.k is not None
+            width, groups = codec.k, -(-len(positions) // 64)
+            split = -(-width * len(positions) // 8)
+            codes = int.from_bytes(payload[:split], "little")
+            largest = struct.unpack(f"<{groups}e", payload[split : split + 2 * groups])
+            for place, position in enumerate(positions):
+                code = codes >> width * place & (1 << width) - 1
+                step = np.float32(largest[place // 64]) / np.float32((1 << width - 1) - 1)
+                values[position] = float(np.float32(code - (code >> width - 1 << width)) * step)
+            payload = payload[split + 2 * groups :]
         else:
             assert codec.k is not None
             k = min(codec.k, len(positions))
@@ -225,7 +237,7 @@ def test_a_hundred_thousand_hostile_frames_are_refused_or_read() -> None:
     assert 0 < hammer(100_000) < 50_000
 
 
-@pytest.mark.parametrize("codec", [SPARSE, SIGN, DENSE], ids=str)
+@pytest.mark.parametrize("codec", [SPARSE, SIGN, FOUR, EIGHT, DENSE], ids=str)
 def test_frame_of_another_schema_or_length_costs_no_memory(codec: CodecSpec) -> None:
     huge = Schema((("w", (1_000_000, 1_000_000)),))
     tracemalloc.start()
@@ -236,7 +248,7 @@ def test_frame_of_another_schema_or_length_costs_no_memory(codec: CodecSpec) -> 
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("codec", [SPARSE, CodecSpec("sparse", 4096), SIGN, DENSE], ids=str)
+@pytest.mark.parametrize("codec", [SPARSE, CodecSpec("sparse", 4096), SIGN, FOUR, EIGHT, DENSE], ids=str)
 def test_decoding_needs_the_tensors_and_one_batch(codec: CodecSpec) -> None:
     schema = Schema((("w", (1024, 2048)),))
     payload = encode(codec, schema, some_tensors("gaussian", 0, schema))
@@ -257,14 +269,22 @@ def test_same_update_gives_the_same_bytes_on_every_cpu() -> None:
         integers = np.arange(1, np.prod(shape) + 1, dtype=np.uint64) * np.uint64(2654435761)
         uniform = (integers % np.uint64(65521)).astype(np.float32).reshape(shape) / np.float32(65536) - 0.5
         tensors[name] = uniform * uniform * uniform
-    hashes = [content_hash(encode(codec, schema, tensors))[:16] for codec in (SPARSE, SIGN, DENSE)]
-    assert hashes == ["815dc9d62af9f040", "f656addff9955610", "0ba9e4d6bdd0e6ee"]
+    hashes = [
+        content_hash(encode(codec, schema, tensors))[:16] for codec in (SPARSE, SIGN, DENSE, FOUR, EIGHT)
+    ]
+    assert hashes == [
+        "815dc9d62af9f040",
+        "f656addff9955610",
+        "0ba9e4d6bdd0e6ee",
+        "fd8e9c00c1ea88d7",
+        "1a0845cd5f7d2ebc",
+    ]
 
 
 def test_memory_layout_of_the_input_does_not_matter() -> None:
     values = some_values("gaussian", 0, (128, 70))
     schema = Schema((("w", (128, 70)),))
-    for codec in (SPARSE, SIGN, DENSE):
+    for codec in (SPARSE, SIGN, FOUR, EIGHT, DENSE):
         assert encode(codec, schema, {"w": np.asfortranarray(values)}) == encode(codec, schema, {"w": values})
 
 
@@ -275,6 +295,8 @@ def test_sparse_takes_116_bytes_and_sign_514_for_4096_values() -> None:
     assert frame_length(SPARSE, TILE) == 116
     assert frame_length(SIGN, TILE) == 514
     assert frame_length(DENSE, TILE) == 16384
+    assert frame_length(FOUR, TILE) == 2048 + 128
+    assert frame_length(EIGHT, TILE) == 4096 + 128
     whole = Schema((("up", (512, 2048)), ("down", (2048, 512)), ("table", (8, 4096))))
     assert frame_length(SPARSE, whole) == 116 * whole.num_values // 4096
 
@@ -360,7 +382,7 @@ def test_dense_is_exact_to_the_bit(values: list[float]) -> None:
     assert decode(DENSE, schema, payload)["t"].tobytes() == tensor.tobytes()
 
 
-@pytest.mark.parametrize("codec", [SPARSE, SIGN, DENSE], ids=str)
+@pytest.mark.parametrize("codec", [SPARSE, SIGN, FOUR, EIGHT, DENSE], ids=str)
 def test_update_of_zeros_is_legal(codec: CodecSpec) -> None:
     schema = Schema((("w", (65, 64)), ("b", (9,))))
     decoded = decode(codec, schema, encode(codec, schema, some_tensors("zeros", 0, schema)))
@@ -380,7 +402,7 @@ def test_values_beyond_fp16_saturate(codec: CodecSpec) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("codec", [SPARSE, SIGN, DENSE], ids=str)
+@pytest.mark.parametrize("codec", [SPARSE, SIGN, FOUR, EIGHT, DENSE], ids=str)
 def test_diverged_update_is_refused_before_it_is_sent(codec: CodecSpec, bad: float) -> None:
     values = some_values("gaussian", 0, (64, 64))
     values[3, 5] = bad
@@ -500,6 +522,30 @@ def test_bits_that_no_encoder_writes_are_refused() -> None:
     assert refusal(SIGN, tail, last).reason is FrameReason.PADDING
 
 
+def test_bits_keep_every_value_within_half_a_step_of_its_row() -> None:
+    rows = np.float32([0.001, 0.01, 0.1, 1]).repeat(16)[:, None]
+    values = rows * some_values("gaussian", 3, (64, 64))
+    for codec, most in ((FOUR, 7), (EIGHT, 127)):
+        decoded = decode(codec, TILE, encode(codec, TILE, {"w": values}))["w"]
+        step = np.abs(values).max(axis=1, keepdims=True) / most
+        assert (np.abs(decoded - values) <= 0.51 * step).all()
+
+
+@pytest.mark.parametrize("codec", [FOUR, EIGHT], ids=str)
+def test_the_lowest_code_and_padding_that_no_encoder_writes_are_refused(codec: CodecSpec) -> None:
+    assert codec.k is not None
+    frame = bytearray(frame_length(codec, TILE))
+    frame[0] = 1 << codec.k - 1
+    assert refusal(codec, TILE, frame).reason is FrameReason.CODE_RANGE
+    tail = Schema((("v", (4097,)),))
+    last = bytearray(encode(FOUR, tail, some_tensors("gaussian", 0, tail)))
+    last[2048 + 128] |= 0x10
+    assert refusal(FOUR, tail, last).reason is FrameReason.PADDING
+    step = bytearray(frame_length(codec, TILE))
+    step[-1] = 0x80
+    assert refusal(codec, TILE, step).reason is FrameReason.BAD_MAGNITUDE
+
+
 @pytest.mark.parametrize("payload", [b"\x80\x04\x95pickle.", b"PK\x03\x04" + bytes(112)])
 def test_pickle_or_zip_is_just_a_wrong_frame(payload: bytes) -> None:
     assert refusal(SPARSE, TILE, payload).reason in (FrameReason.WRONG_LENGTH, FrameReason.INDEX_ORDER)
@@ -508,7 +554,9 @@ def test_pickle_or_zip_is_just_a_wrong_frame(payload: bytes) -> None:
 # Names and settings.
 
 
-@pytest.mark.parametrize("text", ["sparse:64", "sparse:1", "sparse:4096", "sign", "dense"])
+@pytest.mark.parametrize(
+    "text", ["sparse:64", "sparse:1", "sparse:4096", "sign", "bits:4", "bits:8", "dense"]
+)
 def test_codec_reads_back_from_its_text(text: str) -> None:
     assert str(CodecSpec.parse(text)) == text
 
@@ -527,6 +575,9 @@ def test_sparse_without_a_number_keeps_64() -> None:
         "sparse:-1",
         "sparse:6.4",
         "sign:3",
+        "bits",
+        "bits:1",
+        "dense:8",
         "Sign",
         "sparse:٣",
         "top",

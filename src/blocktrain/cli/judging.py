@@ -24,6 +24,7 @@ from blocktrain.worker.program import load_run_corpus, swarm_recipe
 from blocktrain.worker.snapshots import Layout
 
 KEPT_SNAPSHOTS = 4
+"""Beside those of frozen blocks: the head and the base of the task, and of the one before."""
 
 
 class Judge:
@@ -62,9 +63,12 @@ class Judge:
         try:
             payload = self._client.judge_payload(task.update_id, layout.payload_bytes)
             decoded = decode(layout.codec, layout.schema, payload)
-            base, own_base = self._snapshot(task, task.head_hash), self._snapshot(task, task.base_hash)
+            frozen = {one.block: self._snapshot(one.block, one.hash) for one in task.frozen}
+            base = self._snapshot(task.block, task.head_hash)
+            own_base = self._snapshot(task.block, task.base_hash)
+            self._forget(KEPT_SNAPSHOTS + len(frozen))
             after = applied(layout.codec, base, own_base, decoded, task.step)
-            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed)
+            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
         except Refusal as refusal:
             if refusal.reason != "lease_lost":
@@ -74,14 +78,18 @@ class Judge:
         gain = evidence.held_out
         self._say(f"judged update={task.update_id[:12]} block={task.block} gain={gain.mean:+.4f}")
 
-    def _snapshot(self, task: JudgeTask, wanted: str) -> Weights:
-        if wanted not in self._snapshots:
-            schema = self._layouts[task.block].schema
+    def _snapshot(self, block: int, wanted: str) -> Weights:
+        tensors = self._snapshots.pop(wanted, None)
+        if tensors is None:
+            schema = self._layouts[block].schema
             content = self._client.fetch(f"/v1/snapshots/{wanted}", max_snapshot_bytes(schema))
             tensors = from_safetensors(content, schema)
             if snapshot_hash(tensors) != wanted:
                 raise DataError(f"the coordinator served another snapshot than {wanted}; do not judge for it")
-            while len(self._snapshots) >= KEPT_SNAPSHOTS:
-                self._snapshots.pop(next(iter(self._snapshots)))
-            self._snapshots[wanted] = tensors
-        return self._snapshots[wanted]
+        self._snapshots[wanted] = tensors
+        return tensors
+
+    def _forget(self, kept: int) -> None:
+        """Those used longest ago."""
+        while len(self._snapshots) > kept:
+            self._snapshots.pop(next(iter(self._snapshots)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.cli.processes import Child, ChildError, await_line, end_children, start_child
-from blocktrain.training.checkpoint import read_config
+from blocktrain.training.checkpoint import Description, read_config
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ STABLE_SECONDS = 30.0
 MAX_QUICK_FAILURES = 5
 
 
-def block_groups(num_blocks: int, num_stages: int, *, chained: bool = False) -> list[list[int]]:
+def block_groups(num_blocks: int, num_stages: int, *, together: bool = False) -> list[list[int]]:
     """Which blocks each stage holds: neighbours, as evenly as possible; stages beyond the number of
-    blocks are spares, and blocks that feed each other stay together."""
-    if chained:
+    blocks are spares, and blocks that hear each other stay together."""
+    if together:
         return [list(range(num_blocks)) for _ in range(num_stages)]
     parts = min(num_blocks, num_stages)
     edges = [round(i * num_blocks / parts) for i in range(parts + 1)]
@@ -63,6 +63,8 @@ class Program:
     quick_failures: int = 0
 
     def start(self, now: float) -> None:
+        if self.child is not None:
+            self.child.kill()
         self.child = start_child(self.name, self.arguments(self.address), self.log)
         self.started = now
         log.info("started %s pid=%d", self.name, self.child.process.pid)
@@ -100,11 +102,11 @@ class LaunchConfig:
 
 
 def stage_programs(config: LaunchConfig) -> list[Program]:
-    described = read_config(config.checkpoint)
-    num_blocks = len(described.get("blocks", []))
-    chained = described.get("recipe", {}).get("objective", {}).get("kind") == "chain"
+    described = Description.of(read_config(config.checkpoint), config.checkpoint)
+    objective, num_blocks = described.objective(), described.recipe.model.blocks
+    together = any(objective.heard(block) for block in range(num_blocks))
     threads = max(1, (os.cpu_count() or 1) // config.num_stages)
-    groups = block_groups(num_blocks, config.num_stages, chained=chained)
+    groups = block_groups(num_blocks, config.num_stages, together=together)
     return [_stage_program(config, number, blocks, threads) for number, blocks in enumerate(groups)]
 
 

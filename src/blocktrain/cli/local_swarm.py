@@ -126,6 +126,7 @@ class LocalSwarm:
             raise self.coordinator.failure()
         for child in [child for child in self.workers if not child.running]:
             self.workers.remove(child)
+            child.kill()
             self.console.print(str(child.failure()), style="red", markup=False)
             if not self.workers:
                 raise child.failure()

@@ -17,6 +17,7 @@ from blocktrain.cli.doctor.verb import doctor
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.exchange import export, import_
 from blocktrain.cli.gateway import chat, gateway, serve
+from blocktrain.cli.leash import end_with_parent
 from blocktrain.cli.serving import stage
 from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
@@ -61,6 +62,7 @@ def version() -> None:
 
 
 def main() -> None:
+    end_with_parent()
     try:
         app()
     except BlocktrainError as error:

@@ -2,7 +2,7 @@
 
 Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent
 alone and the children can be ended in order: workers first, which hand their leases back; a gateway before
-its stages.
+its stages. None outlives its parent (see `leash`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blocktrain.cli.leash import LEASH
 from blocktrain.errors import BlocktrainError, UserError
 
 POLL_SECONDS = 0.05
@@ -66,6 +67,8 @@ class Child:
         if self.running:
             self.process.kill()
         self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
     def failure(self) -> ChildError:
         code, tail = self.process.returncode, self.output()[-LOG_TAIL_BYTES:].strip()
@@ -86,10 +89,10 @@ def start_child(
         start = file.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "blocktrain", *verb],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **(environment or {}), LEASH: "1"},
             start_new_session=True,
         )
     return Child(name, process, log, start)

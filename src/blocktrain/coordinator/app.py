@@ -429,7 +429,7 @@ def blob_response(request: Request, service: Coordinator, key: str, digest: str)
         return Response(status_code=304, headers=headers)
     size = blobs.size(key)
     if size is None:
-        raise StorageError(f"{key} is missing in the blob store")
+        raise Refusal(ErrorReason.NOT_FOUND, f"{key} is no longer in the blob store", "ask for a newer one")
     wanted = _range_header(request, headers["ETag"])
     start, end = byte_range(wanted, size)
     headers["Content-Length"] = str(end - start)

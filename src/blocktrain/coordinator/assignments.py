@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import lateness
+from blocktrain.coordinator.context import Context, frozen_of
+from blocktrain.coordinator.deadlines import lateness, stand_in_steps
 from blocktrain.coordinator.doors import Door
 from blocktrain.coordinator.ledger import receipt_of
 from blocktrain.coordinator.refusals import Refusal
@@ -31,12 +33,29 @@ from blocktrain.wire.messages import (
     JoinRequest,
     Outcome,
     ReturnAnswer,
+    StandIn,
     Wait,
 )
 
 HEARTBEATS_PER_LEASE = 3
+LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 FULL_SECONDS = 30.0
 """How long a worker waits where all seats are taken."""
+
+
+def _entry(row: AssignmentRow) -> dict[str, Any]:
+    """For the ledger, which names frozen snapshots and steps for others only where there are any."""
+    body: dict[str, Any] = {key: getattr(row, key) for key in LEDGER_KEYS}
+    if row.stand_in_steps:
+        body["stand_in"] = {"shard": row.stand_in_shard, "steps": row.stand_in_steps}
+    frozen = json.loads(row.frozen)
+    return {**body, "frozen": frozen} if frozen else body
+
+
+def _standing_in(row: AssignmentRow) -> StandIn | None:
+    if row.stand_in_shard is None:
+        return None
+    return StandIn(shard=row.stand_in_shard, steps=row.stand_in_steps)
 
 
 class Assignments:
@@ -277,22 +296,27 @@ class Assignments:
     ) -> Assignment:
         if offer.round == block.version and self._nobody_at_work(session, worker, block, now):
             block.begun = now
+        frozen = self._context.frozen(session, offer.block, offer.round)
+        shard, other = itertools.islice(self._free_shards(session, worker, offer), 2)
+        standing_in = self._stand_in(session, worker, block, offer, now)
         row = AssignmentRow(
             assignment_id=secrets.token_hex(16),
             worker_id=worker.worker_id,
             block=offer.block,
             round=offer.round,
-            shard=self._free_shard(session, worker, offer),
+            shard=shard,
+            stand_in_shard=other if standing_in else None,
+            stand_in_steps=standing_in,
             base_version=block.version,
             base_hash=block.head_hash,
             made=now,
             reason=offer.reason,
             state="leased",
+            frozen=canonical_json([one.model_dump() for one in frozen]).decode(),
         )
         session.add(row)
         worker.block, worker.step = offer.block, 0
-        keys = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
-        self._context.ledger.append(session, now, "assign", {key: getattr(row, key) for key in keys})
+        self._context.ledger.append(session, now, "assign", _entry(row))
         return self._message(session, row, now)
 
     def _nobody_at_work(self, session: Session, worker: WorkerRow, block: BlockRow, now: float) -> bool:
@@ -303,26 +327,39 @@ class Assignments:
         state, _ = self._context.round(session, block, others, now)
         return not others and not state.accepted and not state.late
 
-    def _free_shard(self, session: Session, worker: WorkerRow, offer: Offer) -> int:
-        """block, block + B, block + 2B, …: the lowest that no live assignment of the round has.
+    def _stand_in(
+        self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
+    ) -> int:
+        """Steps for a replica that is away: of the open round in the time it has left, of the next in all."""
+        others = self._context.seats(session, now, without=worker.worker_id).get(block.block, 0)
+        state, deadline = self._context.round(session, block, others, now)
+        left = self._context.round_seconds(session, block)
+        if offer.round == block.version:
+            others += state.accepted
+            left = left if deadline.at is None else deadline.at - now
+        missing = self._context.run.swarm.replicas - 1 - others
+        own = self._context.own_seconds(session, block.block, worker.worker_id)
+        return stand_in_steps(missing, left, own, self._context.run.swarm)
+
+    def _free_shards(self, session: Session, worker: WorkerRow, offer: Offer) -> Iterator[int]:
+        """block, block + B, block + 2B, …: those that no live assignment of the round has.
 
         No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
         A worker that was refused trains the round again on other text: the same would give the same update.
         """
-        taken = set(
-            session.scalars(
-                select(AssignmentRow.shard).where(
-                    AssignmentRow.block == offer.block,
-                    AssignmentRow.round == offer.round,
-                    or_(
-                        AssignmentRow.state.in_(LIVE_STATES),
-                        and_(AssignmentRow.state == "refused", AssignmentRow.worker_id == worker.worker_id),
-                    ),
-                )
+        rows = session.execute(
+            select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
+                AssignmentRow.block == offer.block,
+                AssignmentRow.round == offer.round,
+                or_(
+                    AssignmentRow.state.in_(LIVE_STATES),
+                    and_(AssignmentRow.state == "refused", AssignmentRow.worker_id == worker.worker_id),
+                ),
             )
         )
+        taken = {shard for row in rows for shard in row}
         shards = itertools.count(offer.block, len(self._context.run.layouts))
-        return next(shard for shard in shards if shard not in taken)
+        return (shard for shard in shards if shard not in taken)
 
     def _message(self, session: Session, row: AssignmentRow, now: float) -> Assignment:
         swarm = self._context.run.swarm
@@ -337,7 +374,7 @@ class Assignments:
             base_hash=block.head_hash,
             shard=row.shard,
             first_step=row.round * swarm.steps_per_round,
-            steps=swarm.steps_per_round,
+            steps=swarm.steps_per_round + row.stand_in_steps,
             total_steps=swarm.total_steps,
             deadline=state.deadline if row.round == block.version else None,
             deadline_reason=state.deadline_reason,
@@ -345,6 +382,8 @@ class Assignments:
             heartbeat_seconds=swarm.lease_seconds / HEARTBEATS_PER_LEASE,
             server_time=now,
             reason=row.reason,
+            frozen=frozen_of(row),
+            stand_in=_standing_in(row),
         )
 
     # --- while it trains ---

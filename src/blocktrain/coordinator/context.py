@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
@@ -16,15 +17,23 @@ from blocktrain.coordinator.deadlines import (
     Deadline,
     Lateness,
     round_deadline,
+    round_seconds,
     wanted_updates,
 )
 from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.standings import refuse_banned, seen, standing_of
-from blocktrain.coordinator.store import BlockRow, RunRow, Store, UpdateRow, WorkerRow
+from blocktrain.coordinator.store import AssignmentRow, BlockRow, RunRow, Store, UpdateRow, WorkerRow
 from blocktrain.coordinator.weights import WeightCache
-from blocktrain.wire.messages import ErrorReason, RoundState
+from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, RoundState
+
+_frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])
+
+
+def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
+    """The snapshots of other blocks that an assignment named when it was lent."""
+    return _frozen.validate_json(row.frozen)
 
 
 class Changes:
@@ -88,6 +97,12 @@ class Context:
             count = len(self.run.layouts)
             raise Refusal(ErrorReason.NOT_FOUND, f"no block {block}; this run has 0 to {count - 1}")
         return row
+
+    def frozen(self, session: Session, block: int, round_: int) -> list[FrozenSnapshot]:
+        """The heads of the blocks that the objective needs for training `block` in this round."""
+        progress = round_ / self.run.swarm.rounds
+        heads = [self.block(session, one) for one in self.run.objective.frozen(block, progress)]
+        return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]
 
     def seats(self, session: Session, now: float, *, without: str | None = None) -> dict[int, int]:
         """Live workers on each block."""
@@ -248,6 +263,20 @@ class Context:
             "norm": row.norm,
         }
         row.verdict_sequence = self.ledger.append(session, now, "verdict", {**verdict, **more}).sequence
+
+    def round_seconds(self, session: Session, row: BlockRow) -> float | None:
+        """Length of the block's next round; None where nothing has been observed."""
+        history = self._offsets(session, row, earlier=True)
+        return round_seconds(history, (), self.run.swarm)[0] if history else None
+
+    def own_seconds(self, session: Session, block: int, worker_id: str) -> float | None:
+        """From the beginning of a round to this worker's update, as it was last time."""
+        return session.scalar(
+            select(UpdateRow.offset)
+            .where(UpdateRow.block == block, UpdateRow.worker_id == worker_id, UpdateRow.offset.is_not(None))
+            .order_by(UpdateRow.revealed.desc())
+            .limit(1)
+        )
 
     def _offsets(self, session: Session, row: BlockRow, *, earlier: bool) -> list[float]:
         of_round = UpdateRow.base_version < row.version if earlier else UpdateRow.base_version == row.version

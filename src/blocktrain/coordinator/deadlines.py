@@ -85,6 +85,22 @@ def round_deadline(
     return Deadline(begun + seconds * (1 + resets), reason, begun + seconds * resets)
 
 
+def stand_in_steps(
+    missing: int, seconds_left: float | None, own_seconds: float | None, swarm: SwarmConfig
+) -> int:
+    """Steps that a lone worker takes for one of the `missing` replicas in the time its round has left, given
+    the seconds that its own steps took it before; 0 where either is not known yet."""
+    if missing < 1 or not own_seconds or seconds_left is None or swarm.policy == "drop":
+        return 0
+    spare = swarm.stand_in * seconds_left / own_seconds - 1
+    return max(0, math.floor(min(spare, 1.0) * swarm.steps_per_round))
+
+
+def own_share(stand_in: int, swarm: SwarmConfig) -> float:
+    """Of an update's time, what its sender's own steps took: standing in must not lengthen later rounds."""
+    return swarm.steps_per_round / (swarm.steps_per_round + stand_in)
+
+
 def wanted_updates(seats: int, moved: int, swarm: SwarmConfig) -> int:
     """Updates that close a round early: one from every live worker on the block and from the `moved` ones,
     which have delivered and are elsewhere or gone, and all replicas.

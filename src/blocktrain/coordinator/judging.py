@@ -12,13 +12,13 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.admission import ruling
-from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.context import Context, frozen_of
 from blocktrain.coordinator.deadlines import Lateness
 from blocktrain.coordinator.ledger import receipt_of
 from blocktrain.coordinator.refusals import Refusal
@@ -26,6 +26,7 @@ from blocktrain.coordinator.scoring import lower_priority
 from blocktrain.coordinator.standings import counted_scores, note_verdict, standing_of
 from blocktrain.coordinator.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.coordinator.updates import count_verdict, running_median
+from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
@@ -37,6 +38,7 @@ from blocktrain.validation.verdicts import Finding, evidence_finding, excused, p
 from blocktrain.wire.messages import (
     ErrorReason,
     EvidenceReport,
+    FrozenSnapshot,
     JudgeTask,
     JudgeWait,
     OperatorAnswer,
@@ -98,10 +100,14 @@ class Judging:
         own_base = weights.snapshot(task.block, task.base_hash)
         decoded = weights.update(task.block, task.payload_hash)
         after = applied(self._context.run.codec, base, own_base, decoded, task.step)
+        frozen = self._loaded(task.frozen)
         with self._lock:
-            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed)
+            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
         self.report(self._owner, task.update_id, report_of(evidence))
         return True
+
+    def _loaded(self, frozen: Iterable[FrozenSnapshot]) -> dict[int, Weights]:
+        return {one.block: self._context.weights.snapshot(one.block, one.hash) for one in frozen}
 
     # --- the queue ---
 
@@ -142,6 +148,7 @@ class Judging:
             steps=run.swarm.steps_per_round,
             seed=self._seed(session, row),
             lease_seconds=run.recipe.trust.judge_lease_seconds,
+            frozen=frozen_of(assignment),
         )
 
     def _clip(self, session: Session, row: UpdateRow) -> float:
@@ -182,9 +189,11 @@ class Judging:
             assert row.verdict_sequence is not None
             receipt = receipt_of(session, row.verdict_sequence)
             told = (row.state, row.reason or "")
+            assignment = session.get(AssignmentRow, row.assignment_id)
+            beside = 0 if assignment is None else len(frozen_of(assignment))
         if told[0] == Outcome.REFUSED:
             self._context.weights.forget(block.block, row.payload_hash)
-        self._account(found.tokens, training_tokens(self._context.run.recipe), 1)
+        self._account(found.tokens, training_tokens(self._context.run.recipe, beside), 1)
         self._told(*told)
         self._context.changes.notify()
         return OperatorAnswer(receipt=receipt)
@@ -258,12 +267,21 @@ class Judging:
         assert self._scorer is not None
         seed = evidence_seed(self._context.secret, f"guard/{block}/{version}", base_hash)
         base = self._context.weights.snapshot(block, base_hash)
-        windows = self._scorer.budget.guard_windows(merged, len(candidates))
+        frozen = self._heads_beside(block, version)
+        budget = self._scorer.budget(len(frozen))
+        windows = budget.guard_windows(merged, len(candidates))
         with self._lock:
             made = (merge() for merge in candidates)
-            found = self._scorer.guard(block, base, made, windows, seed)
-        self._account((1 + len(candidates)) * windows * self._scorer.budget.length)
+            found = self._scorer.guard(block, base, made, windows, seed, frozen)
+        self._account(budget.guard_forwards(len(candidates)) * windows * budget.length)
         return found
+
+    def _heads_beside(self, block: int, version: int) -> dict[int, Weights]:
+        """A merge joins updates that were trained beside different versions; it will be used beside the
+        newest."""
+        with self._context.store.read() as session:
+            heads = self._context.frozen(session, block, version - 1)
+        return self._loaded(heads)
 
 
 def _lease_lost(update_id: str) -> Refusal:

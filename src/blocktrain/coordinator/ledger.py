@@ -5,8 +5,9 @@ An entry is written in the transaction that does what it says. Verification rege
 from the payloads and names the first entry that does not hold.
 
 Covered: changed, missing, reordered or inserted entries, wrong signatures, merges whose result is not what
-their inputs give, snapshots or payloads whose bytes were changed. Not covered: entries cut off at the end
-(compare the length and head with a receipt), and a coordinator that never wrote something down.
+their inputs give, snapshots or payloads whose bytes were changed, assignments that name snapshots which did
+not exist. Not covered: entries cut off at the end (compare the length and head with a receipt), and a
+coordinator that never wrote something down.
 """
 
 from __future__ import annotations
@@ -202,18 +203,30 @@ class _Replay:
         self._tensors: dict[int, dict[str, NDArray[float32]]] = {}
         self._schemas: dict[int, Schema] = {}
         self._codec = CodecSpec("dense")
+        self._published: set[tuple[int, int, str]] = set()
+        """Block, version and hash of every snapshot so far."""
         self._unmerged: dict[str, float] = {}
         """Updates with an accepting verdict and no merge yet, and the weight they were promised."""
 
     def take(self, entry: LedgerEntry) -> None:
         if entry.sequence == 0:
             self._start(entry)
+        elif entry.kind == "assign":
+            self._assign(entry.body.get("frozen", ()))
         elif entry.kind == "verdict":
             self._verdict(entry.body)
         elif entry.kind == "merge":
             self._merge(MergeRecord.model_validate(entry.body))
         elif entry.kind == "snapshot":
             self._snapshot(entry.body["block"], entry.body["hash"])
+
+    def _assign(self, frozen: Sequence[Body]) -> None:
+        """The snapshots that an assignment names were published before it."""
+        for one in frozen:
+            if (one["block"], one["version"], one["hash"]) not in self._published:
+                raise _Broken(
+                    f"names version {one['version']} of block {one['block']}, which was not there yet"
+                )
 
     def _verdict(self, body: Body) -> None:
         """A later refusal (by the guard, or with a ban) takes an earlier promise back."""
@@ -233,6 +246,7 @@ class _Replay:
             schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
             self._schemas[layout.block], self._codec = schema, CodecSpec.parse(layout.codec)
             self.heads[layout.block] = layout.initial_hash
+            self._published.add((layout.block, 0, layout.initial_hash))
             self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
 
     def _load(self, block: int, wanted: str) -> dict[str, NDArray[float32]]:
@@ -255,6 +269,7 @@ class _Replay:
         if snapshot_hash(tensors) != record.result_hash:
             raise _Broken(f"its inputs give {snapshot_hash(tensors)}, not {record.result_hash}")
         self._tensors[block], self.heads[block] = tensors, record.result_hash
+        self._published.add((block, record.version, record.result_hash))
         self.merges += 1
 
     def _payload(self, block: int, wanted: str) -> Tensors:

@@ -37,6 +37,7 @@ class Run:
     codec: CodecSpec
     schemas: tuple[Schema, ...]
     layouts: tuple[BlockLayout, ...]
+    objective: Objective
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -56,11 +57,6 @@ def check_swarm_recipe(recipe: Recipe) -> None:
             'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
             "different machines"
         )
-    if recipe.objective.kind != "denoise":
-        raise RecipeError(
-            f'a swarm needs objective.kind = "denoise", found {recipe.objective.kind!r}: its workers train '
-            "blocks that need no other block"
-        )
 
 
 def build_objective(recipe: Recipe) -> Objective:
@@ -73,14 +69,16 @@ def open_run(
 ) -> Run:
     """The run in this database, which is made if there is none; another recipe, text or key is refused."""
     check_swarm_recipe(recipe)
-    layouts = tuple(_layout(recipe, blobs, block) for block in range(recipe.model.blocks))
+    objective = build_objective(recipe)
+    layouts = tuple(_layout(recipe, objective, blobs, block) for block in range(recipe.model.blocks))
     key = identity.public_key.hex()
     try:
         run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
     except IntegrityError:  # another process made the run between our look and our write
         run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
     schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
-    return Run(run_id, recipe, corpus_sha256, key, CodecSpec.parse(recipe.swarm.codec), schemas, layouts)
+    codec = CodecSpec.parse(recipe.swarm.codec)
+    return Run(run_id, recipe, corpus_sha256, key, codec, schemas, layouts, objective)
 
 
 def _open_row(
@@ -101,9 +99,9 @@ def _open_row(
         return row.run_id
 
 
-def _layout(recipe: Recipe, blobs: Blobs, block: int) -> BlockLayout:
+def _layout(recipe: Recipe, objective: Objective, blobs: Blobs, block: int) -> BlockLayout:
     """Also writes version 0 where it is not stored yet: blobs come before rows."""
-    module = build_objective(recipe).build(block, derive_seed("init", recipe.seed, block))
+    module = objective.build(block, derive_seed("init", recipe.seed, block))
     schema, tensors, codec = schema_of(module), tensors_of(module), CodecSpec.parse(recipe.swarm.codec)
     digest = snapshot_hash(tensors)
     if blobs.size(snapshot_key(digest)) is None:

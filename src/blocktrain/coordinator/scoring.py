@@ -104,11 +104,8 @@ class Scoring:
         for index, (block, digest) in enumerate(zip(self._blocks, hashes, strict=True)):
             load_into(block, self._context.weights.snapshot(index, digest))
         finished = min(versions) >= self._context.run.swarm.rounds
-        euler = (
-            finished
-            and self._objective.config.hint_probability > 0
-            and self._objective.config.kind != "chain"
-        )
+        heard = any(self._objective.heard(block) for block in range(len(self._blocks)))
+        euler = finished and self._objective.config.hint_probability > 0 and not heard
         weights = self._evaluator.fit_weights(self._blocks, self._pool)
         found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
         return EvaluationState(

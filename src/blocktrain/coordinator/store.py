@@ -132,6 +132,10 @@ class AssignmentRow(Table):
     made: Mapped[float]
     reason: Mapped[str]
     state: Mapped[str] = mapped_column(String(16))
+    frozen: Mapped[str] = mapped_column(default="[]", server_default="[]")
+    """JSON list of messages.FrozenSnapshot: other blocks' heads when it was lent."""
+    stand_in_shard: Mapped[int | None]
+    stand_in_steps: Mapped[int] = mapped_column(default=0, server_default="0")
     __table_args__ = (
         Index("assignments_of_round", "block", "round"),
         Index(

@@ -29,7 +29,7 @@ from blocktrain.coordinator.admission import (
 from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.blobs import PRESIGNED_SECONDS, payload_key, upload_key
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import Lateness
+from blocktrain.coordinator.deadlines import Lateness, own_share
 from blocktrain.coordinator.ledger import receipt_of
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.standings import note_verdict
@@ -397,7 +397,10 @@ class Updates:
         else:
             merged = session.get(MergeRow, (row.block, row.base_version + 1))
             begun = merged.begun if merged is not None else None
-        return None if begun is None else max(0.0, now - begun)
+        assignment = session.get(AssignmentRow, row.assignment_id)
+        assert assignment is not None
+        share = own_share(assignment.stand_in_steps, self._context.run.swarm)
+        return None if begun is None else max(0.0, now - begun) * share
 
     def _record_reveal(self, session: Session, row: UpdateRow, now: float) -> None:
         reveal = {

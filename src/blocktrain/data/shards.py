@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blocktrain.config import Recipe
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import CorpusHash
@@ -45,6 +46,12 @@ class Shards:
         self.corpus, self.seed, self.batch_size = corpus, seed, batch
         self.tokens = torch.from_numpy(tokens).to(device=device, dtype=torch.int32)
         self.reach = torch.arange(context + 1, device=device)
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokens: Tokens, corpus: CorpusHash, device: torch.device) -> Shards:
+        """Batches as the recipe wants them."""
+        batch, context = recipe.training.batch, recipe.model.context
+        return cls(tokens, corpus, seed=recipe.seed, batch=batch, context=context, device=device)
 
     def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
         """Context tokens x_BT and the tokens y_BT that follow them."""

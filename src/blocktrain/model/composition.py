@@ -42,16 +42,29 @@ def euler_log_probs(
     return log_probs_BTV
 
 
+def hand_on(
+    objective: Objective,
+    index: int,
+    block: Block,
+    tokens_BT: Tensor,
+    codebook_VD: Tensor,
+    heard: Tensor | None,
+) -> Tensor:
+    """What block `index` hands on, given what was handed to it. It sees no hint."""
+    upstream = heard if objective.heard(index) else None
+    return objective.relay(block(tokens_BT, codebook_VD, upstream_BTD=upstream), heard)
+
+
 def _upstream_features(
     objective: Objective, blocks: Sequence[Block], codebook_VD: Tensor, tokens_BT: Tensor
 ) -> list[Tensor | None]:
     """What each block hears from the ones before it, which in training see no hint either."""
     upstream: list[Tensor | None] = [None]
     for i in range(1, len(blocks)):
-        if not objective.frozen(i):
+        if not objective.heard(i):
             upstream.append(None)
             continue
-        upstream.append(blocks[i - 1](tokens_BT, codebook_VD, upstream_BTD=upstream[-1]).features_BTD)
+        upstream.append(hand_on(objective, i - 1, blocks[i - 1], tokens_BT, codebook_VD, upstream[-1]))
     return upstream
 
 
@@ -62,14 +75,14 @@ def block_log_probs(
     tokens_BT: Tensor,
     caches: Sequence[Cache] | None = None,
 ) -> list[Tensor]:
-    """Every block's log-probs with the null hint, upstream features passed on where the objective asks."""
+    """Every block's log-probs with the null hint; what it hears is handed on where the objective asks."""
     log_probs: list[Tensor] = []
-    features: Tensor | None = None
+    heard: Tensor | None = None
     for i, block in enumerate(blocks):
-        upstream = features if objective.frozen(i) else None
+        upstream = heard if objective.heard(i) else None
         cache = caches[i] if caches is not None else None
         output = block(tokens_BT, codebook_VD, upstream_BTD=upstream, cache=cache)
-        features = output.features_BTD
+        heard = objective.relay(output, upstream) if objective.heard(i + 1) else None
         log_probs.append(F.log_softmax(output.logits_BTV.float(), dim=-1))
     return log_probs
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import Block, Hint, build_block
+from blocktrain.model.block import Block, BlockOutput, Hint, build_block
 from blocktrain.model.noise import loss_weight, sample_sigma
 
 
@@ -27,14 +27,57 @@ class Loss:
 
 
 class Objective:
-    """The published block-local denoising objective, with hint dropout."""
+    """The published block-local denoising objective, with hint dropout, and its kinds that hear others.
+
+    `chain`: a block takes the features of the blocks before it as input. `composed`: from `composed_from` of
+    the steps on, `composed_share` of the loss is that of the mean of all blocks' log-probs.
+    """
+
+    composed_share = 0.5
+    composed_from = 0.5
 
     def __init__(self, model: ModelConfig, config: ObjectiveConfig, *, vocabulary: int) -> None:
         self.model, self.config, self.vocabulary = model, config, vocabulary
 
-    def frozen(self, block: int) -> tuple[int, ...]:
-        """The blocks whose features block `block` takes as input, in the order they run."""
+    def heard(self, block: int) -> tuple[int, ...]:
+        """The blocks whose relay block `block` takes as input, in training and in the composed model."""
         return tuple(range(block)) if self.config.kind == "chain" else ()
+
+    def frozen(self, block: int, progress: float = 1.0) -> tuple[int, ...]:
+        """The other blocks that training `block` needs, frozen, in the order they run; `progress` is the
+        share of the run's steps that are done. At 1, all it ever needs; before, all of these or none."""
+        if self.config.kind != "composed":
+            return self.heard(block)
+        return tuple(b for b in range(self.model.blocks) if b != block and progress >= self.composed_from)
+
+    def relay(self, output: BlockOutput, heard: Tensor | None) -> Tensor:
+        """What a frozen block hands on, given what was handed to it; of one shape for all blocks."""
+        if self.config.kind != "composed":
+            return output.features_BTD
+        log_probs_BTV = F.log_softmax(output.logits_BTV.float(), dim=-1)
+        return log_probs_BTV if heard is None else heard + log_probs_BTV
+
+    def predict(
+        self,
+        block: Block,
+        tokens_BT: Tensor,
+        codebook_VD: Tensor,
+        hint: Hint | None = None,
+        heard: Tensor | None = None,
+    ) -> Tensor:
+        """The logits by which the block is judged, given what it heard."""
+        logits_BTV: Tensor = block(tokens_BT, codebook_VD, hint, heard).logits_BTV
+        if self.config.kind != "composed" or heard is None:
+            return logits_BTV
+        return self._composed(F.log_softmax(logits_BTV.float(), dim=-1), heard)
+
+    def _composed(self, own_BTV: Tensor, others_BTV: Tensor) -> Tensor:
+        """The mean of all blocks' log-probs."""
+        return (own_BTV + others_BTV) / self.model.blocks
+
+    def composed_loss(self, own_BTV: Tensor, others_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        mean_BTV = self._composed(own_BTV, others_BTV)
+        return F.cross_entropy(mean_BTV.flatten(0, 1), targets_BT.flatten())
 
     def build(self, block: int, seed: int) -> Block:
         return build_block(
@@ -43,7 +86,7 @@ class Objective:
             vocabulary=self.vocabulary + self.trained_for_sweep,
             seed=seed,
             hints=self.config.hint_probability > 0,
-            upstream=bool(self.frozen(block)),
+            upstream=bool(self.heard(block)),
         )
 
     def build_reference(self, seed: int) -> Block:
@@ -118,13 +161,13 @@ class Objective:
         codebook_VD: Tensor,
         z_PTD: Tensor | None = None,
         sigma_P: Tensor | None = None,
-        upstream_BTD: Tensor | None = None,
+        heard: Tensor | None = None,
     ) -> Loss:
-        """w(sigma) * CE(g z_hat E^T, y), weighted per sequence."""
+        """w(sigma) * CE(g z_hat E^T, y), weighted per sequence; `heard` is what the frozen blocks hand on."""
         hint = None if z_PTD is None or sigma_P is None else Hint(z_PTD, sigma_P)
         batch, length = tokens_BT.shape
         swept = self.num_swept(batch) if hint is not None else 0
-        output = block(tokens_BT, codebook_VD, hint, upstream_BTD, both_ways=swept)
+        output = block(tokens_BT, codebook_VD, hint, heard, both_ways=swept)
         sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
         if sigma_P is not None:
             sigma_B = torch.cat([sigma_P, sigma_B[sigma_P.shape[0] :]])
@@ -132,12 +175,16 @@ class Objective:
         logits_BTV = output.logits_BTV
         if self.config.loss == "mse":
             logits_BTV = block.logit_scale * F.linear(output.z_hat_BTD.detach(), codebook_VD)
-        ce_BT = F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
-        ).view(batch, length)
+        log_probs_BTV = F.log_softmax(logits_BTV.float(), dim=-1)
+        ce_BT = F.nll_loss(log_probs_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        ce_BT = ce_BT.view(batch, length)
         total = (weight_B * self._mean_loss(ce_BT, tokens_BT, swept)).mean()
         if self.config.loss == "mse":
             error_BT = (output.z_hat_BTD - F.embedding(targets_BT, codebook_VD)).square().sum(dim=-1)
             total = total + (weight_B * error_BT.mean(dim=1)).mean()
         hinted = 0 if sigma_P is None else sigma_P.shape[0]
+        if self.config.kind == "composed" and heard is not None:
+            # Frozen blocks see no hint, so the sequences count in which this one sees none either.
+            composed = self.composed_loss(log_probs_BTV[hinted:], heard[hinted:], targets_BT[hinted:])
+            total = (1 - self.composed_share) * total + self.composed_share * weight_B[-1] * composed
         return Loss(total, ce_BT[hinted if hinted < batch else 0 :].mean().detach())

@@ -1,12 +1,17 @@
-"""A block's next row, quickly and roughly: one token at a time, weights in half precision.
+"""The next rows of some blocks, quickly and roughly: one token at a time, weights in 8 bits.
 
 For drafts, which may be wrong. A pass of one token is bound by reading the weights and by the number of
-small operations: norms' gains are worked out beforehand, query, key and value share a matrix, and so do
-output map and codebook. One core, d = 384, 3 layers, 300 positions: see docs/experiments.md. Shares its
-cache with `Block.forward`, so that longer stretches go through that one.
+small operations: matrices are 8-bit integers with a scale for each row, norms' gains are worked out
+beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no matrix
+is one operation for all blocks together. What it costs: docs/experiments.md. Longer stretches go through
+`Block.forward`, over the same cache.
+
+Shapes as in layers.py, plus N blocks, which take the place of the batch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +21,12 @@ from blocktrain.model.block import Block, BlockOutput, Cache
 from blocktrain.model.layers import (
     AdaptiveNorm,
     CausalConvolution,
+    Growing,
     Layer,
     LayerCache,
     Place,
 )
 
-EPSILON = torch.finfo(torch.float32).eps
-"""What F.rms_norm adds to the mean square."""
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
 
@@ -32,68 +36,90 @@ def is_quickenable(block: Block) -> bool:
     return parts <= KNOWN_PARTS and block.upstream is None and block.embedding.weight.device.type == "cpu"
 
 
-class _Norm:
-    def __init__(self, norm: AdaptiveNorm, condition_C: Tensor) -> None:
-        gain, shift = norm.gain_shift(condition_C).chunk(2)
-        self.gain, self.shift = (1 + gain).contiguous(), shift.contiguous()
+class _Norms:
+    def __init__(self, norms: Sequence[AdaptiveNorm], conditions: Sequence[Tensor]) -> None:
+        maps = [norm.gain_shift(c).chunk(2) for norm, c in zip(norms, conditions, strict=True)]
+        gain_ND, self.shift_ND = (torch.stack(part) for part in zip(*maps, strict=True))
+        self.gain_ND = (1 + gain_ND) * gain_ND.shape[1] ** 0.5
 
-    def __call__(self, x_D: Tensor) -> Tensor:
-        """RMS norm in two operations instead of seven."""
-        scale = (float(torch.dot(x_D, x_D)) / len(x_D) + EPSILON) ** -0.5
-        return torch.addcmul(self.shift, x_D, self.gain, value=scale)
-
-
-class _Convolution:
-    def __init__(self, convolution: CausalConvolution) -> None:
-        self.weight = convolution.weight.detach().clone()
-        self.weight[-1] += 1  # the position itself is added too
-
-    def __call__(self, place: Place, y_D: Tensor, cache: LayerCache) -> Tensor:
-        tail = cache.inputs_BSD[place].append(y_D[None, None])[0, -len(self.weight) :]
-        return (tail * self.weight[-len(tail) :]).sum(0)
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """RMS norm, of which the width is in the gain."""
+        return torch.addcmul(self.shift_ND, F.normalize(x_ND, dim=1), self.gain_ND)
 
 
-def _half(*linears: nn.Linear) -> Tensor:
-    return torch.cat([linear.weight for linear in linears]).half()
+class _Convolutions:
+    def __init__(self, convolutions: Sequence[CausalConvolution]) -> None:
+        self.weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
+        self.weight[:, -1] += 1  # the position itself is added too
+
+    def __call__(self, place: Place, y_ND: Tensor, cache: LayerCache) -> Tensor:
+        tail = cache.inputs_BSD[place].append(y_ND[:, None])[:, -self.weight.shape[1] :]
+        return (tail * self.weight[:, -tail.shape[1] :]).sum(1)
 
 
-class _QuickLayer:
-    def __init__(self, layer: Layer, condition_C: Tensor) -> None:
-        self.attention = layer.attention
-        if layer.attention is not None:
-            attention = layer.attention
-            self.heads = attention.heads
-            self.attention_norm = _Norm(layer.attention_norm, condition_C)
-            self.qkv = _half(attention.q, attention.k, attention.v)
-            self.attention_out = _half(attention.out)
-        self.attention_convolution = _convolution(layer.attention_convolution)
-        self.feedforward_convolution = _convolution(layer.feedforward_convolution)
-        self.feedforward_norm = _Norm(layer.feedforward_norm, condition_C)
-        self.up, self.down = _half(layer.feedforward.up), _half(layer.feedforward.down)
+class _Product:
+    """Each block's own matrix times its own row, in 8 bits and bfloat16."""
 
-    def step(self, x_D: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        if self.attention is not None:
-            y_D = self.attention_norm(x_D)
+    def __init__(self, *linears: Sequence[nn.Linear]) -> None:
+        """Matrices that share an input lie one below the other."""
+        joined = [torch.cat([linear.weight for linear in one]) for one in zip(*linears, strict=True)]
+        self.parts = [_rounded(weight) for weight in joined]
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        rows = torch.split(x_ND.bfloat16(), 1)
+        products = [
+            torch._weight_int8pack_mm(row, codes, scales)
+            for row, (codes, scales) in zip(rows, self.parts, strict=True)
+        ]
+        return torch.cat(products)
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit codes and the scale of each row."""
+    scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+    return (weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()
+
+
+class _QuickLayers:
+    """The layers at one depth of all blocks."""
+
+    def __init__(self, layers: Sequence[Layer], conditions: Sequence[Tensor]) -> None:
+        attentions = [layer.attention for layer in layers if layer.attention is not None]
+        self.attends = bool(attentions)
+        if self.attends:
+            self.heads = attentions[0].heads
+            self.attention_norm = _Norms([layer.attention_norm for layer in layers], conditions)
+            self.qkv = _Product(*([getattr(a, name) for a in attentions] for name in "qkv"))
+            self.attention_out = _Product([a.out for a in attentions])
+        self.attention_convolution = _convolutions([layer.attention_convolution for layer in layers])
+        self.feedforward_convolution = _convolutions([layer.feedforward_convolution for layer in layers])
+        self.feedforward_norm = _Norms([layer.feedforward_norm for layer in layers], conditions)
+        self.up = _Product([layer.feedforward.up for layer in layers])
+        self.down = _Product([layer.feedforward.down for layer in layers])
+
+    def step(self, x_ND: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        if self.attends:
+            y_ND = self.attention_norm(x_ND)
             if self.attention_convolution is not None:
-                y_D = self.attention_convolution("attention", y_D, cache)
-            x_D = x_D + torch.mv(self.attention_out, self._attend(y_D, rotary, cache).half())
-        y_D = self.feedforward_norm(x_D)
+                y_ND = self.attention_convolution("attention", y_ND, cache)
+            x_ND = x_ND + self.attention_out(self._attend(y_ND, rotary, cache))
+        y_ND = self.feedforward_norm(x_ND)
         if self.feedforward_convolution is not None:
-            y_D = self.feedforward_convolution("feedforward", y_D, cache)
-        hidden = torch.mv(self.up, y_D.half()).relu_().square_()
-        return x_D + torch.mv(self.down, hidden)
+            y_ND = self.feedforward_convolution("feedforward", y_ND, cache)
+        return x_ND + self.down(self.up(y_ND).relu_().square_())
 
-    def _attend(self, y_D: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        qkv = torch.mv(self.qkv, y_D.half()).float().view(3, self.heads, 1, -1)
-        q_k = qkv[:2] / torch.linalg.vector_norm(qkv[:2], dim=-1, keepdim=True)
-        swapped = q_k.view(2, self.heads, 2, -1).flip(2).view_as(q_k)
+    def _attend(self, y_ND: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        qkv = self.qkv(y_ND).float().view(len(y_ND), 3, self.heads, 1, -1)
+        q_k = F.normalize(qkv[:, :2], dim=-1)
+        swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
         q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
-        k, v = cache.k_BHSK.append(q_k[1:]), cache.v_BHSK.append(qkv[2:])
-        return F.scaled_dot_product_attention(q_k[:1], k, v).flatten()
+        k, v = cache.k_BHSK.append(q_k[:, 1]), cache.v_BHSK.append(qkv[:, 2])
+        return F.scaled_dot_product_attention(q_k[:, 0], k, v).flatten(1)
 
 
-def _convolution(convolution: CausalConvolution | None) -> _Convolution | None:
-    return None if convolution is None else _Convolution(convolution)
+def _convolutions(convolutions: Sequence[CausalConvolution | None]) -> _Convolutions | None:
+    there = [convolution for convolution in convolutions if convolution is not None]
+    return _Convolutions(there) if there else None
 
 
 def _rotary_rows(block: Block) -> tuple[Tensor, Tensor]:
@@ -103,42 +129,103 @@ def _rotary_rows(block: Block) -> tuple[Tensor, Tensor]:
     return scale * torch.cat([cos, cos], dim=1), scale * torch.cat([-sin, sin], dim=1)
 
 
-class QuickBlock:
+class QuickBlocks:
+    """Blocks of one shape, stepped together; their cache has a row for each."""
+
     @torch.inference_mode()
-    def __init__(self, block: Block, codebook_VD: Tensor) -> None:
-        assert is_quickenable(block)
-        condition_C = block.condition.null
-        self.embedding = block.embedding.weight.clone()
-        self.rotary = _rotary_rows(block)
-        self.layers = [_QuickLayer(layer, condition_C) for layer in block.layers]  # type: ignore[arg-type]
-        self.out_norm = _Norm(block.out_norm, condition_C)
-        scale = block.logit_scale * block.sigma_data
-        self.logits = (scale * codebook_VD @ block.out.weight).half()
+    def __init__(self, blocks: Sequence[Block], codebook_VD: Tensor) -> None:
+        assert all(map(is_quickenable, blocks))
+        self.blocks, self.codebook = list(blocks), codebook_VD
+        conditions = [block.condition.null for block in blocks]
+        self.embedding_VND = torch.stack([block.embedding.weight for block in blocks], dim=1)
+        self.rotary = _rotary_rows(blocks[0])
+        depths = zip(*(block.layers for block in blocks), strict=True)
+        self.layers = [_QuickLayers(layers, conditions) for layers in depths]
+        self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
+        scales = [block.logit_scale * block.sigma_data for block in blocks]
+        self.logits_VD = [
+            scale * codebook_VD @ block.out.weight for scale, block in zip(scales, blocks, strict=True)
+        ]
+
+    def new_cache(self) -> Cache:
+        return self.blocks[0].new_cache()
 
     @torch.inference_mode()
     def step(self, token: int, cache: Cache) -> Tensor:
-        """Logits [V] of what follows `token`, which the cache then holds."""
-        x_D = self.embedding[token]
+        """Logits [N, V] of what follows `token`, which the cache then holds."""
+        x_ND = self.embedding_VND[token]
         cos, sin = self.rotary
         rotary = cos[cache.length], sin[cache.length]
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x_D = layer.step(x_D, rotary, layer_cache)
+        for layers, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x_ND = layers.step(x_ND, rotary, layer_cache)
         cache.advance(1)
-        return torch.mv(self.logits, self.out_norm(x_D).half()).float()
-
-
-class PlainBlock:
-    """The same through `Block.forward`, wherever the block is."""
-
-    def __init__(self, block: Block, codebook_VD: Tensor) -> None:
-        self.block, self.codebook = block, codebook_VD
+        pairs = zip(self.logits_VD, self.out_norm(x_ND), strict=True)
+        return torch.stack([torch.mv(logits_VD, y_D) for logits_VD, y_D in pairs])
 
     @torch.inference_mode()
-    def step(self, token: int, cache: Cache) -> Tensor:
-        tokens = torch.tensor([[token]], device=self.codebook.device)
-        output: BlockOutput = self.block(tokens, self.codebook, cache=cache)
-        return output.logits_BTV[0, -1].float().cpu()
+    def extend(self, tokens: Sequence[int], cache: Cache) -> None:
+        """Have the cache hold all of these too, in one exact pass of each block."""
+        ids = torch.tensor([list(tokens)])
+        parts = [_row_of(cache, i) for i in range(len(self.blocks))]
+        for block, part in zip(self.blocks, parts, strict=True):
+            block(ids, self.codebook, cache=part)
+        for layer, *joined in zip(cache.layers, *(part.layers for part in parts), strict=True):
+            for growing, *pieces in zip(_growing(layer), *map(_growing, joined), strict=True):
+                _join(growing, pieces)
+        cache.advance(len(tokens))
 
 
-def make_stepper(block: Block, codebook_VD: Tensor) -> QuickBlock | PlainBlock:
-    return (QuickBlock if is_quickenable(block) else PlainBlock)(block, codebook_VD)
+def _growing(layer: LayerCache) -> list[Growing]:
+    return [layer.k_BHSK, layer.v_BHSK, *layer.inputs_BSD.values()]
+
+
+def _row_of(cache: Cache, index: int) -> Cache:
+    """One block's part of the cache, over the same memory while that suffices."""
+    part = Cache([LayerCache() for _ in cache.layers], cache.length)
+    for whole, own in zip(cache.layers, part.layers, strict=True):
+        for source, target in zip(_growing(whole), _growing(own), strict=True):
+            target.length = source.length
+            target.room = None if source.room is None else source.room[index : index + 1]
+    return part
+
+
+def _join(whole: Growing, pieces: Sequence[Growing]) -> None:
+    rooms = [piece.room for piece in pieces if piece.room is not None]
+    if rooms:
+        whole.room, whole.length = torch.cat(rooms), pieces[0].length
+
+
+class PlainBlocks:
+    """The same through `Block.forward`, wherever the blocks are; a cache for each."""
+
+    def __init__(self, blocks: Sequence[Block], codebook_VD: Tensor) -> None:
+        self.blocks, self.codebook = list(blocks), codebook_VD
+
+    def new_cache(self) -> PlainCache:
+        return PlainCache([block.new_cache() for block in self.blocks])
+
+    @torch.inference_mode()
+    def step(self, token: int, cache: PlainCache) -> Tensor:
+        return torch.stack([output.logits_BTV[0, -1].float().cpu() for output in self._run([token], cache)])
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], cache: PlainCache) -> None:
+        self._run(tokens, cache)
+
+    def _run(self, tokens: Sequence[int], cache: PlainCache) -> list[BlockOutput]:
+        ids = torch.tensor([list(tokens)], device=self.codebook.device)
+        pairs = zip(self.blocks, cache.parts, strict=True)
+        return [block(ids, self.codebook, cache=part) for block, part in pairs]
+
+
+class PlainCache:
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def length(self) -> int:
+        return self.parts[0].length
+
+    def truncate(self, length: int) -> None:
+        for part in self.parts:
+            part.truncate(length)

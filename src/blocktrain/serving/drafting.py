@@ -7,26 +7,24 @@ draft costs time, never a different text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from blocktrain.model.generation import window_start
+from blocktrain.model.objective import Objective
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.draft_length import DraftLength
-from blocktrain.serving.held import HeldBlocks
 from blocktrain.serving.sampling import EXACT_TOLERANCE, Choice, Row, Sampler, choose, normalised
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
 
 
-def blocks_for_drafts(config: Mapping[str, Any], most: int) -> list[int]:
-    """The first blocks of a checkpoint, given its config.json; one where blocks need others' features."""
-    chained = config.get("recipe", {}).get("objective", {}).get("kind") == "chain"
-    return list(range(1 if chained else max(1, min(most, len(config.get("blocks", []))))))
+def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
+    """The first blocks of a model that hear no others; the first hears nobody."""
+    deaf = [block for block in range(objective.model.blocks) if not objective.heard(block)]
+    return deaf[: max(1, most)]
 
 
 class Drafter:
@@ -36,8 +34,11 @@ class Drafter:
         self, batcher: Batcher, sampler: Sampler, length: DraftLength, blocks: Sequence[int] = (0,)
     ) -> None:
         self.batcher, self.sampler, self.length = batcher, sampler, length
-        self.held = batcher.held
-        self.parts = [_Part(self.held, block) for block in blocks]
+        self.context = batcher.held.context
+        self.steps = batcher.held.steps(tuple(blocks))
+        weights = np.array([batcher.held.weights[block] or 1.0 for block in blocks])
+        self.weights = weights / weights.sum()
+        self.cache = self.steps.new_cache()
         self.drafted: list[Choice] = []
         self.seen: list[int] = []
         self.start = 0
@@ -61,45 +62,31 @@ class Drafter:
         return choices
 
     def _next_row(self, text: list[int]) -> Row:
-        start = window_start(len(text), self.held.context)
+        start = window_start(len(text), self.context)
         window = text[start:]
         keep = _common_prefix(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - 1)
         self.seen, self.start = window, start
-        rows = [part.weight * part.row(window, keep) for part in self.parts]
-        return normalised(np.sum(rows, axis=0) / sum(part.weight for part in self.parts))
-
-
-class _Part:
-    """One block that drafts are made with, and its cache of the text."""
-
-    def __init__(self, held: HeldBlocks, index: int) -> None:
-        self.block, self.codebook = held.blocks[index], held.codebook
-        self.weight = held.weights[index] or 1.0
-        self.stepper = held.stepper(index)
-        self.cache = self.block.new_cache()
-
-    def row(self, window: list[int], keep: int) -> Row:
-        """Log-probs after the window, of which the cache holds the first `keep` tokens."""
         self.cache.truncate(keep)
         self._catch_up(window[keep:-1])
-        return normalised(self.stepper.step(window[-1], self.cache).numpy().astype(np.float64))
+        logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
+        return normalised(self.weights @ normalised(logits_NV))
 
     def _catch_up(self, tokens: list[int]) -> None:
-        if len(tokens) <= STEPS_AT_MOST:
-            for token in tokens:
-                self.stepper.step(token, self.cache)
+        if len(tokens) > STEPS_AT_MOST:
+            self.steps.extend(tokens, self.cache)
             return
-        with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self.codebook.device)
-            self.block(ids, self.codebook, cache=self.cache)
+        for token in tokens:
+            self.steps.step(token, self.cache)
 
 
 def _margins(choices: Sequence[Choice]) -> list[float]:
     return [choice.margin for choice in choices]
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    if first == second[: len(first)]:
+        return len(first)
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return i

@@ -37,7 +37,7 @@ from blocktrain.serving.sampling import Sampler
 from blocktrain.serving.scoring import check_scorable, scored_window, under_deadline, windows
 from blocktrain.serving.sweeping import RemoteRefiner, SweepWriter
 from blocktrain.serving.transport import Address
-from blocktrain.training.checkpoint import load_checkpoint, read_config
+from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import (
     Hello,
     ModelShape,
@@ -74,7 +74,8 @@ class StageRefusedError(ServingError):
 
 class Engine:
     def __init__(self, checkpoint_path: Path, config: EngineConfig) -> None:
-        self._draft_blocks = blocks_for_drafts(read_config(checkpoint_path), config.draft_blocks)
+        described = Description.of(read_config(checkpoint_path), checkpoint_path)
+        self._draft_blocks = blocks_for_drafts(described.objective(), config.draft_blocks)
         checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=self._draft_blocks)
         self.config = config
         self.shape: ModelShape = fingerprint(checkpoint_path, checkpoint)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.model.block import Block, Cache, PackedCache
-from blocktrain.model.quick import PlainBlock, QuickBlock, make_stepper
+from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
+from blocktrain.model.packed import is_packable, packed
+from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
+
+
+class Steps(Protocol):
+    """Rough rows for drafts: `model.quick`. A cache belongs to the steps that made it."""
+
+    def new_cache(self) -> Any: ...
+
+    def step(self, token: int, cache: Any) -> Tensor: ...
+
+    def extend(self, tokens: Sequence[int], cache: Any) -> None: ...
 
 
 @dataclass
@@ -63,21 +75,26 @@ class HeldBlocks:
         self.weights = checkpoint.pooling
         self.vocabulary = checkpoint.tokenizer.vocabulary
         self.context = checkpoint.recipe.model.context
+        self._running = {
+            index: packed(block) if is_packable(block) else block for index, block in self.blocks.items()
+        }
         self._exact_blocks: dict[int, Block] = {}
-        self._steppers: dict[int, QuickBlock | PlainBlock] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
-        return sorted({*blocks, *(frozen for block in blocks for frozen in self.objective.frozen(block))})
+        return sorted({*blocks, *(heard for block in blocks for heard in self.objective.heard(block))})
 
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
 
-    def stepper(self, index: int) -> QuickBlock | PlainBlock:
-        """The block's rough next row, for drafts."""
-        if index not in self._steppers:
-            self._steppers[index] = make_stepper(self.blocks[index], self.codebook)
-        return self._steppers[index]
+    def steps(self, blocks: tuple[int, ...]) -> Steps:
+        """These blocks' rough next rows, for drafts."""
+        if blocks not in self._steps:
+            chosen = [self._running[block] for block in blocks]
+            kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
+            self._steps[blocks] = kind(chosen, self.codebook)
+        return self._steps[blocks]
 
     @torch.inference_mode()
     def rows(self, works: Sequence[Work]) -> list[NDArray[np.float32]]:
@@ -87,11 +104,11 @@ class HeldBlocks:
             for cache in work.caches.values():
                 cache.truncate(work.base)
         sums = [torch.zeros(work.num_rows, self.vocabulary, device=self.codebook.device) for work in works]
-        features: list[Tensor | None] = [None] * len(works)
+        heard: list[Tensor | None] = [None] * len(works)
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
             if chosen:
-                self._run_block(index, chosen, works, features, sums)
+                self._run_block(index, chosen, works, heard, sums)
         return [total.cpu().numpy() for total in sums]
 
     def _run_block(
@@ -99,7 +116,7 @@ class HeldBlocks:
         index: int,
         chosen: list[int],
         works: Sequence[Work],
-        features: list[Tensor | None],
+        heard: list[Tensor | None],
         sums: list[Tensor],
     ) -> None:
         """One block over the new tokens of the chosen works, packed in a row."""
@@ -108,16 +125,21 @@ class HeldBlocks:
         # One work alone needs no packing, which would cost it a third more.
         cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
         ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
-        upstream = [part for i in chosen if (part := features[i]) is not None]
-        joined = torch.cat(upstream, dim=1) if upstream and self.objective.frozen(index) else None
-        output = self.blocks[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
-        feature_parts = torch.split(output.features_BTD, lengths, dim=1)
+        upstream = [part for i in chosen if (part := heard[i]) is not None]
+        joined = torch.cat(upstream, dim=1) if upstream and self.objective.heard(index) else None
+        output = self._running[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
+        handed = self._handed_on(index, output, joined)
+        handed_parts = [None] * len(chosen) if handed is None else torch.split(handed, lengths, dim=1)
         logit_parts = torch.split(output.logits_BTV[0], lengths)
-        for i, feature, logits in zip(chosen, feature_parts, logit_parts, strict=True):
-            features[i] = feature
+        for i, part, logits in zip(chosen, handed_parts, logit_parts, strict=True):
+            heard[i] = part
             if index in works[i].blocks:
                 log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
                 sums[i] += self.weights[index] * log_probs
+
+    def _handed_on(self, index: int, output: BlockOutput, heard: Tensor | None) -> Tensor | None:
+        """What the next block hears of this one; None where blocks do not hear each other."""
+        return self.objective.relay(output, heard) if self.objective.heard(index + 1) else None
 
     @torch.inference_mode()
     def refine(
@@ -146,11 +168,11 @@ class HeldBlocks:
         tokens = torch.tensor([list(ids)], device=self.codebook.device)
         codebook = self.codebook.double()
         total = torch.zeros(self.vocabulary, dtype=torch.float64, device=codebook.device)
-        upstream: Tensor | None = None
+        heard: Tensor | None = None
         for index in self.needed(blocks):
-            joined = upstream if self.objective.frozen(index) else None
-            output = self._exact_block(index)(tokens, codebook, upstream_BTD=joined)
-            upstream = output.features_BTD
+            upstream = heard if self.objective.heard(index) else None
+            output = self._exact_block(index)(tokens, codebook, upstream_BTD=upstream)
+            heard = self._handed_on(index, output, upstream)
             if index in blocks:
                 total += self.weights[index] * F.log_softmax(output.logits_BTV[0, -1], dim=-1)
         return total.cpu().numpy()

@@ -15,7 +15,7 @@ from blocktrain.errors import UserError
 from blocktrain.serving.fingerprint import fingerprint
 from blocktrain.serving.held import HeldBlocks
 from blocktrain.serving.stage import Stage, StageConfig
-from blocktrain.training.checkpoint import load_checkpoint, read_config
+from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +33,19 @@ def parse_blocks(text: str) -> list[int]:
 
 def load_stage(path: Path, blocks: Sequence[int], device: torch.device, config: StageConfig) -> Stage:
     """A stage that has not opened its port yet."""
-    num_blocks = len(read_config(path).get("blocks", []))
+    described = Description.of(read_config(path), path)
+    num_blocks = described.recipe.model.blocks
     unknown = [block for block in blocks if not 0 <= block < num_blocks]
     if unknown or not blocks:
         raise UserError(f"{path} has blocks 0 to {num_blocks - 1}, found {list(blocks)}; change --blocks")
-    checkpoint = load_checkpoint(path, device, only=blocks)
-    held = HeldBlocks(checkpoint, blocks)
-    lacking = [block for block in held.needed(blocks) if block not in blocks]
-    if lacking:
+    heard = {one for block in blocks for one in described.objective().heard(block)}
+    if lacking := sorted(heard - set(blocks)):
         raise UserError(
-            f"blocks {list(blocks)} take features of blocks {lacking} (objective.kind is chain); "
-            "give them to the same stage with --blocks"
+            f"blocks {list(blocks)} hear blocks {lacking} (objective.kind is "
+            f"{described.recipe.objective.kind}); give them to the same stage with --blocks"
         )
-    return Stage(held, fingerprint(path, checkpoint), config)
+    checkpoint = load_checkpoint(path, device, only=blocks)
+    return Stage(HeldBlocks(checkpoint, blocks), fingerprint(path, checkpoint), config)
 
 
 async def serve_stage(stage: Stage, *, metrics_port: int | None, announce: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,13 +21,17 @@ from blocktrain.coordinator.deadlines import (
     HISTORY_ARRIVALS,
     Deadline,
     Lateness,
+    own_share,
     round_deadline,
+    round_seconds,
     should_close,
+    stand_in_steps,
     wanted_updates,
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
 from blocktrain.coordinator.updates import COUNTED_NORMS
+from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
@@ -35,7 +39,7 @@ from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.training.update import Weights
 from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Assignment, CommitRequest, Outcome
+from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
 from blocktrain.worker.standing import Base
 
 
@@ -94,10 +98,13 @@ class BlockState:
     merges: list[Merge] = field(default_factory=list)
     shards: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     """Round to worker to data shard."""
+    stand_in_shards: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     begun_at: dict[int, float | None] = field(default_factory=dict)
     """Round to its beginning, once it is closed."""
     offsets: list[tuple[int, float]] = field(default_factory=list)
     """Base version and seconds from the beginning of its round, in order of arrival."""
+    own_seconds: dict[int, float] = field(default_factory=dict)
+    """The last such seconds of a worker."""
     used_bases: set[tuple[int, int]] = field(default_factory=set)
     """Worker and base version of every commit."""
     verdicts: list[tuple[int, Lateness]] = field(default_factory=list)
@@ -119,6 +126,7 @@ class SimulatedCoordinator:
     clock: VirtualClock
     blocks: list[BlockState]
     machines: Sequence[Machine]
+    objective: Objective
     seats: dict[int, int] = field(default_factory=dict)
     """Worker to the block it is on."""
     watchers: list[Callable[[int], None]] = field(default_factory=list)
@@ -158,12 +166,28 @@ class SimulatedCoordinator:
             state.begun = now
         self.seats[worker] = offer.block
         shards = state.shards[offer.round]
-        free = (shard for shard in count(offer.block, len(self.blocks)) if shard not in shards.values())
+        taken = {*shards.values(), *state.stand_in_shards[offer.round]}
+        free = (shard for shard in count(offer.block, len(self.blocks)) if shard not in taken)
         shards[worker] = next(free)
         self._await_deadline(offer.block)
-        return self._assignment(worker, offer, shards[worker])
+        steps = self._stand_in(worker, offer, len(others))
+        stand_in = StandIn(shard=next(free), steps=steps) if steps else None
+        if stand_in is not None:
+            state.stand_in_shards[offer.round].add(stand_in.shard)
+        return self._assignment(worker, offer, shards[worker], stand_in)
 
-    def _assignment(self, worker: int, offer: Offer, shard: int) -> Assignment:
+    def _stand_in(self, worker: int, offer: Offer, others: int) -> int:
+        state = self.blocks[offer.block]
+        history = self._history(state)
+        left = round_seconds(history, (), self.swarm)[0] if history else None
+        if offer.round == state.version:
+            others += sum(one.verdict.outcome is Outcome.ACCEPTED for one in state.pending)
+            deadline = self._deadline(state).at
+            left = left if deadline is None else deadline - self.clock.now
+        missing = self.swarm.replicas - 1 - others
+        return stand_in_steps(missing, left, state.own_seconds.get(worker), self.swarm)
+
+    def _assignment(self, worker: int, offer: Offer, shard: int, stand_in: StandIn | None) -> Assignment:
         head = self.blocks[offer.block].head
         return Assignment(
             assignment_id=content_hash(f"{offer.block}/{offer.round}/{worker}".encode())[:32],
@@ -173,7 +197,8 @@ class SimulatedCoordinator:
             base_hash=head.hash,
             shard=shard,
             first_step=offer.round * self.swarm.steps_per_round,
-            steps=self.swarm.steps_per_round,
+            steps=self.swarm.steps_per_round + (0 if stand_in is None else stand_in.steps),
+            stand_in=stand_in,
             total_steps=self.swarm.total_steps,
             deadline=None,
             deadline_reason="",
@@ -181,7 +206,14 @@ class SimulatedCoordinator:
             heartbeat_seconds=self.swarm.lease_seconds / 3,
             server_time=self.clock.now,
             reason=offer.reason,
+            frozen=tuple(self._frozen(offer)),
         )
+
+    def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
+        """The heads of the blocks that the objective needs for this round's steps."""
+        for block in self.objective.frozen(offer.block, offer.round / self.swarm.rounds):
+            head = self.blocks[block].head
+            yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
 
     # --- commit and reveal
 
@@ -216,7 +248,10 @@ class SimulatedCoordinator:
         state.verdicts.append((age, verdict))
         begun = state.begun if age == 0 else state.begun_at.get(update.base.version)
         if begun is not None:
-            state.offsets.append((update.base.version, max(0.0, now - begun)))
+            stand_in = update.assignment.stand_in
+            share = own_share(0 if stand_in is None else stand_in.steps, self.swarm)
+            state.offsets.append((update.base.version, max(0.0, now - begun) * share))
+            state.own_seconds[update.worker] = state.offsets[-1][1]
         if verdict.outcome is not Outcome.REFUSED:
             tensors = decode(self.codec, state.schema, update.payload)
             norm = update_norm(self.codec, tensors, update.base.weights)
@@ -227,11 +262,14 @@ class SimulatedCoordinator:
     # --- closing rounds
 
     def _deadline(self, state: BlockState) -> Deadline:
-        offsets = state.offsets
-        history = [offset for version, offset in offsets if version < state.version][-HISTORY_ARRIVALS:]
-        this_round = [offset for version, offset in offsets if version == state.version]
+        history = self._history(state)
+        this_round = [offset for version, offset in state.offsets if version == state.version]
         pending = len(state.pending) or self.swarm.policy == "drop"
         return round_deadline(state.begun, self.clock.now, pending, history, this_round, self.swarm)
+
+    def _history(self, state: BlockState) -> list[float]:
+        earlier = [offset for version, offset in state.offsets if version < state.version]
+        return earlier[-HISTORY_ARRIVALS:]
 
     def _await_deadline(self, block: int) -> None:
         """Close the block's round if it is due; otherwise look again when its deadline passes."""

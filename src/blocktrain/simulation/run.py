@@ -33,6 +33,8 @@ from blocktrain.wire.codec import CodecSpec
 from blocktrain.worker.standing import Base
 
 Policy = Literal["drop", "carry"]
+KEPT_VERSIONS = 3
+"""Of every block, as other workers' frozen one; an older one is made again."""
 
 
 class SimulationError(BlocktrainError):
@@ -86,6 +88,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
         check_recipe(scenario.recipe)
         self.scenario, self.watch = scenario, watch
+        self._frozen: dict[str, Block] = {}
         self.recipe = scenario.seeded_recipe
         self.corpus: Corpus = load_corpus(self.recipe.data, self.recipe.evaluation.pooling_bytes)
         self._build_training()
@@ -123,6 +126,16 @@ class Simulation:
             self.recipe, self.objective, self._build_block(block), block, self.shards, self.codebook
         )
 
+    def _build_frozen(self, block: int, base: Base) -> Block:
+        """In host memory, and the same for all workers that hear this version."""
+        if base.hash not in self._frozen:
+            built = self.objective.build(block, 0).eval()
+            load_into(built, base.weights)
+            self._frozen[base.hash] = built
+        while len(self._frozen) > KEPT_VERSIONS * self.recipe.model.blocks:
+            self._frozen.pop(next(iter(self._frozen)))
+        return self._frozen[base.hash]
+
     def _build_coordinator(self) -> SimulatedCoordinator:
         states = []
         for block in self.assembled:
@@ -130,7 +143,8 @@ class Simulation:
             states.append(BlockState(Base(0, snapshot_hash(weights), weights), schema_of(block)))
         swarm, network, seed = self.scenario.swarm, self.scenario.network, self.scenario.seed
         machines = [Machine(network, seed, index) for index in range(self.scenario.num_workers)]
-        return SimulatedCoordinator(swarm, CodecSpec.parse(swarm.codec), self.clock, states, machines)
+        codec = CodecSpec.parse(swarm.codec)
+        return SimulatedCoordinator(swarm, codec, self.clock, states, machines, self.objective)
 
     def _site(self, index: int) -> Site:
         return Site(
@@ -139,6 +153,7 @@ class Simulation:
             clock=self.clock,
             coordinator=self.coordinator,
             build_trainer=self._build_trainer,
+            build_frozen=self._build_frozen,
             stands_for=self.scenario.stands_for,
         )
 
@@ -225,8 +240,8 @@ def participation(num_updates: int, rounds: int, num_workers: int) -> float:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    if recipe.objective.codebook != "fixed" or recipe.objective.kind != "denoise":
+    if recipe.objective.codebook != "fixed":
         raise RecipeError(
-            "a simulated swarm trains blocks of objective.kind 'denoise' with objective.codebook 'fixed', "
-            f"found {recipe.objective.kind!r} and {recipe.objective.codebook!r}"
+            "a simulated swarm trains blocks with objective.codebook 'fixed', found "
+            f"{recipe.objective.codebook!r}"
         )

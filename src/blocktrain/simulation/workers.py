@@ -6,7 +6,8 @@ decisions are the program's own. `DropWorker` follows the litepaper: it waits fo
 trains, uploads, and begins anew with the next round; what comes too late is lost.
 
 Not simulated: control bytes, heartbeats (an absent machine's lease lapses all the same), asking (the
-program asks ahead, so that the answer is there in time).
+program asks ahead, so that the answer is there in time; here frozen snapshots are fetched after it, and
+waited for).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from blocktrain.coordinator.deadlines import Lateness, lateness
 from blocktrain.coordinator.scheduling import Offer
+from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator, Update
 from blocktrain.simulation.networks import Machine
@@ -34,12 +36,17 @@ from blocktrain.worker.decisions import (
     MAX_UNSENT,
     Route,
     Sent,
+    batch_of,
     cheapest_route,
     may_step,
     move_share,
+    own_steps,
     share_to_return,
 )
 from blocktrain.worker.standing import Base, Flight, Standing
+
+Frozen = dict[int, Base]
+"""Other blocks' snapshots by block, in the order they run."""
 
 
 @dataclass
@@ -51,9 +58,12 @@ class Site:
     clock: VirtualClock
     coordinator: SimulatedCoordinator
     build_trainer: Callable[[int], BlockTrainer]
+    build_frozen: Callable[[int, Base], Block]
     stands_for: int
     """Parameters of the block that a simulated one stands for; bytes are scaled to it."""
     num_bytes: Counter[str] = field(default_factory=Counter)
+    frozen_versions: Counter[int] = field(default_factory=Counter)
+    """Block to the version that is here as a frozen one; version 0 comes from the seed."""
     seconds_computing: float = 0.0
 
     def scaled(self, block: int, num_bytes: float) -> float:
@@ -65,6 +75,29 @@ class Site:
 
     def snapshot_bytes(self, block: int) -> float:
         return self.scaled(block, 4 * self.coordinator.blocks[block].schema.num_values)
+
+    def fetched_bytes(self, block: int, held: int, wanted: int) -> float:
+        """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
+        merges = self.coordinator.blocks[block].merges[held:wanted]
+        others = sum(one.worker != self.index for merge in merges for one in merge.inputs)
+        chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block)
+        route, _ = cheapest_route(
+            wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
+        )
+        return snapshot if route is Route.DOWNLOAD else chain
+
+    def bring(self, assignment: Assignment, *, whole: bool) -> tuple[Frozen, float]:
+        """What an assignment just lent names, and the bytes it takes; with `whole` no deltas are used."""
+        frozen, num_bytes = {}, 0.0
+        for named in assignment.frozen:
+            block, held = named.block, self.frozen_versions[named.block]
+            frozen[block] = self.coordinator.blocks[block].head
+            if named.version > held:
+                num_bytes += (
+                    self.snapshot_bytes(block) if whole else self.fetched_bytes(block, held, named.version)
+                )
+            self.frozen_versions[block] = named.version
+        return frozen, num_bytes
 
     def after_download(self, num_bytes: float, action: Callable[[], None]) -> None:
         self.num_bytes["down"] += round(num_bytes)
@@ -86,11 +119,13 @@ class Site:
 class Steps:
     """The steps of one assignment, taken as virtual time passes, up to as many as are allowed."""
 
-    def __init__(self, site: Site, trainer: BlockTrainer, assignment: Assignment) -> None:
+    def __init__(self, site: Site, trainer: BlockTrainer, assignment: Assignment, frozen: Frozen) -> None:
         self.site, self.trainer, self.assignment = site, trainer, assignment
+        trainer.freeze([site.build_frozen(block, base) for block, base in frozen.items()])
+        trainer.window_end = assignment.first_step + own_steps(assignment)
         self.taken = 0
         self.allowed = 0
-        self._seconds = site.machine.compute_seconds() / assignment.steps
+        self._seconds = site.machine.compute_seconds() / own_steps(assignment)
         self._since, self._taken_then = site.clock.now, 0
         self._losses = torch.zeros((), device=trainer.device)
 
@@ -107,7 +142,7 @@ class Steps:
         worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
         due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
         for step in range(self.taken, due):
-            self._losses += self.trainer.step(self.assignment.first_step + step, self.assignment.shard)
+            self._losses += self.trainer.step(*batch_of(self.assignment, step))
             self.site.seconds_computing += self._seconds
         self.taken = max(self.taken, due)
 
@@ -141,13 +176,14 @@ class DropWorker:
         self._round = head.version
         offer = Offer(self.block, head.version, "its block's next round")
         assignment = coordinator.lend(self.site.index, offer)
-        num_bytes = self.site.snapshot_bytes(self.block) if head.version else 0.0
-        self.site.after_download(num_bytes, lambda: self._begin(assignment, head))
+        frozen, num_bytes = self.site.bring(assignment, whole=True)
+        num_bytes += self.site.snapshot_bytes(self.block) if head.version else 0.0
+        self.site.after_download(num_bytes, lambda: self._begin(assignment, head, frozen))
 
-    def _begin(self, assignment: Assignment, base: Base) -> None:
+    def _begin(self, assignment: Assignment, base: Base, frozen: Frozen) -> None:
         if assignment.round == self._round:
             load_into(self.trainer.block, base.weights)
-            steps = Steps(self.site, self.trainer, assignment)
+            steps = Steps(self.site, self.trainer, assignment, frozen)
             self.site.clock.at(steps.allow(assignment.steps), lambda: self._finish(steps, base))
 
     def _finish(self, steps: Steps, base: Base) -> None:
@@ -209,24 +245,26 @@ class CarryWorker:
 
     def _take(self, assignment: Assignment) -> None:
         block = assignment.block
-        if block in self.standings:
-            self._begin(assignment)
+        frozen, num_bytes = self.site.bring(assignment, whole=False)
+        if block in self.standings and not frozen:
+            self._begin(assignment, frozen)
             return
         self._preparing = True
         base = self.site.coordinator.blocks[block].head
-        num_bytes = self.site.snapshot_bytes(block) if base.version else 0.0
-        self.site.after_download(num_bytes, lambda: self._arrive(assignment, base))
+        if block not in self.standings:
+            num_bytes += self.site.snapshot_bytes(block) if base.version else 0.0
+        self.site.after_download(num_bytes, lambda: self._arrive(assignment, base, frozen))
 
-    def _arrive(self, assignment: Assignment, base: Base) -> None:
-        """On a block that is new to this worker, or that it had left."""
+    def _arrive(self, assignment: Assignment, base: Base, frozen: Frozen) -> None:
+        """With all that the assignment needs; its block may be new here, or one that was left."""
         self._preparing = False
-        max_age = self.site.coordinator.swarm.max_age
-        feedback = self._left.pop(assignment.block, None)
-        self.standings[assignment.block] = Standing(assignment.block, base, feedback, max_age)
-        self._begin(assignment)
-        self._look(assignment.block)
+        block, max_age = assignment.block, self.site.coordinator.swarm.max_age
+        if block not in self.standings:
+            self.standings[block] = Standing(block, base, self._left.pop(block, None), max_age)
+        self._begin(assignment, frozen)
+        self._look(block)
 
-    def _begin(self, assignment: Assignment) -> None:
+    def _begin(self, assignment: Assignment, frozen: Frozen) -> None:
         block = assignment.block
         if block not in self._trainers:
             self._trainers[block] = self.site.build_trainer(block)
@@ -234,7 +272,7 @@ class CarryWorker:
             self._leave()
             self._training = block
             load_into(self._trainers[block].block, self.standings[block].begin())
-        self._steps = Steps(self.site, self._trainers[block], assignment)
+        self._steps = Steps(self.site, self._trainers[block], assignment, frozen)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -248,7 +286,7 @@ class CarryWorker:
         allowed = sum(
             may_step(
                 step=step,
-                steps=assignment.steps,
+                steps=own_steps(assignment),
                 version=version,
                 round_=assignment.round,
                 run_ahead=run_ahead,
@@ -370,18 +408,8 @@ class CarryWorker:
             return
         self._fetching.add(block)
         head = state.head
-        num_bytes = self._fetched_bytes(block, standing.base.version, head.version)
+        num_bytes = self.site.fetched_bytes(block, standing.base.version, head.version)
         self.site.after_download(num_bytes, lambda: self._fetched(standing, head))
-
-    def _fetched_bytes(self, block: int, held: int, wanted: int) -> float:
-        """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
-        merges = self.site.coordinator.blocks[block].merges[held:wanted]
-        others = sum(one.worker != self.site.index for merge in merges for one in merge.inputs)
-        chain, snapshot = others * self.site.payload_bytes(block), self.site.snapshot_bytes(block)
-        route, _ = cheapest_route(
-            wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
-        )
-        return snapshot if route is Route.DOWNLOAD else chain
 
     def _fetched(self, standing: Standing, head: Base) -> None:
         block = standing.block

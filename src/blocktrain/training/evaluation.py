@@ -22,7 +22,7 @@ from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.composition import block_log_probs, euler_log_probs, fit_pooling, pool
 from blocktrain.model.objective import Objective
-from blocktrain.training.inner import autocast
+from blocktrain.training.device import autocast
 
 BIGRAM_CHUNK = 1 << 20
 """Pairs counted at once: indexing widens every token to 8 bytes."""

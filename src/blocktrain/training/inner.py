@@ -1,16 +1,15 @@
 """The inner loop: one block, its optimizer and its batches, one step at a time.
 
 The same object trains a block in a local run and on a worker. A step is a pure function of the
-weights, the optimizer state and (seed, shard, step): nothing random is carried from one to the next,
-so a run may stop after any step and go on elsewhere with the same result.
+weights, the optimizer state, the frozen blocks and (seed, shard, step): nothing random is carried from one to
+the next, so a run may stop after any step and go on elsewhere with the same result. On the device are the
+weights of one block at a time: its own, or that of a frozen one whose outputs are being prepared.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,10 @@ from torch import Tensor, nn
 from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.shards import Shards
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, make_codebook
+from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.objective import Loss, Objective
+from blocktrain.training.device import Seat, autocast
+from blocktrain.training.frozen import FrozenOutputs
 from blocktrain.training.optimizer import Optimizer
 
 
@@ -40,17 +41,14 @@ class Codebook(nn.Module):
     def forward(self) -> Tensor:
         return F.normalize(self.table, dim=-1) if self.learned else self.table
 
+    def copied(self) -> Tensor:
+        """As it is now, whatever is learned later."""
+        return self().detach().clone() if self.learned else self.table
+
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
     table = make_codebook(vocabulary, recipe.model.width, derive_seed("codebook", recipe.seed))
     return Codebook(table, recipe.objective.codebook == "learned")
-
-
-def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """bf16 matrix products on CUDA, plain fp32 elsewhere."""
-    if device.type == "cuda":
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return contextlib.nullcontext()
 
 
 def training_config(recipe: Recipe, *, reference: bool) -> TrainingConfig:
@@ -59,21 +57,6 @@ def training_config(recipe: Recipe, *, reference: bool) -> TrainingConfig:
     if reference and config.reference_other_lr is not None:
         return dataclasses.replace(config, other_lr=config.reference_other_lr)
     return config
-
-
-@dataclass
-class Frozen:
-    """Other blocks' weights, used forward only, in the order they run."""
-
-    blocks: Sequence[Block]
-    codebook: Codebook
-
-    @torch.no_grad()
-    def features(self, tokens_BT: Tensor) -> Tensor | None:
-        upstream = None
-        for block in self.blocks:
-            upstream = block(tokens_BT, self.codebook(), upstream_BTD=upstream).features_BTD
-        return upstream
 
 
 class BlockTrainer:
@@ -95,8 +78,11 @@ class BlockTrainer:
         self.shards, self.codebook = shards, codebook
         self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))
         self.codebook_optimizer = codebook_optimizer
-        self.frozen = Frozen(frozen, codebook)
         self.device = next(block.parameters()).device
+        self.seat = Seat(self.device, block)
+        self.window_end: int | None = None
+        """Frozen outputs are prepared for steps before this one only; None: to the end of training."""
+        self.freeze(frozen)
         self.generator = torch.Generator(self.device)
         self._loss = self._loss_function()
 
@@ -106,21 +92,48 @@ class BlockTrainer:
             return torch.compile(self.objective.loss, dynamic=False)
         return self.objective.loss
 
+    def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
+        """From now on hear these, which are in host memory and in the order of `objective.frozen`, with the
+        codebook as it was then (None: as it is now). No blocks: train without, as some do for a time."""
+        assert self.index is not None or not blocks, "the end-to-end reference hears nobody"
+        self.frozen = FrozenOutputs(
+            self.objective,
+            self.index or 0,
+            blocks,
+            self.codebook.copied() if codebook_VD is None else codebook_VD,
+            max_host_bytes=self.recipe.training.frozen_host_bytes,
+        )
+
     def step(self, step: int, shard: int) -> Tensor:
         """One optimizer step on batch (shard, step); returns the cross entropy, still on the device."""
-        tokens, targets = self.shards.batch(shard, step)
+        heard = self._heard(step, shard)
         table = self.codebook()
-        hint = None
-        if self.index is not None:
-            self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
-            hint = self.objective.draw_hint(self.index, targets, table, self.generator)
-            tokens = self.objective.hide_context(tokens, self.generator)
+        tokens, targets, hint = self._batch(step, shard, table)
         z, sigma = (hint.z_PTD, hint.sigma_P) if hint is not None else (None, None)
         with autocast(self.device):
-            upstream = self.frozen.features(tokens)
-            loss = self._loss(self.block, tokens, targets, table, z, sigma, upstream)
+            loss = self._loss(self.block, tokens, targets, table, z, sigma, heard)
         loss.total.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(step)
         if self.codebook_optimizer is not None:
             self.codebook_optimizer.step(step)
         return loss.ce
+
+    def _batch(self, step: int, shard: int, table: Tensor) -> tuple[Tensor, Tensor, Hint | None]:
+        """What the block may see, what it should predict, and its hint."""
+        tokens, targets = self.shards.batch(shard, step)
+        if self.index is None:
+            return tokens, targets, None
+        self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
+        hint = self.objective.draw_hint(self.index, targets, table, self.generator)
+        return self.objective.hide_context(tokens, self.generator), targets, hint
+
+    def _heard(self, step: int, shard: int) -> Tensor | None:
+        if not self.frozen:
+            always = () if self.index is None else self.objective.frozen(self.index, progress=0.0)
+            assert not always, f"block {self.index} hears blocks {always}: freeze() them first"
+            return None
+        if not self.frozen.prepared(shard, step):
+            end = self.recipe.training.steps if self.window_end is None else self.window_end
+            steps = range(step, max(end, step + 1))
+            self.frozen.prepare(self.seat, shard, steps, lambda s: self._batch(s, shard, self.codebook())[0])
+        return self.frozen.heard(shard, step)

@@ -7,12 +7,13 @@ atomically, so a run killed at any point resumes at a step from which the result
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import platform
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,13 @@ from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import load_weights, save_checkpoint
-from blocktrain.training.cost import PeakMemory, forward_flops_per_token, training_flops
+from blocktrain.training.cost import (
+    PeakMemory,
+    block_training_flops,
+    forward_flops_per_token,
+    training_flops,
+)
+from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.optimizer import Optimizer
@@ -87,21 +94,25 @@ class LocalRun:
         self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
         self.tokenizer = load_tokenizer(recipe.data.tokenizer)
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
-        self.shards = Shards(
-            self.train_tokens,
-            self.corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
         vocabulary = self.tokenizer.vocabulary
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
+        self._check_order()
         self.codebook: Codebook = build_codebook(recipe, vocabulary).to(device)
         self.units = self._build_units()
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
+
+    def _check_order(self) -> None:
+        for block in range(self.recipe.model.blocks):
+            later = [other for other in self.objective.frozen(block) if other > block]
+            if later and self.recipe.training.order == "sequential":
+                raise UserError(
+                    f'objective.kind = "{self.recipe.objective.kind}" needs blocks '
+                    f"{', '.join(map(str, later))} to train block {block}, and in sequential order they "
+                    'come later: set training.order = "turns"'
+                )
 
     def _build_units(self) -> list[Unit]:
         seed = self.recipe.seed
@@ -133,7 +144,7 @@ class LocalRun:
             self._train_group(self.out / "state" / f"group-{number}.safetensors", units, resume=resume)
 
     def _train_group(self, path: Path, units: list[Unit], *, resume: bool) -> None:
-        """Only the group being trained, and frozen blocks it asks for, are on the device."""
+        """Only the group being trained is on the device; frozen blocks visit it one at a time."""
         for unit in units:
             unit.block.to(self.device)
         self.memory.reset()
@@ -200,9 +211,10 @@ class LocalRun:
     def _flops(self, tokens: int) -> dict[str, int | None]:
         model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
         forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
+        starts = [round_start(self.recipe, step) for step in range(self.recipe.training.steps)]
+        per_step = tokens // self.recipe.training.steps
         blocks = sum(
-            training_flops(forward[b], sum(forward[f] for f in self.objective.frozen(b)), tokens)
-            for b in range(len(forward))
+            block_training_flops(self.objective, b, forward, starts, per_step) for b in range(len(forward))
         )
         reference = None
         if self.reference is not None:
@@ -237,29 +249,66 @@ class LocalRun:
 
 
 class Group:
-    """Units trained side by side, one step each in turn, saved and resumed together."""
+    """Units trained side by side, one step each in turn, saved and resumed together.
+
+    Blocks that hear others hear finished ones of earlier groups, or copies of members of this group that are
+    as old as the round, like the snapshots that a worker of a swarm has.
+    """
 
     def __init__(self, run: LocalRun, units: list[Unit], path: Path) -> None:
         self.run, self.units, self.path = run, units, path
         shared = Optimizer(run.codebook, run.recipe.training) if run.codebook.learned else None
         self.codebook_optimizer = shared if any(unit.index is not None for unit in units) else None
         self.trainers = [self._trainer(unit) for unit in units]
+        self.copies = self._host_copies()
+        self.table = run.codebook.copied()
         self.seconds = 0.0
 
     def _trainer(self, unit: Unit) -> BlockTrainer:
-        run = self.run
-        needed = run.objective.frozen(unit.index) if unit.index is not None else ()
-        frozen = [run.blocks[i].to(run.device) for i in needed]
+        run, training = self.run, self.run.recipe.training
+        host_bytes = max(1, training.frozen_host_bytes // len(self.units))
         return BlockTrainer(
-            run.recipe,
+            replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes)),
             run.objective,
             unit.block.train(),
             unit.index,
             run.shards,
             run.codebook,
-            frozen=frozen,
             codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
         )
+
+    def _host_copies(self) -> dict[int, Block]:
+        """Of the members that other members hear."""
+        members = {unit.index: unit.block for unit in self.units if unit.index is not None}
+        heard = {other for index in members for other in self.run.objective.frozen(index)}
+        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in heard}
+
+    def _refresh(self) -> None:
+        for index, kept in self.copies.items():
+            kept.load_state_dict(self.run.blocks[index].state_dict())
+        self.table = self.run.codebook.copied()
+
+    def _begin_step(self, step: int, start: int) -> bool:
+        """Freeze what a new round hears; returns whether to count this step's memory: that of the first, and
+        where blocks begin to hear others."""
+        first = round_start(self.run.recipe, step)
+        if step == first:
+            self._refresh()
+        if step not in (first, start):
+            return False
+        return self._freeze(first) or step == start
+
+    def _freeze(self, first: int) -> bool:
+        """For the round that began at step `first`; returns whether anyone begins to hear others, or ends."""
+        recipe = self.run.recipe
+        before = [bool(trainer.frozen) for trainer in self.trainers]
+        for unit, trainer in zip(self.units, self.trainers, strict=True):
+            needed: tuple[int, ...] = ()
+            if unit.index is not None:
+                needed = self.run.objective.frozen(unit.index, first / recipe.training.steps)
+            trainer.freeze([self.copies.get(i, self.run.blocks[i]) for i in needed], self.table)
+            trainer.window_end = min(first + recipe.swarm.steps_per_round, recipe.training.steps)
+        return before != [bool(trainer.frozen) for trainer in self.trainers]
 
     def train(self, start: int, steps: int) -> None:
         config = self.run.recipe.training
@@ -271,8 +320,9 @@ class Group:
         seconds_before = self.seconds
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
+            measured = self._begin_step(step, start)
             for unit, trainer, losses in zip(self.units, self.trainers, recent, strict=True):
-                losses.append(self._step(trainer, unit, step, start))
+                losses.append(self._step(trainer, unit, step, measured=measured))
                 if (step + 1) % every == 0 or step + 1 == steps:
                     ce = finite(float(torch.stack(losses).mean()), f"{unit.name}, step {step + 1}")
                     losses.clear()
@@ -292,9 +342,9 @@ class Group:
         if start < steps:
             self.save(steps)
 
-    def _step(self, trainer: BlockTrainer, unit: Unit, step: int, start: int) -> Tensor:
+    def _step(self, trainer: BlockTrainer, unit: Unit, step: int, *, measured: bool) -> Tensor:
         shard = unit.index or 0
-        if step > start:
+        if not measured:
             return trainer.step(step, shard)
         with self.run.memory.count_activations():
             ce = trainer.step(step, shard)
@@ -307,6 +357,10 @@ class Group:
             tensors |= {f"{unit.name}/weights/{k}": v for k, v in unit.block.state_dict().items()}
             state = trainer.optimizer.state_tensors()
             tensors |= {f"{unit.name}/optimizer/{k}": v for k, v in state.items()}
+        for index, kept in self.copies.items():
+            tensors |= {f"frozen/{index}/{k}": v for k, v in kept.state_dict().items()}
+        if self.copies:
+            tensors["frozen/codebook"] = self.table
         if self.codebook_optimizer is not None:
             tensors["codebook/weights/table"] = self.run.codebook.table
             state = self.codebook_optimizer.state_tensors()
@@ -333,12 +387,21 @@ class Group:
             load_weights(unit.block, part(f"{unit.name}/weights/"), where=str(self.path))
             trainer.optimizer.load_state_tensors(part(f"{unit.name}/optimizer/"))
             unit.curve = [(int(step), float(ce)) for step, ce in progress["curves"][unit.name]]
+        for index, kept in self.copies.items():
+            load_weights(kept, part(f"frozen/{index}/"), where=str(self.path))
+        if self.copies:
+            self.table = tensors["frozen/codebook"].to(self.run.device)
         if self.codebook_optimizer is not None:
             self.run.codebook.load_state_dict(part("codebook/weights/"))
             self.codebook_optimizer.load_state_tensors(part("codebook/optimizer/"))
         self.seconds = float(progress["seconds"])
         self.run.memory.earlier_peak = int(progress["peak_bytes"])
         return int(progress["step"])
+
+
+def round_start(recipe: Recipe, step: int) -> int:
+    """The step at which what `step` hears from other blocks was chosen: staleness as in a swarm."""
+    return step - step % recipe.swarm.steps_per_round
 
 
 def finite(ce: float, where: str) -> float:

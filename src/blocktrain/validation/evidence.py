@@ -28,9 +28,10 @@ from blocktrain.model.noise import sample_sigma, training_interval
 from blocktrain.model.objective import Objective
 
 FORWARDS_PER_STEP = 3
-"""A training step costs about as much as this many forward passes of its batch."""
+"""A training step costs about as much as this many forward passes of its batch, and one for every block that
+takes part frozen."""
 FORWARDS_PER_WINDOW = 2
-"""Before and after."""
+"""Before and after; a frozen block runs once for both."""
 GUARD_SHARE = 0.2
 """Part of the compute kept for the guard after the merge."""
 WINDOW_PART = 4
@@ -48,7 +49,7 @@ FINAL_ERRORS = 2.0
 
 @dataclass(frozen=True)
 class Budget:
-    """Windows that may be scored; each costs two forward passes of `length` tokens."""
+    """Windows that may be scored; each costs `forwards` forward passes of `length` tokens."""
 
     length: int
     """Tokens of a scored window."""
@@ -57,22 +58,32 @@ class Budget:
     other: int
     guard: int
     """Windows of held-out text for the guard of a merge, per merged update."""
+    frozen: int = 0
+    """Blocks that run beside the judged one."""
+
+    @property
+    def forwards(self) -> int:
+        return FORWARDS_PER_WINDOW + self.frozen
 
     def guard_windows(self, merged: int, candidates: int) -> int:
         """For `candidates` merges of these updates and their base, each one forward pass of every window."""
-        return max(FEWEST_WINDOWS, FORWARDS_PER_WINDOW * merged * self.guard // (candidates + 1))
+        return max(FEWEST_WINDOWS, self.forwards * merged * self.guard // self.guard_forwards(candidates))
+
+    def guard_forwards(self, candidates: int) -> int:
+        return candidates + 1 + self.frozen
 
 
-def training_tokens(recipe: Recipe) -> int:
+def training_tokens(recipe: Recipe, frozen: int = 0) -> int:
     """Cost of the work that one update stands for, in tokens of forward passes."""
     tokens = recipe.training.batch * recipe.model.context
-    return FORWARDS_PER_STEP * recipe.swarm.steps_per_round * tokens
+    return (FORWARDS_PER_STEP + frozen) * recipe.swarm.steps_per_round * tokens
 
 
-def evidence_budget(recipe: Recipe) -> Budget:
+def evidence_budget(recipe: Recipe, frozen: int = 0) -> Budget:
     """How many windows an update's compute pays for: 40 % held-out, 30 % assigned, 30 % other text."""
     length = min(recipe.model.context, max(SHORTEST_WINDOW, recipe.model.context // WINDOW_PART))
-    affordable = recipe.trust.compute_share * training_tokens(recipe) / (FORWARDS_PER_WINDOW * length)
+    forwards = FORWARDS_PER_WINDOW + frozen
+    affordable = recipe.trust.compute_share * training_tokens(recipe, frozen) / (forwards * length)
     judged = affordable * (1 - GUARD_SHARE)
     return Budget(
         length=length,
@@ -80,6 +91,7 @@ def evidence_budget(recipe: Recipe) -> Budget:
         assigned=max(FEWEST_WINDOWS, int(0.3 * judged)),
         other=max(FEWEST_WINDOWS, int(0.3 * judged)),
         guard=max(1, int(affordable * GUARD_SHARE)),
+        frozen=frozen,
     )
 
 
@@ -148,6 +160,8 @@ class Windows:
     tokens_BT: Tensor
     targets_BT: Tensor
     hint: Hint | None = None
+    heard: Tensor | None = None
+    """What the block hears of the frozen ones, the same before and after."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -187,25 +201,22 @@ def with_hints(
 
 
 @torch.no_grad()
-def window_losses(block: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
+def window_losses(objective: Objective, block: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
     """Cross entropy of each window in nats per token."""
-    logits_BTV = block(windows.tokens_BT, codebook_VD, windows.hint).logits_BTV
+    logits_BTV = objective.predict(block, windows.tokens_BT, codebook_VD, windows.hint, windows.heard)
     ce_BT = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), windows.targets_BT.flatten(), reduction="none"
     ).view(windows.targets_BT.shape)
     return [float(one) for one in ce_BT.double().mean(dim=1)]
 
 
-def paired_differences(before: Block, after: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
+def paired_differences(
+    objective: Objective, before: Block, after: Block, codebook_VD: Tensor, windows: Windows
+) -> list[float]:
     """Loss before less loss after, window by window; not finite where the update broke the block."""
-    return [
-        old - new
-        for old, new in zip(
-            window_losses(before, codebook_VD, windows),
-            window_losses(after, codebook_VD, windows),
-            strict=True,
-        )
-    ]
+    old = window_losses(objective, before, codebook_VD, windows)
+    new = window_losses(objective, after, codebook_VD, windows)
+    return [was - became for was, became in zip(old, new, strict=True)]
 
 
 Score = Callable[[int, int], list[float]]

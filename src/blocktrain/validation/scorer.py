@@ -6,7 +6,8 @@ evidence up to the arithmetic of the device. Knows no queue and no network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
+from blocktrain.training.frozen import heard_by
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.snapshot import Tensors, load_into
 from blocktrain.validation.evidence import (
-    FORWARDS_PER_WINDOW,
     Budget,
     Evidence,
     Gain,
@@ -37,6 +38,7 @@ from blocktrain.validation.evidence import (
     window_losses,
     with_hints,
 )
+from blocktrain.wire.codec import Schema
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Work:
 
 
 Text = NDArray[np.uint16]
+Others = Mapping[int, Tensors]
+"""Frozen blocks by index, in the order they run."""
+NO_OTHERS: Others = {}
 
 
 def _compact(tokens: Tokens) -> Text:
@@ -62,7 +67,6 @@ class Scorer:
 
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
         self.recipe, self.device = recipe, device or torch.device("cpu")
-        self.budget: Budget = evidence_budget(recipe)
         tokenizer = load_tokenizer(recipe.data.tokenizer)
         self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
         self._codebook: Tensor = build_codebook(recipe, tokenizer.vocabulary).to(self.device)()
@@ -76,25 +80,44 @@ class Scorer:
                 f"judging needs more held-out text than one window of {recipe.model.context} tokens, found "
                 f"{len(self._held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
             )
-        self._before, self._after = (self._objective.build(0, 0).to(self.device).eval() for _ in range(2))
+        self._pairs: dict[Schema, tuple[Block, Block]] = {}
+        self._others: dict[int, Block] = {}
+        self._frozen: Sequence[Block] = ()
 
-    def evidence(self, block: int, base: Tensors, after: Tensors, work: Work, seed: int) -> Evidence:
-        """The gains of moving `block` from `base` to `after`."""
-        load_into(self._before, base)
+    def budget(self, frozen: int = 0) -> Budget:
+        """Of a block beside which so many run frozen."""
+        return evidence_budget(self.recipe, frozen)
+
+    def evidence(
+        self,
+        block: int,
+        base: Tensors,
+        after: Tensors,
+        work: Work,
+        seed: int,
+        frozen: Others = NO_OTHERS,
+    ) -> Evidence:
+        """The gains of moving `block` from `base` to `after` beside these frozen blocks."""
+        budget = self._load(block, base, frozen)
         load_into(self._after, after)
-        budget = self.budget
         held_out = self._gain(block, self._held_out_starts(seed, budget.held_out), self._held_out, seed)
         assigned = self._fixed(block, self._assigned_starts(work, seed, budget.assigned), seed + 1)
         other = self._fixed(block, self._other_starts(seed, budget.other), seed + 2)
         windows = held_out.windows + assigned.windows + other.windows
-        return Evidence(held_out, assigned, other, FORWARDS_PER_WINDOW * budget.length * windows)
+        return Evidence(held_out, assigned, other, budget.forwards * budget.length * windows)
 
     def guard(
-        self, block: int, base: Tensors, candidates: Iterable[Tensors], windows: int, seed: int
+        self,
+        block: int,
+        base: Tensors,
+        candidates: Iterable[Tensors],
+        windows: int,
+        seed: int,
+        frozen: Others = NO_OTHERS,
     ) -> list[list[float]]:
         """What each candidate gains over `base`, window by window of the same held-out text."""
         starts = self._held_out_starts(seed, windows)
-        load_into(self._before, base)
+        self._load(block, base, frozen)
         before = self._losses(self._before, block, starts, seed)
         found = []
         for candidate in candidates:
@@ -102,6 +125,24 @@ class Scorer:
             after = self._losses(self._after, block, starts, seed)
             found.append([old - new for old, new in zip(before, after, strict=True)])
         return found
+
+    def _load(self, block: int, base: Tensors, frozen: Others) -> Budget:
+        """The block before an update, and the blocks it is judged beside; blocks may differ in shape."""
+        schema = Schema.of(base)
+        if schema not in self._pairs:
+            first, second = (self._objective.build(block, 0).to(self.device).eval() for _ in range(2))
+            self._pairs[schema] = first, second
+        self._before, self._after = self._pairs[schema]
+        load_into(self._before, base)
+        self._frozen = [self._other(index, weights) for index, weights in frozen.items()]
+        return self.budget(len(frozen))
+
+    def _other(self, index: int, weights: Tensors) -> Block:
+        """In host memory: it visits the device when it is heard."""
+        if index not in self._others:
+            self._others[index] = self._objective.build(index, 0).eval()
+        load_into(self._others[index], weights)
+        return self._others[index]
 
     # --- windows ---
 
@@ -131,10 +172,13 @@ class Scorer:
         return np.random.default_rng(derive_seed("other", seed)).integers(0, choices, count)
 
     def _cut(self, text: Text, starts: Tokens, block: int, seed: int) -> Windows:
-        reach = np.arange(self.budget.length + 1)
+        reach = np.arange(self.budget().length + 1)
         windows = torch.from_numpy(text[starts[:, None] + reach].astype(np.int64)).to(self.device)
         generator = torch.Generator(self.device).manual_seed(seed)
-        return with_hints(self._objective, block, windows[:, :-1], windows[:, 1:], self._codebook, generator)
+        tokens, targets, objective = windows[:, :-1], windows[:, 1:], self._objective
+        drawn = with_hints(objective, block, tokens, targets, self._codebook, generator)
+        heard = heard_by(objective, block, self._frozen, tokens, self._codebook)
+        return dataclasses.replace(drawn, heard=heard)
 
     # --- gains ---
 
@@ -143,7 +187,7 @@ class Scorer:
         size = self.recipe.evaluation.batch
         for first in range(0, len(starts), size):
             windows = self._cut(text, starts[first : first + size], block, derive_seed("hint", seed, first))
-            found += paired_differences(self._before, self._after, self._codebook, windows)
+            found += paired_differences(self._objective, self._before, self._after, self._codebook, windows)
         return found
 
     def _losses(self, module: Block, block: int, starts: Tokens, seed: int) -> list[float]:
@@ -153,7 +197,7 @@ class Scorer:
         for first in range(0, len(starts), size):
             part = starts[first : first + size]
             windows = self._cut(self._held_out, part, block, derive_seed("hint", seed, first))
-            found += window_losses(module, self._codebook, windows)
+            found += window_losses(self._objective, module, self._codebook, windows)
         return found
 
     def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:

@@ -1,4 +1,4 @@
-"""Chunks of values as records of bytes: the `sparse` and `sign` codes, and their bit packing.
+"""Chunks of values as records of bytes: the `sparse`, `sign` and `bits` codes, and their bit packing.
 
 Works on batches of equal chunks, arrays of [chunk, value] and [chunk, byte]. Knows nothing of tensors or
 frames (see `codec`, which holds the layout in words). Same input, same bytes on every CPU: ties go to the
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 MAX_HALF: Final = 65504.0
 """Largest fp16; magnitudes saturate here, and error feedback keeps the rest."""
 _MAX_HALF_BITS: Final = 0x7BFF
+GROUP_VALUES: Final = 64
+"""Values of a chunk that share a magnitude in `bits`: one row of a tile, as rows differ in scale."""
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -31,6 +33,7 @@ class FrameReason(StrEnum):
     WRONG_LENGTH = "wrong_length"
     INDEX_ORDER = "index_order"
     INDEX_RANGE = "index_range"
+    CODE_RANGE = "code_range"
     PADDING = "padding"
     BAD_MAGNITUDE = "bad_magnitude"
     NOT_FINITE = "not_finite"
@@ -104,6 +107,69 @@ class SparseChunks:
         values = np.zeros((len(records), num_values), np.float32)
         np.put_along_axis(values, index, _signed(kept_values, codes[:, ::2]), axis=1)
         return values
+
+
+class BitsChunks:
+    """Every value as a multiple of its group's step, in two's complement.
+
+    The group's largest magnitude travels and not the step, which fp16 would hold less well.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._most = (1 << (width - 1)) - 1
+
+    def record_bytes(self, num_values: int) -> int:
+        return _bytes_of(self._width * num_values) + 2 * _groups_of(num_values)
+
+    def encode(self, values: Floats) -> Bytes:
+        num_chunks, num_values = values.shape
+        groups = _in_groups(np.clip(values, -MAX_HALF, MAX_HALF))
+        largest = _half_bytes(np.abs(groups).max(axis=2))
+        step = self._step(largest.view("<f2").astype(np.float32))
+        scaled = np.divide(groups, step, out=np.zeros_like(groups), where=step > 0)
+        codes = np.clip(np.rint(scaled), -self._most, self._most).astype(np.int8)
+        return np.concatenate([self._pack(codes.reshape(num_chunks, -1)[:, :num_values]), largest], axis=1)
+
+    def decode(self, records: Bytes, num_values: int) -> Floats:
+        split = _bytes_of(self._width * num_values)
+        step = self._step(_read_magnitudes(records[:, split:]))
+        codes = self._unpack(records[:, :split], num_values)
+        values = _in_groups(codes.astype(np.float32)) * step
+        return values.reshape(len(records), -1)[:, :num_values]
+
+    def _step(self, largest: Floats) -> Floats:
+        return (largest / np.float32(self._most))[:, :, None]
+
+    def _pack(self, codes: NDArray[np.int8]) -> Bytes:
+        if self._width == 8:
+            return codes.view(np.uint8)
+        nibbles = np.zeros((len(codes), 2 * _bytes_of(4 * codes.shape[1])), np.uint8)
+        nibbles[:, : codes.shape[1]] = codes.view(np.uint8) & 0xF
+        nibbles[:, ::2] |= nibbles[:, 1::2] << 4
+        return nibbles[:, ::2]
+
+    def _unpack(self, packed: Bytes, num_values: int) -> NDArray[np.int8]:
+        codes = np.ascontiguousarray(packed).view(np.int8)
+        if self._width == 4:
+            nibbles = np.stack([packed << 4, packed & 0xF0], axis=2).reshape(len(packed), -1)
+            _require(nibbles[:, num_values:] == 0, FrameReason.PADDING, "bits behind the last code are set")
+            codes = nibbles[:, :num_values].view(np.int8) >> 4
+        _require(codes >= -self._most, FrameReason.CODE_RANGE, f"a code is under {-self._most}")
+        return codes
+
+
+def _groups_of(num_values: int) -> int:
+    return -(-num_values // GROUP_VALUES)
+
+
+def _in_groups(values: Floats) -> Floats:
+    """[chunk, value] as [chunk, group, value], the last group filled up with zeros."""
+    num_chunks, num_values = values.shape
+    missing = _groups_of(num_values) * GROUP_VALUES - num_values
+    if missing:
+        values = np.pad(values, ((0, 0), (0, missing)))
+    return values.reshape(num_chunks, -1, GROUP_VALUES)
 
 
 def _bytes_of(num_bits: int) -> int:

@@ -11,6 +11,8 @@ after the whole ones, so there is no padding to select (and a chunk of fewer tha
   sparse:K  per chunk K ascending 12-bit indices, K 2-bit codes (bit 0: negative, bit 1: which magnitude),
             the lower and the higher magnitude in fp16
   sign      per chunk one bit per value (1: negative), one fp16 magnitude
+  bits:N    per chunk an N-bit code per value (4 or 8, two's complement, never the lowest), then one fp16
+            magnitude m per group of 64 values; a value is code * (m / (2^(N-1) - 1)) in fp32
   dense     fp32 of every value, bit exact, no chunks
 Same input, same bytes on every CPU: ties go to the lowest index, sums have a written order.
 
@@ -23,10 +25,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, Literal, NoReturn, Protocol
+from typing import Final, Literal, NoReturn, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 from blocktrain.errors import RecipeError, WireError
 from blocktrain.wire.chunks import (
     MAX_HALF,
+    BitsChunks,
     Bytes,
     ChunkError,
     Chunks,
@@ -61,11 +64,13 @@ __all__ = [
 TILE_SIDE: Final = 64
 CHUNK_VALUES: Final = TILE_SIDE * TILE_SIDE
 DEFAULT_KEPT: Final = 64
+BIT_WIDTHS: Final = (4, 8)
 _HALF_EXPONENT: Final = 0x7C00
 _BATCH_CHUNKS: Final = 256
 """Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""
 
 Tensors = Mapping[str, Floats]
+Kind = Literal["sparse", "sign", "bits", "dense"]
 
 
 class FrameError(WireError):
@@ -79,28 +84,30 @@ class FrameError(WireError):
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """Which codec a run uses; written `sparse:64`, `sign` or `dense`."""
+    """Which codec a run uses; written `sparse:64`, `sign`, `bits:4` or `dense`."""
 
-    kind: Literal["sparse", "sign", "dense"]
+    kind: Kind
     k: int | None = None
-    """Values kept of each chunk; `sparse` only."""
+    """`sparse`: values kept of each chunk; `bits`: width of a value's code; None for the others."""
 
     def __post_init__(self) -> None:
         if self.kind == "sparse" and self.k is None:
             object.__setattr__(self, "k", DEFAULT_KEPT)
-        if self.kind not in ("sparse", "sign", "dense") or (self.k is not None) != (self.kind == "sparse"):
+        allowed: dict[str, Container[int | None]] = {
+            "sparse": range(1, CHUNK_VALUES + 1),
+            "bits": BIT_WIDTHS,
+            "sign": (None,),
+            "dense": (None,),
+        }
+        if self.k not in allowed.get(self.kind, ()):
             raise _bad_codec(f"{self.kind!r} with k = {self.k}")
-        if self.k is not None and not 1 <= self.k <= CHUNK_VALUES:
-            raise _bad_codec(f"k = {self.k}")
 
     @classmethod
     def parse(cls, text: str) -> CodecSpec:
-        match = re.fullmatch(r"(sparse)(?::([0-9]{1,4}))?|(sign)|(dense)", text)
+        match = re.fullmatch(r"(?P<kind>sparse|sign|bits|dense)(:(?P<k>[0-9]{1,4}))?", text)
         if match is None:
             raise _bad_codec(repr(text))
-        if match[1]:
-            return cls("sparse", int(match[2]) if match[2] else None)
-        return cls("sign" if match[3] else "dense")
+        return cls(cast(Kind, match["kind"]), int(match["k"]) if match["k"] else None)
 
     def __str__(self) -> str:
         return self.kind if self.k is None else f"{self.kind}:{self.k}"
@@ -108,8 +115,8 @@ class CodecSpec:
 
 def _bad_codec(found: str) -> RecipeError:
     return RecipeError(
-        f"expected the update codec sparse:K with K from 1 to {CHUNK_VALUES}, sign or dense, found {found}; "
-        "change it in the recipe"
+        f"expected the update codec sparse:K with K from 1 to {CHUNK_VALUES}, sign, bits:4, bits:8 or dense, "
+        f"found {found}; change it in the recipe"
     )
 
 
@@ -225,6 +232,8 @@ def _layout(codec: CodecSpec) -> _Layout:
     if codec.kind == "sign":
         return _Chunked(SignChunks())
     assert codec.k is not None
+    if codec.kind == "bits":
+        return _Chunked(BitsChunks(codec.k))
     return _Chunked(SparseChunks(codec.k))
 
 

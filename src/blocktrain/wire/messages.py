@@ -231,6 +231,28 @@ class AssignmentRequest(Request):
     after: AssignmentIdText | None = None
 
 
+class FrozenSnapshot(BaseModel):
+    """A snapshot of another block, which takes part in training and judging a block and is not trained."""
+
+    model_config = ConfigDict(frozen=True)
+
+    block: BlockIndex
+    version: Count
+    hash: Hash
+
+
+Frozen = Annotated[tuple[FrozenSnapshot, ...], Field(max_length=MAX_BLOCKS)]
+
+
+class StandIn(BaseModel):
+    """Steps that a worker takes in the place of a replica that is away."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shard: Count
+    steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
 class Assignment(Answer):
     """A block, a data shard and a span of steps, lent to a worker."""
 
@@ -247,6 +269,7 @@ class Assignment(Answer):
     first_step: Count
     """Position of the first batch and of the learning-rate schedule: round * steps."""
     steps: Count
+    """In all, those of `stand_in` included."""
     total_steps: Count
     """End of the learning-rate schedule; takes the place of training.steps."""
     deadline: float | None
@@ -258,6 +281,12 @@ class Assignment(Answer):
     server_time: float
     reason: str
     """Why this block."""
+    frozen: Frozen = ()
+    """The other blocks that the objective needs for these steps, in the order they run, each at the version
+    that was its head when the assignment was made. Empty where blocks train independently."""
+    stand_in: StandIn | None = None
+    """The last steps of the assignment are on another shard, from `first_step` on, where the worker is alone
+    on its block and the round leaves it time: one update of more steps, at the same place of the schedule."""
 
 
 class Wait(Answer):
@@ -626,6 +655,8 @@ class JudgeTask(Answer):
     seed: Count
     """Draws text, sigma and noise; unknown to anybody before the commit."""
     lease_seconds: Seconds
+    frozen: Frozen = ()
+    """The snapshots of other blocks that the assignment named, for the loss before and after alike."""
 
 
 class JudgeWait(Answer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 from blocktrain.errors import StorageError
@@ -33,9 +34,12 @@ class BlobCache:
         return path.read_bytes() if path is not None else None
 
     def put(self, name: str, content: bytes) -> Path:
-        partial = self.partial(name)
-        write_whole(partial, content)
-        return self.complete(name)
+        """From any thread: two may put the same blob at the same time."""
+        draft, path = self.folder / f".{name}.{threading.get_ident()}", self.folder / name
+        write_whole(draft, content)
+        os.replace(draft, path)
+        self.trim(keep=path)
+        return path
 
     def partial(self, name: str) -> Path:
         """Where an unfinished download of `name` lies, from whatever byte it has reached."""

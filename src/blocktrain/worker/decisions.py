@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from blocktrain.wire.messages import Outcome, VerdictReason
+from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
 
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
@@ -58,6 +58,19 @@ def asks_for_next(*, steps_done: int, steps: int, elapsed_seconds: float) -> boo
     if not steps_done:
         return False
     return elapsed_seconds / steps_done * (steps - steps_done) <= PREFETCH_SECONDS
+
+
+def own_steps(assignment: Assignment) -> int:
+    """Without those in the place of another."""
+    return assignment.steps - (0 if assignment.stand_in is None else assignment.stand_in.steps)
+
+
+def batch_of(assignment: Assignment, step: int) -> tuple[int, int]:
+    """Place in the schedule, and data shard, of a step of an assignment."""
+    own = own_steps(assignment)
+    if step < own or assignment.stand_in is None:
+        return assignment.first_step + step, assignment.shard
+    return assignment.first_step + step - own, assignment.stand_in.shard
 
 
 def may_step(*, step: int, steps: int, version: int, round_: int, run_ahead: float) -> bool:

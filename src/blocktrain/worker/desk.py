@@ -1,27 +1,39 @@
 """The desk: keeps the next assignment ready, so that the trainer never waits for an answer.
 
-Asks shortly before the running assignment ends (`decisions.asks_for_next`) and brings the snapshot of a
-block that is new to this worker meanwhile. Heartbeats run beside, so that a long download does not cost
-the lease. Both give way to a stop within a fraction of a second.
+Asks shortly before the running assignment ends (`decisions.asks_for_next`) and brings meanwhile the snapshot
+of a block that is new to this worker, and those of frozen blocks. An assignment that names a frozen snapshot
+which the coordinator no longer has is handed back, and another asked for. Heartbeats run beside, so that a
+long download does not cost the lease. Both give way to a stop within a fraction of a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from blocktrain.wire.messages import Assignment, AssignmentRequest, Finished, HeartbeatRequest, Wait
+from blocktrain.errors import BlocktrainError, WireError
+from blocktrain.wire.messages import (
+    Assignment,
+    AssignmentRequest,
+    Finished,
+    HeartbeatRequest,
+    Wait,
+)
 from blocktrain.worker.client import CoordinatorClient, Refusal
 from blocktrain.worker.decisions import MAX_UNSENT, asks_for_next, slept_seconds
 from blocktrain.worker.progress import Progress
-from blocktrain.worker.standing import Standing
+from blocktrain.worker.standing import Base, Standing
 
 TICK_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0
 JOIN_AGAIN_REASONS = {"not_joined"}
 FORGOTTEN_REASONS = {"not_found", "not_yours"}
+GONE_STATUS = 404
+MAX_DECLINED = 3
+"""Assignments in a row with a snapshot that nobody has: then it is the operator's affair."""
 
 
 @dataclass
@@ -30,6 +42,8 @@ class Task:
 
     assignment: Assignment
     standing: Standing
+    frozen: Mapping[int, Base] = field(default_factory=dict)
+    """The other blocks' snapshots that it names, by block, in the order they run."""
     cancelled: bool = False
     begun: float | None = None
     step: int = 0
@@ -43,19 +57,21 @@ class Desk:
         progress: Progress,
         stop: threading.Event,
         standing_in: Callable[[int], Standing],
+        bring: Callable[[Assignment], Mapping[int, Base]],
         join: Callable[[], None],
         prefer_block: int | None,
     ) -> None:
         self.client, self.progress, self.stop = client, progress, stop
-        self.standing_in, self.join = standing_in, join
+        self.standing_in, self.bring, self.join = standing_in, bring, join
         self.prefer_block = prefer_block
         self._changed = threading.Condition()
         self._current: Task | None = None
         self._next: Task | None = None
-        self._preparing: int | None = None
+        self._preparing: Assignment | None = None
         self._trained: Task | None = None
         """The task last handed to the trainer, also when it was given up: asking names it as in hand."""
         self._finished = False
+        self._declined = 0
         self._beaten_at = 0.0
 
     # --- the trainer
@@ -95,7 +111,7 @@ class Desk:
         """Blocks that are being trained, or will be next."""
         with self._changed:
             tasks = {task.standing.block for task in (self._trained, self._next) if task is not None}
-            return tasks if self._preparing is None else tasks | {self._preparing}
+            return tasks if self._preparing is None else tasks | {self._preparing.block}
 
     # --- asking
 
@@ -163,11 +179,36 @@ class Desk:
         with self._changed:
             if self._current is not None and self._current.assignment == assignment:
                 return
-            self._preparing = assignment.block
-        task = Task(assignment, self.standing_in(assignment.block))
+            self._preparing = assignment
+        task = self._prepared(assignment)
         with self._changed:
             self._next, self._preparing = task, None
             self._changed.notify_all()
+
+    def _prepared(self, assignment: Assignment) -> Task | None:
+        """With everything it takes to begin; None where a frozen snapshot is gone, and the lease with it."""
+        standing = self.standing_in(assignment.block)
+        try:
+            task = Task(assignment, standing, self.bring(assignment))
+        except Refusal as refusal:
+            if refusal.status != GONE_STATUS:
+                raise
+            self._decline(assignment, refusal)
+            return None
+        self._declined = 0
+        return task
+
+    def _decline(self, assignment: Assignment, refusal: Refusal) -> None:
+        named = ", ".join(f"block {one.block} version {one.version}" for one in assignment.frozen)
+        what = f"block {assignment.block} round {assignment.round} needs {named}: {refusal}"
+        self._declined += 1
+        if self._declined >= MAX_DECLINED:
+            raise WireError(
+                f"{what}; so it was {MAX_DECLINED} times in a row: ask the operator to restore the snapshots"
+            )
+        self.progress.line(f"declined {what}; asking for another assignment")
+        with contextlib.suppress(BlocktrainError):
+            self.client.hand_back(assignment.assignment_id)
 
     def _finish(self, reason: str) -> None:
         self.progress.line(f"finished reason={reason!r}")
@@ -186,20 +227,28 @@ class Desk:
                 self.progress.line(f"woke after {slept:.0f} s asleep; opening new connections")
                 self.client.reconnect()
                 self._beaten_at = 0.0
-            for task in self._due(monotonic):
-                self._beat(task)
+            for held in self._due(monotonic):
+                self._beat(held) if isinstance(held, Task) else self._beat_ahead(held)
 
     def beat_now(self) -> None:
         """After a refusal: the next heartbeat says that the round ahead is off, so it should not wait."""
         self._beaten_at = 0.0
 
-    def _due(self, now: float) -> list[Task]:
+    def _due(self, now: float) -> list[Task | Assignment]:
+        """Tasks under way, and an assignment whose snapshots are still coming."""
         with self._changed:
             held = [task for task in (self._current, self._next) if task is not None]
-        if not held or now - self._beaten_at < min(task.assignment.heartbeat_seconds for task in held):
+            ahead = [] if self._preparing is None else [self._preparing]
+        leases = [*ahead, *(task.assignment for task in held)]
+        if not leases or now - self._beaten_at < min(lease.heartbeat_seconds for lease in leases):
             return []
         self._beaten_at = now
-        return [task for task in held if not task.cancelled and task.step < task.assignment.steps]
+        return [*ahead, *(task for task in held if not task.cancelled and task.step < task.assignment.steps)]
+
+    def _beat_ahead(self, assignment: Assignment) -> None:
+        """A long download must not cost the lease; whether it still counts is asked again when it begins."""
+        with contextlib.suppress(Refusal):
+            self.client.heartbeat(assignment.assignment_id, HeartbeatRequest(step=0))
 
     def _beat(self, task: Task) -> None:
         elapsed = time.monotonic() - (task.begun or time.monotonic())

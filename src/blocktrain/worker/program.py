@@ -35,10 +35,11 @@ from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
 from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
+from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress, make_progress
 from blocktrain.worker.sender import Sender
 from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Standing
+from blocktrain.worker.standing import Base, Standing
 from blocktrain.worker.state import StateFolder
 from blocktrain.worker.threads import Crew
 from blocktrain.worker.traffic import Spent, Traffic
@@ -169,6 +170,7 @@ class Worker:
             self.progress,
             self.stop,
             self.standing_in,
+            FrozenSnapshots(self.snapshots, self.state, self._trained).bring,
             self.join,
             self.state.load_last_block(),
         )
@@ -227,6 +229,7 @@ class Worker:
         if self.training.standing is not standing:
             with self.traffic.spending(Spent.WAITING):
                 self._change_block(task)
+        self.training.freeze(task.frozen)
         self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
         self._before_first_step = self._before_first_step or self.traffic.seconds()
         started, waited = time.monotonic(), self.training.waiting_seconds
@@ -306,6 +309,12 @@ class Worker:
         self._watch(standing)
         return standing
 
+    def _trained(self, block: int) -> Base | None:
+        """The snapshot of a block that this worker stands in, if it does."""
+        with self._lock:
+            standing = self._standings.get(block)
+        return None if standing is None else standing.base
+
     def _watch(self, standing: Standing) -> None:
         def retired() -> bool:
             with self._lock:
@@ -383,10 +392,10 @@ class Worker:
 
 def swarm_recipe(run: RunAnswer) -> Recipe:
     recipe = resolve_recipe(run.recipe)
-    if recipe.objective.codebook != "fixed" or recipe.objective.kind != "denoise":
+    if recipe.objective.codebook != "fixed":
         raise RecipeError(
-            f"this run's recipe has objective.kind={recipe.objective.kind!r} and objective.codebook="
-            f"{recipe.objective.codebook!r}; a swarm trains 'denoise' blocks with a 'fixed' codebook only"
+            f"this run's recipe has objective.codebook={recipe.objective.codebook!r}; a swarm trains blocks "
+            "with a 'fixed' codebook only"
         )
     return recipe
 

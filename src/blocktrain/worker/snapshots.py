@@ -1,4 +1,5 @@
-"""Getting a block's snapshot: from the seed, from payloads, or whole; always checked against its hash.
+"""Getting a block's snapshot, the newest or a named one: from the seed, from payloads, or whole; always
+checked against its hash.
 
 The cheapest way wins (`decisions.cheapest_route`). Own payloads are still in the cache, so a worker that
 trains a block alone downloads nothing. A rebuilt snapshot whose hash differs is not used: the whole one
@@ -7,6 +8,7 @@ is downloaded, from where an interrupted download stopped.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import BlockLayout, MergeRecord
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient
+from blocktrain.worker.client import CoordinatorClient, Refusal
 from blocktrain.worker.decisions import MERGES_PER_DOWNLOAD, Route, cheapest_route
 from blocktrain.worker.standing import Base
 
@@ -69,35 +71,57 @@ class Snapshots:
     ) -> None:
         self.client, self.cache, self.recipe, self.objective = client, cache, recipe, objective
         self.layouts, self.report = layouts, report
+        self._downloading = [threading.Lock() for _ in layouts]
+        """One download of a block at a time: its watcher may want what the desk brings as a frozen one."""
 
     def newest(self, block: int, held: Base) -> tuple[Base, list[MergeRecord]]:
         """The block's head, and every merge since `held`."""
         version, wanted_hash, merges = self._merges(block, held.version)
-        layout = self.layouts[block]
+        return self._reach(self.layouts[block], held, version, wanted_hash, merges), merges
+
+    def named(self, block: int, version: int, wanted_hash: str, held: Base | None) -> Base:
+        """This version, for somebody who has an older one, or none; the head may have moved on since."""
+        if held is not None and held.hash == wanted_hash:
+            return held
+        if (found := self.on_disk(block, version, wanted_hash)) is not None:
+            return found
+        if held is None or held.version >= version:
+            held = self.initial(block) if version <= MERGES_PER_DOWNLOAD else None
+        if held is None or version - held.version > MERGES_PER_DOWNLOAD:
+            return self._whole(self.layouts[block], version, wanted_hash, "no version near it is here")
+        merges = self._merges(block, held.version, version)[2] if version > held.version else []
+        return self._reach(self.layouts[block], held, version, wanted_hash, merges)
+
+    def _reach(
+        self, layout: Layout, held: Base, version: int, wanted_hash: str, merges: Sequence[MergeRecord]
+    ) -> Base:
+        """Version `version`, which these merges lead to from `held`, by the cheaper way."""
+        if held.hash == wanted_hash:
+            return held
         route, reason = cheapest_route(
             wanted=version,
             held=held.version,
             chain_bytes=self._missing_bytes(layout, merges),
             snapshot_bytes=4 * layout.schema.num_values,
         )
-        if route is Route.HAVE:
-            return held, merges
         if route is Route.CHAIN:
             try:
-                return self._rebuild(layout, held, merges, wanted_hash), merges
+                return self._rebuild(layout, held, merges, wanted_hash)
             except _BrokenChain as broken:
                 reason = str(broken)
-        self.report(f"downloading block={block} version={version} ({reason})")
-        return Base(version, wanted_hash, self._download(layout, wanted_hash)), merges
+        return self._whole(layout, version, wanted_hash, reason)
+
+    def _whole(self, layout: Layout, version: int, wanted_hash: str, reason: str) -> Base:
+        self.report(f"downloading block={layout.block} version={version} ({reason})")
+        return Base(version, wanted_hash, self._download(layout, wanted_hash))
 
     def newest_for_joiner(self, block: int, held: Base | None) -> Base:
         """The block's head for somebody who has an old snapshot or none; a long history is not listed."""
         head = self.client.block(block)
         start = held.version if held is not None else 0
         if head.head_version - start > MERGES_PER_DOWNLOAD:
-            self.report(f"downloading block={block} version={head.head_version} (have version {start})")
-            weights = self._download(self.layouts[block], head.head_hash)
-            return Base(head.head_version, head.head_hash, weights)
+            reason = f"have version {start}"
+            return self._whole(self.layouts[block], head.head_version, head.head_hash, reason)
         return self.newest(block, held or self.initial(block))[0]
 
     def initial(self, block: int) -> Base:
@@ -122,13 +146,15 @@ class Snapshots:
         weights = self._cached(self.layouts[block], wanted_hash)
         return None if weights is None else Base(version, wanted_hash, weights)
 
-    def _merges(self, block: int, since: int) -> tuple[int, str, list[MergeRecord]]:
+    def _merges(self, block: int, since: int, until: int | None = None) -> tuple[int, str, list[MergeRecord]]:
+        """The head, and the merges since a version, up to the head or to version `until`."""
         merges: list[MergeRecord] = []
         while True:
             page = self.client.merges(block, since + len(merges))
             merges += page.merges
-            if not page.merges or since + len(merges) >= page.head_version:
-                return page.head_version, page.head_hash, merges
+            end = page.head_version if until is None else until
+            if not page.merges or since + len(merges) >= end:
+                return page.head_version, page.head_hash, merges[: max(0, end - since)]
 
     def _missing_bytes(self, layout: Layout, merges: Sequence[MergeRecord]) -> int:
         inputs = [one for merge in merges for one in merge.inputs]
@@ -165,11 +191,17 @@ class Snapshots:
     def _payload(self, layout: Layout, payload_hash: str) -> bytes:
         payload = self.cache.read(_payload_file(payload_hash))
         if payload is None or content_hash(payload) != payload_hash:
-            payload = self.client.payload(payload_hash, layout.payload_bytes)
+            payload = self._fetched_payload(layout, payload_hash)
             if content_hash(payload) != payload_hash:
                 raise _BrokenChain(f"payload {payload_hash[:12]} came with another hash")
             self.cache.put(_payload_file(payload_hash), payload)
         return payload
+
+    def _fetched_payload(self, layout: Layout, payload_hash: str) -> bytes:
+        try:
+            return self.client.payload(payload_hash, layout.payload_bytes)
+        except Refusal as refusal:
+            raise _BrokenChain(f"payload {payload_hash[:12]} cannot be had: {refusal}") from None
 
     def keep_payload(self, payload_hash: str, payload: bytes) -> None:
         self.cache.put(_payload_file(payload_hash), payload)
@@ -189,9 +221,11 @@ class Snapshots:
             return None
 
     def _download(self, layout: Layout, wanted_hash: str) -> Weights:
-        cached = self._cached(layout, wanted_hash)
-        if cached is not None:
-            return cached
+        with self._downloading[layout.block]:
+            cached = self._cached(layout, wanted_hash)
+            return cached if cached is not None else self._downloaded(layout, wanted_hash)
+
+    def _downloaded(self, layout: Layout, wanted_hash: str) -> Weights:
         name = _file(wanted_hash)
         for _ in range(DOWNLOAD_ATTEMPTS):
             target = self.cache.partial(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from torch import Tensor
 from blocktrain.config import Recipe
 from blocktrain.data.shards import Shards
 from blocktrain.ids import derive_seed
+from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, move
 from blocktrain.wire.messages import Assignment
-from blocktrain.worker.decisions import may_step, move_share
-from blocktrain.worker.standing import Standing
+from blocktrain.worker.decisions import batch_of, may_step, move_share, own_steps
+from blocktrain.worker.standing import Base, Standing
 
 WAIT_SECONDS = 0.1
 LOSS_SECONDS = 0.5
@@ -39,6 +40,9 @@ class LocalTraining:
         self.waiting_seconds = 0.0
         """Time in `run` that was not training: waiting for a snapshot, adding what it brought."""
         self._trainer: BlockTrainer | None = None
+        self._frozen: tuple[str, ...] = ()
+        """Hashes of the frozen snapshots that the trainer has."""
+        self._others: dict[int, Block] = {}
 
     def begin(self, standing: Standing, total_steps: int, optimizer: dict[str, Tensor] | None) -> None:
         """Make `standing`'s block the one being trained."""
@@ -50,9 +54,24 @@ class LocalTraining:
         self._trainer = BlockTrainer(
             recipe, self.objective, block, standing.block, self.shards, self.codebook
         )
-        self.standing = standing
+        self.standing, self._frozen = standing, ()
         if optimizer is not None:
             self._trainer.optimizer.load_state_tensors(optimizer)
+
+    def freeze(self, frozen: Mapping[int, Base]) -> None:
+        """Train beside these snapshots of other blocks, which stay in host memory, from now on."""
+        assert self._trainer is not None
+        hashes = tuple(base.hash for base in frozen.values())
+        if hashes != self._frozen:
+            self._trainer.freeze([self._loaded(block, base) for block, base in frozen.items()])
+            self._frozen = hashes
+
+    def _loaded(self, block: int, base: Base) -> Block:
+        if block not in self._others:
+            built = self.objective.build(block, derive_seed("init", self.recipe.seed, block))
+            self._others[block] = built.eval()
+        load_into(self._others[block], base.weights)
+        return self._others[block]
 
     def run(
         self,
@@ -62,13 +81,14 @@ class LocalTraining:
     ) -> float | None:
         """All steps of an assignment; the mean loss, or None if it is not to go on."""
         assert self._trainer is not None
+        self._trainer.window_end = assignment.first_step + own_steps(assignment)
         total = torch.zeros((), device=self.device)
         last, read_at = 0.0, time.monotonic()
         for step in range(assignment.steps):
             if not self._await_snapshot(assignment, step, going_on):
                 return None
             self._pick_up_move(step / assignment.steps)
-            ce = self._trainer.step(assignment.first_step + step, assignment.shard)
+            ce = self._trainer.step(*batch_of(assignment, step))
             total += ce
             due = time.monotonic() - read_at >= LOSS_SECONDS
             if due:
@@ -84,7 +104,7 @@ class LocalTraining:
         start = time.monotonic()
         while not may_step(
             step=step,
-            steps=assignment.steps,
+            steps=own_steps(assignment),
             version=self.standing.base.version,
             round_=assignment.round,
             run_ahead=self.recipe.swarm.run_ahead,

@@ -36,7 +36,7 @@ def test_blocks_are_spread_evenly_and_more_stages_are_spares(
 
 
 def test_blocks_that_feed_each_other_stay_together() -> None:
-    assert block_groups(3, 2, chained=True) == [[0, 1, 2], [0, 1, 2]]
+    assert block_groups(3, 2, together=True) == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_program_that_never_stays_up_is_given_up() -> None:
@@ -82,6 +82,48 @@ def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path, tmp_path: 
         launcher.start(stop)
     launcher.end()
     assert launcher.stages[0].exit_code() is not None
+
+
+STARTS_A_CHILD = """
+import pathlib, sys, threading
+from blocktrain.cli.processes import await_line, start_child
+child = start_child("stage", sys.argv[2:], pathlib.Path(sys.argv[1]))
+await_line(child, r"stage ready listen=(\\S+)", 120, threading.Event())
+print(child.process.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process ended; one that nobody has waited for yet has ended too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for the child in /proc")
+def test_a_child_ends_when_its_parent_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+    verb = ["stage", str(checkpoint), "--blocks", "0", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-c", STARTS_A_CHILD, str(tmp_path / "stage.log"), *verb]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not is_gone(pid)
+        parent.kill()
+    wait_until(lambda: is_gone(pid), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for the children in /proc")
+def test_killing_serve_leaves_no_process(checkpoint: Path) -> None:
+    with verb("serve", str(checkpoint), "--stages", "2", "--port", "0") as process:
+        assert process.stdout is not None
+        assert "http://" in process.stdout.readline()
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(listed) == 3
+        process.kill()
+    wait_until(lambda: all(is_gone(int(pid)) for pid in listed), 60)
 
 
 @pytest.mark.slow

@@ -1,0 +1,139 @@
+"""What hearing frozen blocks costs: device memory, host memory and time of one block's training, by kind.
+
+    python benchmarks/frozen.py [--device cuda] [--width 384 --layers 3 --blocks 4 --batch 64 --context 512]
+    python benchmarks/frozen.py --quick           # CPU, a batch of 4
+
+The last block of each kind trains on random bytes beside frozen first weights, for one round. Memory is what
+reports count (`PeakMemory`); *time* is that of a step, preparing the frozen outputs included, and *compute*
+its floating-point operations, both as multiples of `denoise`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.data.shards import Shards
+from blocktrain.ids import CorpusHash
+from blocktrain.model.objective import Objective
+from blocktrain.training.cost import PeakMemory, forward_flops_per_token, training_flops
+from blocktrain.training.inner import BlockTrainer, build_codebook
+
+VOCABULARY = 256
+KINDS = ("denoise", "chain", "composed")
+
+
+@dataclass(frozen=True)
+class Cost:
+    kind: str
+    device_bytes: int
+    host_bytes: int
+    flops: int
+    seconds: float
+    """Of a step, without the first round, which compiles."""
+
+
+def recipe_of(arguments: argparse.Namespace, kind: str) -> Recipe:
+    model = {
+        "width": arguments.width,
+        "heads": max(1, arguments.width // 64),
+        "layers_per_block": arguments.layers,
+        "blocks": arguments.blocks,
+        "context": arguments.context,
+    }
+    training = {"batch": arguments.batch, "frozen_host_bytes": arguments.host_bytes}
+    return resolve_recipe({"model": model, "training": training, "objective": {"kind": kind}})
+
+
+def trainer_of(recipe: Recipe, device: torch.device) -> BlockTrainer:
+    objective = Objective(recipe.model, recipe.objective, vocabulary=VOCABULARY)
+    last = recipe.model.blocks - 1
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 200_000)
+    return BlockTrainer(
+        recipe,
+        objective,
+        objective.build(last, seed=last).to(device),
+        last,
+        Shards.of(recipe, tokens, CorpusHash("random"), device),
+        build_codebook(recipe, VOCABULARY).to(device),
+        frozen=[objective.build(b, seed=b) for b in objective.frozen(last)],
+    )
+
+
+def timed_round(trainer: BlockTrainer, first: int, steps: int) -> tuple[float, int]:
+    """Seconds of a step, and the most host memory held."""
+    trainer.window_end, held = first + steps, 0
+    began = time.perf_counter()
+    for step in range(first, first + steps):
+        trainer.step(step, 0)
+        held = max(held, trainer.frozen.host_bytes)
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps, held
+
+
+def flops_of(trainer: BlockTrainer) -> int:
+    """Per token."""
+    config = trainer.recipe.model
+    forward = [
+        forward_flops_per_token(config, block, VOCABULARY)
+        for block in (trainer.block, *(block for _, block in trainer.frozen.numbered))
+    ]
+    return training_flops(forward[0], sum(forward[1:]), 1)
+
+
+def measure(arguments: argparse.Namespace, kind: str) -> Cost:
+    trainer = trainer_of(recipe_of(arguments, kind), arguments.device)
+    timed_round(trainer, 0, arguments.warmup)
+    memory = PeakMemory(arguments.device)
+    memory.reset()
+    seconds, held = timed_round(trainer, arguments.warmup, arguments.steps)
+    with memory.count_activations():
+        timed_round(trainer, arguments.warmup + arguments.steps, 1)
+    memory.count_state(trainer.block, trainer.optimizer)
+    return Cost(kind, memory.peak_bytes, held, flops_of(trainer), seconds)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--host-bytes", type=int, default=1 << 30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.batch, arguments.warmup, arguments.steps = 4, 1, 4
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    found = [measure(arguments, kind) for kind in KINDS]
+    plain = found[0]
+    print("| kind | device memory | times `denoise` | host memory | ms per step | time | compute |")
+    print("|---|---|---|---|---|---|---|")
+    for cost in found:
+        memory, host = f"{cost.device_bytes / 2**20:.0f} MiB", f"{cost.host_bytes / 2**20:.0f} MiB"
+        ratios = cost.seconds / plain.seconds, cost.flops / plain.flops
+        print(
+            f"| `{cost.kind}` | {memory} | {cost.device_bytes / plain.device_bytes:.3f} | {host} | "
+            f"{1000 * cost.seconds:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

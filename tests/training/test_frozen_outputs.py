@@ -1,0 +1,292 @@
+"""Frozen blocks run first, one at a time, and what they hand on waits in host memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny import prose, shaken, tiny_recipe
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from blocktrain.config import Recipe
+from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import ByteTokenizer
+from blocktrain.ids import CorpusHash, derive_seed
+from blocktrain.model.block import Block
+from blocktrain.model.objective import Objective
+from blocktrain.training.cost import PeakMemory
+from blocktrain.training.device import Seat
+from blocktrain.training.frozen import heard_by
+from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+CHAIN = ("objective.kind=chain", "model.blocks=3")
+COMPOSED = ("objective.kind=composed", "model.blocks=3")
+STEPS = 6
+CHAIN_STEP_BYTES = 4 * 32 * 32 * 4
+"""Batch, context, width, fp32."""
+COMPOSED_STEP_BYTES = 4 * 32 * 256 * 4
+
+
+def parts(*overrides: str, device: torch.device = CPU) -> tuple[Recipe, Objective, Shards]:
+    recipe = tiny_recipe(f"training.steps={STEPS}", *overrides)
+    objective = Objective(recipe.model, recipe.objective, vocabulary=256)
+    tokens = ByteTokenizer().encode(prose(4000))
+    return recipe, objective, Shards.of(recipe, tokens, CorpusHash("00"), device)
+
+
+def frozen_blocks(objective: Objective, index: int, seed: int = 0) -> list[Block]:
+    return [shaken(objective.build(b, seed=b), seed=seed + b) for b in objective.frozen(index)]
+
+
+def trainer(*overrides: str, index: int = 2, device: torch.device = CPU) -> BlockTrainer:
+    recipe, objective, shards = parts(*overrides, device=device)
+    block = objective.build(index, derive_seed("init", recipe.seed, index)).to(device)
+    codebook = build_codebook(recipe, 256).to(device)
+    frozen = frozen_blocks(objective, index)
+    return BlockTrainer(recipe, objective, block, index, shards, codebook, frozen=frozen)
+
+
+def losses(trainer: BlockTrainer, steps: int = STEPS) -> list[float]:
+    return [float(trainer.step(step, shard=0)) for step in range(steps)]
+
+
+def same_weights(first: Block, second: Block) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@contextmanager
+def watched_forwards(note: list[Block]) -> Iterator[None]:
+    """Notes every block that runs, before it does."""
+
+    def hook(module: nn.Module, _: object) -> None:
+        if isinstance(module, Block):
+            note.append(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
+def test_the_loss_is_that_of_hearing_the_frozen_blocks_on_the_fly(overrides: tuple[str, ...]) -> None:
+    """Bit for bit, against a loop that calls the frozen blocks in every step."""
+    found = trainer(*overrides)
+    recipe, objective, shards = parts(*overrides)
+    block = objective.build(2, derive_seed("init", recipe.seed, 2))
+    optimizer, table = Optimizer(block, recipe.training), build_codebook(recipe, 256)()
+    frozen = frozen_blocks(objective, 2)
+    for step in range(STEPS):
+        tokens, targets = shards.batch(0, step)
+        generator = torch.Generator().manual_seed(derive_seed("noise", recipe.seed, 2, 0, step))
+        hint = objective.draw_hint(2, targets, table, generator)
+        assert hint is not None
+        heard = heard_by(objective, 2, frozen, tokens, table)
+        loss = objective.loss(block, tokens, targets, table, hint.z_PTD, hint.sigma_P, heard)
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(step)
+        assert float(found.step(step, shard=0)) == float(loss.ce)
+    assert same_weights(found.block, block)
+
+
+def test_without_frozen_blocks_nothing_is_heard() -> None:
+    recipe, objective, shards = parts(*COMPOSED)
+    tokens, _ = shards.batch(0, 0)
+    assert heard_by(objective, 2, [], tokens, build_codebook(recipe, 256)()) is None
+
+
+def test_blocks_that_are_asked_what_they_hand_on_stay_where_they_were() -> None:
+    recipe, objective, shards = parts(*CHAIN)
+    tokens, _ = shards.batch(0, 0)
+    frozen = frozen_blocks(objective, 2)
+    heard = heard_by(objective, 2, frozen, tokens, build_codebook(recipe, 256)())
+    assert heard is not None
+    assert not heard.requires_grad
+    assert {p.device for block in frozen for p in block.parameters()} == {CPU}
+
+
+def test_what_is_heard_reaches_the_loss() -> None:
+    for overrides in (CHAIN, COMPOSED):
+        one, other = trainer(*overrides), trainer(*overrides)
+        other.freeze(frozen_blocks(other.objective, 2, seed=9))
+        losses(one)
+        losses(other)
+        assert not same_weights(one.block, other.block)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step_bytes"), [(CHAIN, CHAIN_STEP_BYTES), (COMPOSED, COMPOSED_STEP_BYTES)]
+)
+@pytest.mark.parametrize("window", [0, 1, 2, 4])
+def test_the_window_changes_no_result_and_keeps_to_its_host_memory(
+    overrides: tuple[str, ...], step_bytes: int, window: int
+) -> None:
+    whole = trainer(*overrides)
+    limit = max(1, window * step_bytes)
+    bounded = trainer(*overrides, f"training.frozen_host_bytes={limit}")
+    for step in range(STEPS):
+        assert float(bounded.step(step, shard=0)) == float(whole.step(step, shard=0))
+        assert 0 < bounded.frozen.host_bytes <= max(limit, step_bytes)
+        assert whole.frozen.host_bytes == STEPS * step_bytes
+    assert same_weights(whole.block, bounded.block)
+
+
+def test_a_window_holds_as_many_steps_as_fit_and_runs_each_frozen_block_once_for_each() -> None:
+    one, ran = trainer(*CHAIN, f"training.frozen_host_bytes={2 * CHAIN_STEP_BYTES + 1}"), []
+    with watched_forwards(ran):
+        losses(one)
+    first, second = (block for _, block in one.frozen.numbered)
+    own = one.block
+    assert ran == [first, first, second, second, own, own] * 3
+
+
+def test_a_window_ends_where_the_caller_says() -> None:
+    one = trainer(*CHAIN)
+    one.window_end = 2
+    one.step(0, shard=0)
+    assert one.frozen.host_bytes == 2 * CHAIN_STEP_BYTES
+    one.step(2, shard=0)
+    assert one.frozen.host_bytes == CHAIN_STEP_BYTES
+
+
+def test_another_shard_is_prepared_anew() -> None:
+    one, fresh = trainer(*CHAIN), trainer(*CHAIN)
+    one.step(0, shard=0)
+    fresh.step(0, shard=0)
+    fresh.freeze([block for _, block in fresh.frozen.numbered])
+    assert float(one.step(1, shard=5)) == float(fresh.step(1, shard=5))
+
+
+def test_freezing_drops_what_earlier_blocks_handed_on() -> None:
+    one, other = trainer(*CHAIN), trainer(*CHAIN)
+    later = frozen_blocks(one.objective, 2, seed=9)
+    one.step(0, shard=0)
+    assert one.frozen.host_bytes > 0
+    one.freeze(later)
+    assert one.frozen.host_bytes == 0
+    other.window_end = 1
+    other.step(0, shard=0)
+    other.freeze(copy.deepcopy(later))
+    assert float(one.step(1, shard=0)) == float(other.step(1, shard=0))
+    assert same_weights(one.block, other.block)
+
+
+def test_a_chained_block_without_its_frozen_blocks_does_not_train() -> None:
+    one = trainer(*CHAIN)
+    one.freeze([])
+    with pytest.raises(AssertionError, match="block 2 hears blocks"):
+        one.step(0, shard=0)
+
+
+def test_a_composed_block_trains_alone_until_it_is_given_others() -> None:
+    """The first half of its steps, and then exactly as a published block does."""
+    alone, published = trainer(*COMPOSED), trainer("model.blocks=3")
+    alone.freeze([])
+    assert losses(alone) == losses(published)
+    assert same_weights(alone.block, published.block)
+
+
+def test_frozen_blocks_and_their_number_must_agree() -> None:
+    one = trainer(*CHAIN)
+    with pytest.raises(ValueError, match="zip"):
+        one.freeze(frozen_blocks(one.objective, 2)[:1])
+
+
+@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
+def test_every_pass_is_by_the_block_that_has_the_seat(overrides: tuple[str, ...]) -> None:
+    """The seat is how weights come to the device and leave it; on CUDA the test below counts them there."""
+    one, seated = trainer(*overrides), []
+
+    def hook(module: nn.Module, _: object) -> None:
+        if isinstance(module, Block):
+            seated.append(one.seat.occupant is module)
+
+    handle = register_module_forward_pre_hook(hook)
+    losses(one)
+    handle.remove()
+    assert len(seated) == 3 * STEPS
+    assert all(seated)
+    assert one.seat.occupant is one.block
+
+
+def test_whoever_takes_the_seat_sends_the_other_to_host_memory() -> None:
+    """`meta` stands for a device: what was sent there cannot be on the host as well."""
+    _, objective, _ = parts(*CHAIN)
+    first, second = objective.build(0, seed=0), objective.build(1, seed=1)
+    seat = Seat(torch.device("meta"))
+    seat.take(first)
+    assert {p.device.type for p in first.parameters()} == {"meta"}
+    with pytest.raises(NotImplementedError, match="meta"):
+        seat.take(second)
+    assert {p.device.type for p in second.parameters()} == {"cpu"}
+
+
+def test_when_a_frozen_block_fails_the_seat_is_given_back_and_nothing_half_done_is_kept() -> None:
+    one = trainer(*CHAIN)
+    broken = frozen_blocks(one.objective, 2)
+    broken[1].out = nn.Linear(3, 3)
+    one.freeze(broken)
+    with pytest.raises(RuntimeError, match="shape"):
+        one.step(0, shard=0)
+    assert one.seat.occupant is one.block
+    assert one.frozen.host_bytes == 0
+
+
+def test_a_chained_block_needs_little_more_memory_than_a_published_one() -> None:
+    """Weights, gradients, optimizer state and saved activations, as reports count them; the map for what it
+    hears and that itself are the difference."""
+    peaks = []
+    for overrides in (("model.blocks=3",), CHAIN):
+        one, memory = trainer(*overrides, "model.layers_per_block=2"), PeakMemory(CPU)
+        with memory.count_activations():
+            one.step(0, shard=0)
+        memory.count_state(one.block, one.optimizer)
+        peaks.append(memory.peak_bytes)
+    assert peaks[0] < peaks[1] < 1.2 * peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
+def test_the_gpu_never_holds_two_blocks_weights(overrides: tuple[str, ...]) -> None:
+    device = torch.device("cuda")
+    one = trainer(*overrides, "training.compile=false", device=device)
+    blocks = [one.block, *(block for _, block in one.frozen.numbered)]
+    counts: list[int] = []
+
+    def hook(module: nn.Module, _: object) -> None:
+        if isinstance(module, Block):
+            held = [b for b in blocks if any(p.is_cuda for p in b.parameters())]
+            assert held == [module]
+            counts.append(sum(p.numel() for b in blocks for p in b.parameters() if p.is_cuda))
+
+    handle = register_module_forward_pre_hook(hook)
+    losses(one)
+    handle.remove()
+    assert len(counts) == 3 * STEPS
+    assert max(counts) == max(sum(p.numel() for p in block.parameters()) for block in blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
+def test_on_the_gpu_too_the_window_changes_no_result(overrides: tuple[str, ...], compiled: str) -> None:
+    device = torch.device("cuda")
+    found = []
+    for limit in (1, 1 << 30):
+        one = trainer(
+            *overrides,
+            f"training.frozen_host_bytes={limit}",
+            f"training.compile={compiled}",
+            device=device,
+        )
+        found.append(losses(one))
+        assert {part.dtype for part in one.frozen._kept.values()} == {torch.bfloat16}
+        assert all(part.is_pinned() for part in one.frozen._kept.values())
+    assert found[0] == found[1]

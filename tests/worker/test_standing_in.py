@@ -1,0 +1,57 @@
+"""Training an assignment that has steps for another: what is trained is what the assignment says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from blocktrain.config import Recipe
+from blocktrain.coordinator.run import build_objective
+from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.ids import derive_seed
+from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from blocktrain.wire.messages import Assignment, StandIn
+from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.training import LocalTraining
+from tests.coordinator.conftest import CORPUS, tiny_recipe
+
+RECIPE: Recipe = tiny_recipe(steps_per_round=3)
+ASSIGNMENT = Assignment(
+    assignment_id="0" * 32,
+    block=0,
+    round=0,
+    base_version=0,
+    base_hash="0" * 64,
+    shard=0,
+    first_step=0,
+    steps=5,
+    total_steps=30,
+    deadline=None,
+    deadline_reason="",
+    lease_seconds=30.0,
+    heartbeat_seconds=10.0,
+    server_time=0.0,
+    reason="",
+    stand_in=StandIn(shard=2, steps=2),
+)
+
+
+def test_a_worker_trains_its_own_steps_and_then_those_of_the_other() -> None:
+    objective, tokenizer = build_objective(RECIPE), load_tokenizer(RECIPE.data.tokenizer)
+    shards = Shards.of(RECIPE, tokenizer.encode(CORPUS.train), CORPUS.sha256, device=torch.device("cpu"))
+    codebook = build_codebook(RECIPE, tokenizer.vocabulary)
+    block = objective.build(0, derive_seed("init", RECIPE.seed, 0))
+    weights = tensors_of(block)
+    training = LocalTraining(RECIPE, objective, shards, codebook, torch.device("cpu"))
+    training.begin(Standing(0, Base(0, snapshot_hash(weights), weights), None, 3), 30, None)
+    seen: list[int] = []
+    training.run(ASSIGNMENT, lambda step, loss: seen.append(step), lambda: True)
+    long = dataclasses.replace(RECIPE, training=dataclasses.replace(RECIPE.training, steps=30))
+    trainer = BlockTrainer(long, objective, block, 0, shards, codebook)
+    for step, shard in ((0, 0), (1, 0), (2, 0), (0, 2), (1, 2)):
+        trainer.step(step, shard)
+    assert seen == [1, 2, 3, 4, 5]
+    assert snapshot_hash(training.weights()) == snapshot_hash(tensors_of(trainer.block))
