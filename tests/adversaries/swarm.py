@@ -51,6 +51,7 @@ evaluation = {{ max_bytes = 2000, pooling_bytes = 1000, noise_draws = 1, batch =
 swarm.steps_per_round = {steps}
 swarm.rounds = 24
 swarm.replicas = {replicas}
+swarm.stand_in = 0
 swarm.lease_seconds = {lease}
 swarm.codec = "sparse:512"
 swarm.min_deadline_seconds = {deadline}
