@@ -25,7 +25,10 @@ audit: $(VENV)/.ready-dev
 ifdef ADVISORIES
 	$(BIN)/python benchmarks/offline_audit.py $(ADVISORIES) --local
 else
-	$(BIN)/pip-audit --local
+	@$(BIN)/pip-audit --local > $(VENV)/audit.txt 2>&1; code=$$?; cat $(VENV)/audit.txt; \
+	  if [ "$$(grep -c 'could not be audited' $(VENV)/audit.txt)" -gt 20 ]; then \
+	    echo "Nothing was audited: no advisory database was reached. Without a network: make audit ADVISORIES=FOLDER"; \
+	    exit 1; fi; exit $$code
 endif
 
 $(VENV)/.ready: pyproject.toml

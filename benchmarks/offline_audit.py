@@ -117,7 +117,8 @@ def handler(advisories: Advisories) -> type[BaseHTTPRequestHandler]:
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
-        print("usage: offline_audit.py FOLDER [options of pip-audit]", file=sys.stderr)
+        missing = f"no folder {arguments[0]}; " if arguments else ""
+        print(f"{missing}usage: offline_audit.py FOLDER [options of pip-audit]", file=sys.stderr)
         return 2
     advisories = Advisories(Path(arguments[0]))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler(advisories)) as server:
@@ -129,6 +130,9 @@ def main(arguments: Sequence[str]) -> int:
     newest = advisories.newest[:10] or "none"
     told = f"compared {advisories.asked} packages with {advisories.read} advisories on them, newest {newest}"
     print(told, file=sys.stderr)
+    if not advisories.read:
+        print(f"nothing was audited: no advisory in {arguments[0]} is on any of them", file=sys.stderr)
+        return 1
     return code
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import tiny_recipe
 
 from blocktrain import config as config_module
-from blocktrain.config import Recipe, load_recipe, resolve_recipe
+from blocktrain.config import Recipe, load_recipe, resolve_recipe, with_defaults
 from blocktrain.errors import RecipeError
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
@@ -271,3 +271,11 @@ def test_every_setting_has_a_line_of_documentation() -> None:
         field.name for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(field.default_factory)
     }
     assert [name for name in bare if name.removeprefix("Recipe.") not in sections] == []
+
+
+def test_a_recipe_written_before_a_key_existed_is_read_with_its_default() -> None:
+    recipe = resolve_recipe({"model": {"blocks": 2}})
+    stored = recipe.to_dict()
+    del stored["swarm"]["stand_in"]
+    assert with_defaults(stored) == recipe.to_dict()
+    assert with_defaults({"of": "the future"}) == {"of": "the future"}

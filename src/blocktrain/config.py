@@ -407,6 +407,15 @@ def resolve_recipe(
     return recipe
 
 
+def with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as it was written down, with today's defaults for the keys that it was written without; as it
+    is where a newer version wrote it."""
+    try:
+        return resolve_recipe(dict(stored)).to_dict()
+    except RecipeError:
+        return dict(stored)
+
+
 def _environment_overrides(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     sections = {f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "seed")}
     found = []

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select, text
 
 from blocktrain.config import ObjectiveConfig, TrainingConfig
 from blocktrain.coordinator.service import KEY_FILE, opened
+from blocktrain.coordinator.store import RunRow
 from blocktrain.errors import RecipeError, UserError
 from blocktrain.ids import CorpusHash
 from tests.coordinator.conftest import CORPUS, Place, tiny_recipe
+
+
+def test_a_run_of_an_earlier_version_is_opened_with_the_defaults_of_what_it_did_not_know(
+    local: Place,
+) -> None:
+    with local.serve(tiny_recipe()) as running, running.coordinator.context.store.write() as session:
+        row = session.scalars(select(RunRow)).one()
+        stored = json.loads(row.recipe)
+        del stored["swarm"]["stand_in"], stored["training"]["frozen_host_bytes"]
+        row.recipe, run_id = json.dumps(stored), row.run_id
+    with local.serve(tiny_recipe()) as running:
+        assert running.coordinator.context.run.run_id == run_id
+
+
+def test_a_database_of_a_later_version_is_refused_in_words(local: Place) -> None:
+    with (
+        local.serve(tiny_recipe()) as running,
+        running.coordinator.context.store.engine.begin() as connection,
+    ):
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(UserError, match="newer blocktrain"), local.serve(tiny_recipe()):
+        pass
 
 
 def test_another_recipe_is_refused_and_the_difference_named(place: Place) -> None:

@@ -129,7 +129,10 @@ class Demo:
             recipe = dataclasses.replace(self.recipe, training=training)
             run = LocalRun(recipe, self.out / "end-to-end", find_device(self.device), progress, self.stop)
             run.units = [unit for unit in run.units if unit.index is None]
-            run.train(resume=False)
+            try:
+                run.train(resume=False)
+            except StoppedError:
+                raise StoppedError("stopped; the same command begins anew") from None
         assert run.reference is not None
         table = run.codebook().detach()
         evaluator = Evaluator(run.objective, table, recipe.evaluation, seed=recipe.seed)

@@ -51,8 +51,8 @@ def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dic
     config = dataclasses.replace(config, noise_draws=draws or config.noise_draws)
     evaluator = Evaluator(checkpoint.objective, checkpoint.codebook_VD, config, seed=checkpoint.recipe.seed)
     tokens = checkpoint.tokenizer.encode(content)
-    hints = checkpoint.recipe.objective.hint_probability > 0
-    scores = evaluator.score(checkpoint.blocks, checkpoint.pooling, tokens, euler=hints)
+    euler = checkpoint.objective.composes_by_euler
+    scores = evaluator.score(checkpoint.blocks, checkpoint.pooling, tokens, euler=euler)
     per_token = len(content) / len(tokens)
     composed = {"consensus": scores.consensus.to_dict(per_token)}
     if scores.euler is not None:

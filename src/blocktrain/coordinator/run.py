@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from blocktrain.config import Recipe, SwarmConfig
+from blocktrain.config import Recipe, SwarmConfig, with_defaults
 from blocktrain.coordinator.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.store import BlockRow, RunRow, SnapshotRow, Store
@@ -155,7 +155,7 @@ def _create(
 
 
 def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: str) -> None:
-    differences = _differences(json.loads(row.recipe), recipe.to_dict())
+    differences = _differences(with_defaults(json.loads(row.recipe)), recipe.to_dict())
     if differences:
         raise UserError(
             f"this data directory holds run {row.run_id[:12]} of another recipe: {differences}; use that "

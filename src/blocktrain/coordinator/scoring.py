@@ -104,8 +104,7 @@ class Scoring:
         for index, (block, digest) in enumerate(zip(self._blocks, hashes, strict=True)):
             load_into(block, self._context.weights.snapshot(index, digest))
         finished = min(versions) >= self._context.run.swarm.rounds
-        heard = any(self._objective.heard(block) for block in range(len(self._blocks)))
-        euler = finished and self._objective.config.hint_probability > 0 and not heard
+        euler = finished and self._objective.composes_by_euler
         weights = self._evaluator.fit_weights(self._blocks, self._pool)
         found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
         return EvaluationState(

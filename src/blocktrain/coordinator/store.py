@@ -288,12 +288,18 @@ class Store:
 def upgrade(connection: Connection) -> None:
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise UserError(
+            f"cannot bring the database to this version ({error}); if a newer blocktrain wrote it, use that"
+        ) from None
 
 
 def _engine(url: str) -> Engine:

@@ -101,6 +101,11 @@ class Objective:
         )
 
     @property
+    def composes_by_euler(self) -> bool:
+        """Whether blocks were taught to go on from each other's noise: with hints, and hearing nobody."""
+        return self.config.hint_probability > 0 and not any(map(self.heard, range(self.model.blocks)))
+
+    @property
     def trained_for_sweep(self) -> bool:
         return self.config.sweep_probability > 0
 

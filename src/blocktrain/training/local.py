@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import blocktrain
-from blocktrain.config import Recipe
+from blocktrain.config import Recipe, with_defaults
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import load_tokenizer
@@ -165,8 +165,8 @@ class LocalRun:
         table = self.codebook().detach()
         evaluator = Evaluator(self.objective, table, config, seed=self.recipe.seed)
         pooling = evaluator.fit_weights(self.blocks, self.tokenizer.encode(self.corpus.pool))
-        hints = self.recipe.objective.hint_probability > 0
-        scores = evaluator.score(self.blocks, pooling, valid, euler=hints)
+        euler = self.objective.composes_by_euler
+        scores = evaluator.score(self.blocks, pooling, valid, euler=euler)
         reference = evaluator.score_one(self.reference, valid) if self.reference is not None else None
         composed = {"consensus": {**scores.consensus.to_dict(), "weights": pooling}}
         if scores.euler is not None:
@@ -430,6 +430,8 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from None
+    if isinstance(before, dict) and isinstance(before.get("recipe"), dict):
+        before["recipe"] = with_defaults(before["recipe"])
     if before != json.loads(json.dumps(identity)):
         changed = ", ".join(differences(before, identity, "")) or "recipe"
         raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")

@@ -391,7 +391,13 @@ class Worker:
 
 
 def swarm_recipe(run: RunAnswer) -> Recipe:
-    recipe = resolve_recipe(run.recipe)
+    try:
+        recipe = resolve_recipe(run.recipe)
+    except RecipeError as error:
+        raise RecipeError(
+            f"cannot read the run's recipe ({error}); it is of another version of blocktrain: use the "
+            "coordinator's"
+        ) from None
     if recipe.objective.codebook != "fixed":
         raise RecipeError(
             f"this run's recipe has objective.codebook={recipe.objective.codebook!r}; a swarm trains blocks "
