@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from sqlalchemy import select
+
+from blocktrain.coordinator.store import UpdateRow
 from blocktrain.wire.messages import LedgerAnswer, Outcome
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
@@ -100,3 +103,19 @@ def test_without_workers_the_run_waits_and_goes_on_with_the_next_one(local: Plac
         assert (state.begun, state.workers) == (running.clock.now, 1)
         assert comer.deliver(assignment, 5).outcome == Outcome.ACCEPTED
         running.wait_for_version(0, 2)
+
+
+def test_the_wait_before_a_second_try_does_not_make_rounds_longer(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1, replicas=2, stand_in=0.0)) as running:
+        peer = running.peer()
+        first = peer.lend()
+        running.advance(5.0)
+        broken = b"\xff" * peer.run.blocks[0].payload_bytes
+        assert peer.reveal(peer.commit(first, broken), broken).outcome == Outcome.REFUSED
+        running.advance(100.0)
+        second = peer.lend()
+        running.advance(5.0)
+        assert peer.deliver(second, 1).outcome == Outcome.ACCEPTED
+        with running.coordinator.context.store.read() as session:
+            offsets = session.scalars(select(UpdateRow.offset).order_by(UpdateRow.revealed)).all()
+        assert offsets == [5.0, 5.0]

@@ -399,8 +399,21 @@ class Updates:
             begun = merged.begun if merged is not None else None
         assignment = session.get(AssignmentRow, row.assignment_id)
         assert assignment is not None
-        share = own_share(assignment.stand_in_steps, self._context.run.swarm)
-        return None if begun is None else max(0.0, now - begun) * share
+        if begun is None:
+            return None
+        if self._tried_before(session, assignment):
+            begun = max(begun, assignment.made)
+        return max(0.0, now - begun) * own_share(assignment.stand_in_steps, self._context.run.swarm)
+
+    def _tried_before(self, session: Session, assignment: AssignmentRow) -> bool:
+        """Whether this is a second try of a round: the wait between the two is no measure of work."""
+        refused = select(AssignmentRow.assignment_id).where(
+            AssignmentRow.worker_id == assignment.worker_id,
+            AssignmentRow.block == assignment.block,
+            AssignmentRow.round == assignment.round,
+            AssignmentRow.state == "refused",
+        )
+        return session.scalars(refused.limit(1)).first() is not None
 
     def _record_reveal(self, session: Session, row: UpdateRow, now: float) -> None:
         reveal = {
