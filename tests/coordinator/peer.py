@@ -43,6 +43,28 @@ class Refused(Exception):
         self.remedy, self.server_time = error.get("remedy"), error.get("server_time")
 
 
+def an_assignment(**changes: Any) -> Assignment:
+    """One as a coordinator sends it, for what needs no coordinator."""
+    values: dict[str, Any] = {
+        "assignment_id": "0" * 32,
+        "block": 0,
+        "round": 0,
+        "base_version": 0,
+        "base_hash": "0" * 64,
+        "shard": 0,
+        "first_step": 0,
+        "steps": 10,
+        "total_steps": 100,
+        "deadline": None,
+        "deadline_reason": "",
+        "lease_seconds": 30.0,
+        "heartbeat_seconds": 10.0,
+        "server_time": 0.0,
+        "reason": "",
+    }
+    return Assignment(**{**values, **changes})
+
+
 class Peer:
     def __init__(
         self,

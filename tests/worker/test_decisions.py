@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
+from blocktrain.wire.messages import Outcome, StandIn, VerdictReason
 from blocktrain.worker.decisions import (
     LONGEST_BACKOFF_SECONDS,
     Route,
@@ -25,6 +23,7 @@ from blocktrain.worker.decisions import (
     slept_seconds,
     watch_seconds,
 )
+from tests.coordinator.peer import an_assignment
 
 
 def test_backoff_doubles_is_jittered_and_bounded() -> None:
@@ -46,32 +45,11 @@ def test_the_next_assignment_is_asked_for_shortly_before_the_end() -> None:
     assert asks_for_next(steps_done=30, steps=30, elapsed_seconds=60.0)
 
 
-def an_assignment(**changes: Any) -> Assignment:
-    values = {
-        "assignment_id": "0" * 32,
-        "block": 1,
-        "round": 3,
-        "base_version": 3,
-        "base_hash": "0" * 64,
-        "shard": 1,
-        "first_step": 30,
-        "steps": 10,
-        "total_steps": 100,
-        "deadline": None,
-        "deadline_reason": "",
-        "lease_seconds": 30.0,
-        "heartbeat_seconds": 10.0,
-        "server_time": 0.0,
-        "reason": "",
-    }
-    return Assignment.model_validate({**values, **changes})
-
-
 def test_steps_for_another_are_on_its_text_at_the_same_place_of_the_schedule() -> None:
-    alone = an_assignment(steps=14, stand_in={"shard": 4, "steps": 4})
+    alone = an_assignment(shard=1, first_step=30, steps=14, stand_in=StandIn(shard=4, steps=4))
     assert own_steps(alone) == 10
     assert [batch_of(alone, step) for step in (0, 9, 10, 13)] == [(30, 1), (39, 1), (30, 4), (33, 4)]
-    assert [batch_of(an_assignment(), step) for step in (0, 9)] == [(30, 1), (39, 1)]
+    assert [batch_of(an_assignment(shard=1, first_step=30), step) for step in (0, 9)] == [(30, 1), (39, 1)]
 
 
 def test_a_worker_runs_ahead_of_its_block_only_so_far() -> None:

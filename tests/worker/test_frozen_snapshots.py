@@ -30,7 +30,7 @@ from blocktrain.worker.state import StateFolder
 from blocktrain.worker.threads import Crew
 from blocktrain.worker.traffic import Traffic
 from tests.coordinator.conftest import Clock, Running, served, tiny_recipe
-from tests.coordinator.peer import Peer
+from tests.coordinator.peer import Peer, an_assignment
 
 RECIPE: Recipe = replace(
     tiny_recipe(rounds=40, max_lead=40, codec="sparse:4"), objective=ObjectiveConfig(kind="chain")
@@ -94,24 +94,7 @@ class Bench:
 
 def naming(*named: FrozenSnapshot) -> Assignment:
     """An assignment of block 1 that names these."""
-    return Assignment(
-        assignment_id="0" * 32,
-        block=1,
-        round=0,
-        base_version=0,
-        base_hash="0" * 64,
-        shard=1,
-        first_step=0,
-        steps=2,
-        total_steps=80,
-        deadline=None,
-        deadline_reason="",
-        lease_seconds=30.0,
-        heartbeat_seconds=10.0,
-        server_time=0.0,
-        reason="",
-        frozen=named,
-    )
+    return an_assignment(block=1, shard=1, steps=2, total_steps=80, frozen=named)
 
 
 def head(running: Running) -> FrozenSnapshot:

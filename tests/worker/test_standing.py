@@ -8,6 +8,7 @@ from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent
 from blocktrain.worker.standing import Base, Flight, Standing
+from tests.coordinator.peer import an_assignment
 
 
 def weights(value: float) -> Weights:
@@ -24,23 +25,7 @@ def base(version: int, at: float) -> Base:
 
 
 def assignment(round_: int) -> Assignment:
-    return Assignment(
-        assignment_id=f"{round_:032x}",
-        block=0,
-        round=round_,
-        base_version=round_,
-        base_hash="0" * 64,
-        shard=0,
-        first_step=0,
-        steps=1,
-        total_steps=10,
-        deadline=None,
-        deadline_reason="",
-        lease_seconds=10,
-        heartbeat_seconds=1,
-        server_time=0.0,
-        reason="",
-    )
+    return an_assignment(assignment_id=f"{round_:032x}", round=round_, base_version=round_, steps=1)
 
 
 class Trainer:

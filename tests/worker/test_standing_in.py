@@ -13,30 +13,14 @@ from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
-from blocktrain.wire.messages import Assignment, StandIn
+from blocktrain.wire.messages import StandIn
 from blocktrain.worker.standing import Base, Standing
 from blocktrain.worker.training import LocalTraining
 from tests.coordinator.conftest import CORPUS, tiny_recipe
+from tests.coordinator.peer import an_assignment
 
 RECIPE: Recipe = tiny_recipe(steps_per_round=3)
-ASSIGNMENT = Assignment(
-    assignment_id="0" * 32,
-    block=0,
-    round=0,
-    base_version=0,
-    base_hash="0" * 64,
-    shard=0,
-    first_step=0,
-    steps=5,
-    total_steps=30,
-    deadline=None,
-    deadline_reason="",
-    lease_seconds=30.0,
-    heartbeat_seconds=10.0,
-    server_time=0.0,
-    reason="",
-    stand_in=StandIn(shard=2, steps=2),
-)
+ASSIGNMENT = an_assignment(steps=5, total_steps=30, stand_in=StandIn(shard=2, steps=2))
 
 
 def test_a_worker_trains_its_own_steps_and_then_those_of_the_other() -> None:
