@@ -106,14 +106,8 @@ class Simulation:
         vocabulary = self.tokenizer.vocabulary
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
         self.codebook = build_codebook(recipe, vocabulary).to(device)
-        self.shards = Shards(
-            self.tokenizer.encode(self.corpus.train),
-            self.corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=device,
-        )
+        text = self.tokenizer.encode(self.corpus.train)
+        self.shards = Shards.of(recipe, text, self.corpus.sha256, device)
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
         self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
 

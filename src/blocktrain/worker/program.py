@@ -137,14 +137,8 @@ class Worker:
         tokenizer = ByteTokenizer()
         recipe = self.recipe
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        shards = Shards(
-            tokenizer.encode(self.corpus.train),
-            self.corpus.sha256,
-            seed=recipe.seed,
-            batch=recipe.training.batch,
-            context=recipe.model.context,
-            device=self.device,
-        )
+        text = tokenizer.encode(self.corpus.train)
+        shards = Shards.of(recipe, text, self.corpus.sha256, self.device)
         codebook = build_codebook(recipe, tokenizer.vocabulary).to(self.device)
         self.training = LocalTraining(recipe, self.objective, shards, codebook, self.device)
 
