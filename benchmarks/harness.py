@@ -95,7 +95,7 @@ def run_lm_eval(folder: Path, url: str, model: str, context: int) -> dict[str, d
 
 async def own_bits_per_byte(checkpoint: Path, pages: list[str]) -> float:
     """What the engine says of the same pages behind a line feed, which is lm-eval's beginning here."""
-    from blocktrain.serving.local_engine import LocalEngine
+    from blocktrain.serving.engine.local import LocalEngine
 
     engine = LocalEngine(checkpoint)
     await engine.start()
@@ -107,8 +107,8 @@ async def own_bits_per_byte(checkpoint: Path, pages: list[str]) -> float:
 
 def evaluate(checkpoint: Path, text: bytes, num_pages: int, num_endings: int) -> dict[str, Any]:
     from blocktrain.cli.exchange import export
-    from blocktrain.serving.local_engine import LocalEngine
-    from blocktrain.serving.main_gateway import background_gateway
+    from blocktrain.serving.engine.local import LocalEngine
+    from blocktrain.serving.gateway.main import background_gateway
 
     pages, endings = pieces(text, num_pages, PAGE_BYTES), ending_documents(text, num_endings)
     with tempfile.TemporaryDirectory() as name:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, Mode
+from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, Mode
+from blocktrain.serving.engine.engine import Engine, EngineConfig
 from blocktrain.serving.transport import Address
 
 DRAFTS_PER_PROMPT = 3

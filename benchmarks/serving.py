@@ -129,8 +129,8 @@ def speedups(rows: list[dict[str, Any]]) -> Iterator[str]:
 def stage_role(arguments: argparse.Namespace) -> None:
     import torch
 
-    from blocktrain.serving.main_stage import parse_blocks, run_stage
-    from blocktrain.serving.stage import StageConfig
+    from blocktrain.serving.stage.main import parse_blocks, run_stage
+    from blocktrain.serving.stage.stage import StageConfig
     from blocktrain.serving.transport import Address
 
     run_stage(
@@ -168,7 +168,7 @@ def parse_mode(entry: str) -> tuple[str, int | None, str]:
 async def engine_role(arguments: argparse.Namespace) -> None:
     import torch
 
-    from blocktrain.serving.engine import Engine, EngineConfig
+    from blocktrain.serving.engine.engine import Engine, EngineConfig
     from blocktrain.serving.transport import Address
     from blocktrain.wire.frames import Codec
 
@@ -197,7 +197,7 @@ async def engine_role(arguments: argparse.Namespace) -> None:
 async def write(
     engine: Any, prompt: list[int], tokens: int, mode: str, draft: int | None, temperature: float
 ) -> tuple[list[int], Any, list[float]]:
-    from blocktrain.serving.engine_api import GenerationRequest, Mode
+    from blocktrain.serving.engine.api import GenerationRequest, Mode
 
     request = GenerationRequest(
         prompt,

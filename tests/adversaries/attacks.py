@@ -32,18 +32,18 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 
-from blocktrain.cli.ledgers import open_source, verify_source
-from blocktrain.coordinator.ledger import signed_bytes
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.traffic import Traffic
+from blocktrain.coordinator.storage.ledger import signed_bytes
 from blocktrain.errors import WireError
+from blocktrain.judge.ledger_check import open_source, verify_source
 from blocktrain.model.objective import Objective
 from blocktrain.wire.codec import CHUNK_VALUES, Schema, frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Assignment, Receipt, Verdict
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient
 from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.traffic import Traffic
 from tests.adversaries.swarm import FAR_AWAY, Client, Swarm, Warm, honest_leases, until
 from tests.adversaries.training import noise_like, partly_moved, scaled
 from tests.coordinator.peer import Refused

@@ -20,11 +20,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.coordinator.app import byte_range
-from blocktrain.coordinator.bodies import invalid_message
+from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import RecipeError
-from blocktrain.serving import openai_messages
+from blocktrain.serving.gateway import openai_messages
 from blocktrain.training.snapshot import SnapshotError, from_safetensors, to_safetensors
 from blocktrain.wire import frame_metadata, frames, messages
 from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode, encode, frame_length

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from program import ENVIRONMENT, command, run_main, run_program
 
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.main import background_gateway
 
 
 @pytest.fixture(scope="module")

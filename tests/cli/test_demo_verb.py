@@ -9,8 +9,8 @@ import pytest
 from program import run_main
 
 from blocktrain.cli.demo import MARKER, clear_earlier_demo, summary_rows, thinned
-from blocktrain.cli.saboteur import Fate
 from blocktrain.errors import UserError
+from blocktrain.local.attacker import Fate
 
 TINY = {
     "MODEL_WIDTH": "64",

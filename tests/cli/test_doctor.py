@@ -19,8 +19,9 @@ from program import Outcome, run_main
 from servers import closed_port, coordinator_at, make_certificate
 from tiny import tiny_recipe
 
-from blocktrain.cli.doctor import findings
-from blocktrain.cli.doctor.findings import (
+from blocktrain.config import Recipe
+from blocktrain.doctor import findings
+from blocktrain.doctor.findings import (
     Certificate,
     Coordinator,
     Device,
@@ -33,12 +34,11 @@ from blocktrain.cli.doctor.findings import (
     Versions,
     worst,
 )
-from blocktrain.cli.doctor.machine import read_device, read_disk, read_proxy, shipped_needs
-from blocktrain.config import Recipe
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import StageConfig
+from blocktrain.doctor.machine import read_device, read_disk, read_proxy, shipped_needs
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.main import background_gateway
+from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.stage import StageConfig
 from blocktrain.training.cost import PeakMemory, estimated_training_bytes
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer

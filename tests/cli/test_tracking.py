@@ -13,8 +13,15 @@ import pytest
 from program import Outcome, run_main
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from blocktrain.cli.tracking import MetricsFile, Recorder, TrackerName, recording, scalars_of, status_records
-from blocktrain.coordinator.watching import watched
+from blocktrain.coordinator.metrics_file import watched
+from blocktrain.tracking.trackers import (
+    MetricsFile,
+    Recorder,
+    TrackerName,
+    recording,
+    scalars_of,
+    status_records,
+)
 from blocktrain.wire.messages import EvaluationState, RoundReport
 from tests.coordinator.conftest import served, tiny_recipe
 

@@ -29,8 +29,8 @@ from blocktrain.config import (
     TrainingConfig,
     TrustConfig,
 )
-from blocktrain.coordinator.display import Display
 from blocktrain.coordinator.main import bind, make_server, url_of
+from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
 from blocktrain.ids import CorpusHash

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.admission import (
+from blocktrain.coordinator.decisions.commit_checks import (
     MAX_NORM,
     AssignmentView,
     commit_refusal,

@@ -6,7 +6,7 @@ from collections import Counter
 
 from sqlalchemy import select
 
-from blocktrain.coordinator.store import UpdateRow
+from blocktrain.coordinator.storage.store import UpdateRow
 from blocktrain.wire.messages import LedgerAnswer, Outcome
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer

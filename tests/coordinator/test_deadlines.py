@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.deadlines import (
+from blocktrain.coordinator.decisions.deadlines import (
     Deadline,
     lateness,
     own_share,

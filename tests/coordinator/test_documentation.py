@@ -11,9 +11,9 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
-from blocktrain.coordinator.app import router
+from blocktrain.coordinator.http.app import router
+from blocktrain.coordinator.http.pages import pages
 from blocktrain.coordinator.metrics import Metrics
-from blocktrain.coordinator.pages import pages
 from blocktrain.wire.messages import (
     MAX_BODY_BYTES,
     AssignmentAnswer,

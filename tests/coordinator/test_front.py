@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from blocktrain.coordinator import front
-from blocktrain.coordinator.front import Crowd
+from blocktrain.coordinator.http import connections as front
+from blocktrain.coordinator.http.connections import Crowd
 from blocktrain.wire.messages import ErrorAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blocktrain.config import ObjectiveConfig, Recipe
-from blocktrain.coordinator.ledger import verify_ledger
+from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.messages import Assignment, LedgerAnswer, LedgerEntry
 from tests.coordinator.conftest import Clock, Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
@@ -91,7 +91,7 @@ def test_verification_names_an_assignment_whose_snapshot_was_not_there(local: Pl
 
 def resigned(entries: list[LedgerEntry], body: dict[str, Any], ledger: Any) -> list[LedgerEntry]:
     """As a lying coordinator would write its last entry."""
-    from blocktrain.coordinator.ledger import entry_hash_of, signed_bytes
+    from blocktrain.coordinator.storage.ledger import entry_hash_of, signed_bytes
 
     last = entries[-1]
     digest = entry_hash_of(entries[-2].entry_hash, last.sequence, last.time, last.kind, body)

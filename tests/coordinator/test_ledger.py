@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blocktrain.coordinator.audit import audit
-from blocktrain.coordinator.ledger import VerificationReport, signed_bytes, verify_ledger
+from blocktrain.coordinator.storage.ledger import VerificationReport, signed_bytes, verify_ledger
 from blocktrain.errors import UserError
 from blocktrain.wire.hashing import GENESIS_HASH, chain_hash
 from blocktrain.wire.identity import Identity

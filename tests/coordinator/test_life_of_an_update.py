@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blocktrain.coordinator.ledger import verify_ledger
+from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.training.merge import replay_merge
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.codec import decode

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from blocktrain.coordinator.app import router
+from blocktrain.coordinator.http.app import router
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer

@@ -13,7 +13,7 @@ from sqlalchemy import select, text
 
 from blocktrain.config import ObjectiveConfig, TrainingConfig
 from blocktrain.coordinator.service import KEY_FILE, opened
-from blocktrain.coordinator.store import RunRow
+from blocktrain.coordinator.storage.store import RunRow
 from blocktrain.errors import RecipeError, UserError
 from blocktrain.ids import CorpusHash
 from tests.coordinator.conftest import CORPUS, Place, tiny_recipe

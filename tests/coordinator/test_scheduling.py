@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
+from blocktrain.coordinator.decisions.scheduling import (
+    BlockView,
+    Done,
+    Offer,
+    Pause,
+    WorkerView,
+    next_assignment,
+)
 
 SWARM = SwarmConfig(rounds=10, replicas=2, max_lead=4)
 

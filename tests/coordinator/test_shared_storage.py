@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from blocktrain.coordinator.blobs import Blobs, upload_key
+from blocktrain.coordinator.storage.blobs import Blobs, upload_key
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Outcome
 from tests.coordinator.conftest import Running, served, tiny_recipe

@@ -8,7 +8,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from blocktrain.coordinator.store import Store, Table
+from blocktrain.coordinator.storage.store import Store, Table
 from blocktrain.errors import StorageError
 
 

@@ -17,9 +17,9 @@ from PIL import Image
 from playwright.sync_api import Browser, expect
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.training.local import LocalRun, Silent
 from tests.coordinator.peer import Refused
 from tests.dashboard.kit import (

@@ -10,10 +10,10 @@ import torch
 from playwright.sync_api import Browser, expect
 
 from blocktrain.config import resolve_recipe
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.limits import load_keys
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.limits import load_keys
+from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.training.local import LocalRun, Silent
 from tests.coordinator.conftest import Running
 from tests.dashboard.kit import WAIT_MS, Watched, dashboard_recipe, free_port, watched

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, expect
 
-from blocktrain.coordinator.display import Display
-from blocktrain.coordinator.pages import FOLDER, content_security_policy
+from blocktrain.coordinator.http.pages import FOLDER, content_security_policy
+from blocktrain.coordinator.operator_notes import Display
 from tests.coordinator.conftest import Running
 from tests.dashboard.kit import WAIT_MS, Watched, edit_database, watched
 

@@ -11,9 +11,9 @@ import pytest
 from pages import ROOT
 
 from blocktrain.coordinator.metrics import Metrics
-from blocktrain.serving.gateway_metrics import GatewayMetrics
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.main import background_gateway
+from blocktrain.serving.gateway.metrics import GatewayMetrics
 from tests.coordinator.conftest import served, tiny_recipe
 
 DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "blocktrain.json").read_text(encoding="utf-8"))

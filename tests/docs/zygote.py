@@ -160,12 +160,12 @@ if __name__ == "__main__":
     import torch
     import torch._dynamo  # optimizers import it when they are made
 
-    import blocktrain.cli.assembly
-    import blocktrain.cli.doctor.network
     import blocktrain.cli.main
     import blocktrain.coordinator.main
-    import blocktrain.serving.main_gateway
-    import blocktrain.serving.main_stage
+    import blocktrain.doctor.network
+    import blocktrain.local.assembly
+    import blocktrain.serving.gateway.main
+    import blocktrain.serving.stage.main
     import blocktrain.worker.program  # noqa: F401
 
     torch.set_num_threads(1)

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 
 import blocktrain.cli
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.traffic import Traffic
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.coordinator.ledger import VerificationReport, verify_ledger
+from blocktrain.coordinator.storage.ledger import VerificationReport, verify_ledger
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry, MergeRecord, StatusAnswer
-from blocktrain.worker.client import CoordinatorClient
-from blocktrain.worker.traffic import Traffic
 
 T = TypeVar("T")
 READY_SECONDS = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
 
-from blocktrain.cli.assembly import save_final_checkpoint
 from blocktrain.config import Recipe
+from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.wire.messages import LedgerEntry
 
 CHAIN = {"kind": "chain", "hint_probability": 0.0}

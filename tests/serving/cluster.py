@@ -11,9 +11,9 @@ from pathlib import Path
 from proxy import Proxy
 from stages import start_stage
 
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.engine_api import Generation, GenerationRequest, GenerationStats, TextEngine
-from blocktrain.serving.stage import Stage
+from blocktrain.serving.engine.api import Generation, GenerationRequest, GenerationStats, TextEngine
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.stage.stage import Stage
 
 PROMPTS = [
     b"The class of the",

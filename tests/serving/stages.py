@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
 
 RUN_STAGE = """

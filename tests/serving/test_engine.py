@@ -15,16 +15,16 @@ from stages import start_stage
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.serving import remote
-from blocktrain.serving.engine import Engine, EngineConfig, StageRefusedError
-from blocktrain.serving.engine_api import (
+from blocktrain.serving.engine import remote
+from blocktrain.serving.engine.api import (
     DeadlineError,
     GenerationRequest,
     GenerationStats,
     RequestError,
     StagesUnavailableError,
 )
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.engine import Engine, EngineConfig, StageRefusedError
+from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiny import tiny_objective
 
 from blocktrain.errors import UserError
-from blocktrain.serving.draft_length import AdaptiveLength
-from blocktrain.serving.drafting import blocks_for_drafts
-from blocktrain.serving.main_stage import parse_blocks
-from blocktrain.serving.routing import Candidate, cheapest_route
-from blocktrain.serving.scoring import windows
-from blocktrain.serving.sessions import Asked, Session, SessionStore, Step, next_step
+from blocktrain.serving.engine.draft_length import AdaptiveLength
+from blocktrain.serving.engine.drafting import blocks_for_drafts
+from blocktrain.serving.engine.routing import Candidate, cheapest_route
+from blocktrain.serving.engine.scoring import windows
+from blocktrain.serving.stage.main import parse_blocks
+from blocktrain.serving.stage.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address
 from blocktrain.wire.frames import prefix_checksum
 

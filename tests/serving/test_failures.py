@@ -12,11 +12,11 @@ from cluster import PROMPTS, Cluster, cluster, text_of, until
 from proxy import Reorder, Trouble, flip_a_byte, half_then_close, lose, once_in, twice
 from stages import StageProcess, spawn, start_stage, wait_ready
 
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, StagesUnavailableError
-from blocktrain.serving.fanout import FanoutConfig
-from blocktrain.serving.link import LinkConfig
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, StagesUnavailableError
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.fanout import FanoutConfig
+from blocktrain.serving.engine.link import LinkConfig
+from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.wire.frames import FrameType
 
 SPARES = [[0], [1, 2], [0], [1, 2]]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blocktrain.model.generation import LocalModel
-from blocktrain.serving.held import HeldBlocks, Work
-from blocktrain.serving.sampling import normalised
+from blocktrain.serving.blocks import HeldBlocks, Work
+from blocktrain.serving.engine.sampling import normalised
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
 
 TEXTS = [b"The quick brown fox", b"a", b"def function(self):\n    return 1", b"Note that the class"]

@@ -12,9 +12,9 @@ from stages import StageProcess, spawn, wait_ready
 
 from blocktrain.config import DataConfig
 from blocktrain.data.corpora import load_corpus
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.engine_api import GenerationRequest
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.api import GenerationRequest
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.local import LocalEngine
 
 NUM_PROMPTS = 200
 TOKENS = 40

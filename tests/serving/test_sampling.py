@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.model.generation import choose_token
-from blocktrain.serving.sampling import Sampler, choose, normalised
+from blocktrain.serving.engine.sampling import Sampler, choose, normalised
 
 samplers = st.builds(
     Sampler,

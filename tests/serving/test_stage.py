@@ -17,9 +17,9 @@ from cluster import PROMPTS, text_of, until
 from stages import spawn, start_stage, wait_ready
 
 from blocktrain.errors import CheckpointError, UserError
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
 from blocktrain.wire.frame_metadata import (
     Ask,

@@ -13,12 +13,12 @@ from cluster import cluster, text_of
 from stages import start_stage
 
 from blocktrain.model.sweep import sweep_log_probs, sweep_noise
-from blocktrain.serving.engine_api import GenerationRequest, GenerationStats, StagesUnavailableError
-from blocktrain.serving.fanout import FanoutConfig
-from blocktrain.serving.held import Refinement
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.stage import Stage
-from blocktrain.serving.sweeping import RemoteRefiner, run_of_blocks
+from blocktrain.serving.blocks import Refinement
+from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, StagesUnavailableError
+from blocktrain.serving.engine.fanout import FanoutConfig
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.sweeping import RemoteRefiner, run_of_blocks
+from blocktrain.serving.stage.stage import Stage
 from blocktrain.serving.transport import FrameStream, connect
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.wire.frame_metadata import (

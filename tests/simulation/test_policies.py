@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from simulation_kit import LATE, MakeRecipe, MakeScenario
 
-from blocktrain.coordinator.scheduling import Offer
+from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.errors import RecipeError
 from blocktrain.simulation.coordinator import Update
 from blocktrain.simulation.networks import NETWORKS

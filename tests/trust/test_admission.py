@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.coordinator.doors import listed_ids, network_of
+from blocktrain.coordinator.admission import listed_ids, network_of
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import BanRequest
 from blocktrain.wire.tokens import (

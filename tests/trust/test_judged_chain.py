@@ -47,7 +47,7 @@ def last_evidence(running: Running) -> dict[str, object]:
     with running.coordinator.context.store.read() as session:
         from sqlalchemy import select
 
-        from blocktrain.coordinator.store import UpdateRow
+        from blocktrain.coordinator.storage.store import UpdateRow
 
         row = session.scalars(select(UpdateRow).order_by(UpdateRow.verdict_sequence.desc())).first()
         assert row is not None

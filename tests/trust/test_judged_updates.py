@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from blocktrain.coordinator.ledger import verify_ledger
+from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.codec import encode
 from blocktrain.wire.messages import LedgerEntry, Outcome, VerdictReason, WorkerAnswer
 from tests.coordinator.peer import Peer
@@ -150,7 +150,7 @@ def test_repeat_offenders_are_banned_for_a_while(tmp_path: Path) -> None:
         founder, attacker = Trainer(running, recipe), Trainer(running, recipe)
         standing = '{"bad": 6.0, "verdicts": 6}'
         with running.coordinator.context.store.write() as session:
-            from blocktrain.coordinator.store import WorkerRow
+            from blocktrain.coordinator.storage.store import WorkerRow
 
             row = session.get(WorkerRow, attacker.peer.identity.worker_id)
             assert row is not None

@@ -13,8 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from blocktrain.cli.judging import Judge
 from blocktrain.cli.main import app
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.traffic import Traffic
+from blocktrain.judge.judge import Judge
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode, encode
@@ -22,8 +24,6 @@ from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JudgeTask, Outcome, Receipt
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
-from blocktrain.worker.client import CoordinatorClient, Refusal
-from blocktrain.worker.traffic import Traffic
 from tests.coordinator.conftest import Running
 from tests.trust.kit import Trainer, judged, judged_recipe
 from tests.validation.kit import corpus
@@ -112,7 +112,7 @@ def test_a_judge_that_dies_holds_up_no_verdict_but_its_own(tmp_path: Path) -> No
 
 def test_the_judge_program_works_through_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = judged_recipe(judge="external")
-    monkeypatch.setattr("blocktrain.cli.judging.load_run_corpus", lambda *_: corpus())
+    monkeypatch.setattr("blocktrain.judge.judge.load_run_corpus", lambda *_: corpus())
     with judged(tmp_path, recipe) as running:
         worker, identity = Trainer(running, recipe), Identity.generate()
         (tmp_path / "judges.txt").write_text(identity.worker_id)
@@ -174,7 +174,7 @@ def contributions(running: Running, worker: Trainer) -> None:
 
 def two_heads(folder: Path, receipts: Path, receipt: Receipt) -> None:
     """The coordinator's key signed another hash for the same number."""
-    from blocktrain.coordinator.ledger import signed_bytes
+    from blocktrain.coordinator.storage.ledger import signed_bytes
     from blocktrain.wire.identity import load_or_create
 
     other = "ab" * 32
@@ -187,7 +187,7 @@ def two_heads(folder: Path, receipts: Path, receipt: Receipt) -> None:
 
 
 def cut_off(folder: Path, receipts: Path) -> None:
-    from blocktrain.coordinator.ledger import signed_bytes
+    from blocktrain.coordinator.storage.ledger import signed_bytes
     from blocktrain.wire.identity import load_or_create
 
     signature = load_or_create(folder / "coordinator.key").sign(signed_bytes("cd" * 32)).hex()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from blocktrain.client.coordinator import LONGEST_BACKOFF_SECONDS, backoff_seconds
 from blocktrain.wire.messages import Outcome, StandIn, VerdictReason
 from blocktrain.worker.decisions import (
-    LONGEST_BACKOFF_SECONDS,
     Route,
     Sent,
     asks_for_next,
-    backoff_seconds,
     batch_of,
     cheapest_route,
     is_forgotten,

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.traffic import Traffic
 from blocktrain.config import ObjectiveConfig, Recipe
-from blocktrain.coordinator.blobs import payload_key, snapshot_key
 from blocktrain.coordinator.run import build_objective
+from blocktrain.coordinator.storage.blobs import payload_key, snapshot_key
 from blocktrain.errors import WireError
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, FrozenSnapshot
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient
 from blocktrain.worker.desk import Desk
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress
@@ -28,7 +29,6 @@ from blocktrain.worker.snapshots import Layout, Snapshots
 from blocktrain.worker.standing import Base, Standing
 from blocktrain.worker.state import StateFolder
 from blocktrain.worker.threads import Crew
-from blocktrain.worker.traffic import Traffic
 from tests.coordinator.conftest import Clock, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, an_assignment
 

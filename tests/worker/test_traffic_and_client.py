@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.client import coordinator as client
+from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.traffic import Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JoinRequest
-from blocktrain.worker import client
-from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
-from blocktrain.worker.traffic import Traffic
 
 Handle = Callable[["Handler"], None]
 BLOB = bytes(range(256)) * 400

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
-from blocktrain.cli.tracking import TrackOption, recording
 from blocktrain.config import load_recipe
 from blocktrain.errors import UserError
+from blocktrain.tracking.trackers import TrackOption, recording
 
 
 def coordinator(

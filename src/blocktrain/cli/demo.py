@@ -24,23 +24,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.assembly import save_final_checkpoint
-from blocktrain.cli.curves import draw_swarm
-from blocktrain.cli.launcher import LaunchConfig, Launcher
-from blocktrain.cli.ledgers import open_source, verify_source
-from blocktrain.cli.local_swarm import LocalSwarm, SwarmOptions, shown
 from blocktrain.cli.options import DeviceOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
-from blocktrain.cli.saboteur import Fate, Saboteur
-from blocktrain.cli.signals import stopping
 from blocktrain.cli.terminal import harmless
+from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.config import Recipe, load_recipe
 from blocktrain.errors import StoppedError, UserError
+from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.local.assembly import save_final_checkpoint
+from blocktrain.local.attacker import Fate, Saboteur
+from blocktrain.local.launcher import LaunchConfig, Launcher
+from blocktrain.local.signals import stopping
+from blocktrain.local.swarm import LocalSwarm, SwarmOptions, shown
+from blocktrain.tracking.curves import draw_swarm
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.local import LocalRun
 from blocktrain.training.storage import write_json
 from blocktrain.wire.messages import StatusAnswer
-from blocktrain.worker.client import CoordinatorClient
 
 WORKERS = 4
 STAGES = 3
@@ -224,7 +224,7 @@ class Demo:
         }
 
     def sample(self, url: str, mode: str, *, show: bool) -> tuple[str, dict[str, Any]]:
-        from blocktrain.serving.client import GatewayClient
+        from blocktrain.client.gateway import GatewayClient
 
         parts: list[str] = []
         usage: dict[str, Any] = {}

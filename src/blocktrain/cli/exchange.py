@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blocktrain.cli.model_card import model_card
 from blocktrain.errors import BlocktrainError, UserError
+from blocktrain.tracking.model_card import model_card
 from blocktrain.training.checkpoint import Description, read_config
 from blocktrain.training.exchange import export_checkpoint, import_checkpoint
 

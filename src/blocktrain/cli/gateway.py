@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blocktrain.cli.signals import stopping
 from blocktrain.cli.terminal import for_stdout
 from blocktrain.errors import UserError
+from blocktrain.local.signals import stopping
 
 if TYPE_CHECKING:
-    from blocktrain.serving.client import Delta, GatewayClient
-    from blocktrain.serving.gateway import GatewayConfig
+    from blocktrain.client.gateway import Delta, GatewayClient
+    from blocktrain.serving.gateway.app import GatewayConfig
 
 # The serving package is imported inside the verbs: a training machine need not have what it needs.
 
@@ -69,7 +69,7 @@ def gateway(
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
     from blocktrain.cli.serving import read_token
-    from blocktrain.serving.main_gateway import run_gateway
+    from blocktrain.serving.gateway.main import run_gateway
 
     configure_logs()
     run_gateway(
@@ -90,8 +90,8 @@ def configure_logs() -> None:
 def gateway_config(
     keys: Path | None, limits: Iterable[str], overflow: str, origins: Iterable[str]
 ) -> GatewayConfig:
-    from blocktrain.serving.gateway import GatewayConfig
-    from blocktrain.serving.limits import load_keys, parse_limits
+    from blocktrain.serving.gateway.app import GatewayConfig
+    from blocktrain.serving.gateway.limits import load_keys, parse_limits
 
     if overflow not in ("refuse", "slide"):
         raise UserError(f"--overflow must be refuse or slide, found {overflow!r}")
@@ -117,7 +117,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
-    from blocktrain.cli.launcher import LaunchConfig, Launcher
+    from blocktrain.local.launcher import LaunchConfig, Launcher
 
     configure_logs()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
@@ -169,7 +169,7 @@ def generate_from_url(
     passes: int | None = None,
 ) -> None:
     """`generate --url`: the prompt and its continuation on stdout as they come, the cost on stderr."""
-    from blocktrain.serving.client import GatewayClient
+    from blocktrain.client.gateway import GatewayClient
 
     fields: dict[str, Any] = {
         "prompt": prompt,
@@ -242,8 +242,8 @@ def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    from blocktrain.serving.local_engine import LocalEngine
-    from blocktrain.serving.main_gateway import background_gateway
+    from blocktrain.serving.engine.local import LocalEngine
+    from blocktrain.serving.gateway.main import background_gateway
 
     assert checkpoint is not None
     with background_gateway(LocalEngine(checkpoint)) as address:
@@ -251,7 +251,7 @@ def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
 
 
 def converse(url: str, key: str | None, system: str | None, fields: Mapping[str, Any]) -> None:
-    from blocktrain.serving.client import GatewayClient
+    from blocktrain.client.gateway import GatewayClient
 
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

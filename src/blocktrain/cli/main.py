@@ -13,17 +13,17 @@ import typer
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.demo import demo
-from blocktrain.cli.doctor.verb import doctor
+from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate, generate
 from blocktrain.cli.exchange import export, import_
 from blocktrain.cli.gateway import chat, gateway, serve
-from blocktrain.cli.leash import end_with_parent
 from blocktrain.cli.serving import stage
 from blocktrain.cli.simulate import simulate
 from blocktrain.cli.swarm import status, swarm, worker
 from blocktrain.cli.train import train
 from blocktrain.cli.trust import contributions, invite, judge, ledger_verbs, worker_verbs
 from blocktrain.errors import BlocktrainError
+from blocktrain.local.parent_watch import end_with_parent
 
 app = typer.Typer(
     name="blocktrain",

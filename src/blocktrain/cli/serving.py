@@ -32,8 +32,8 @@ def stage(
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
     # Here: a training machine need not have what serving needs.
-    from blocktrain.serving.main_stage import parse_blocks, run_stage
-    from blocktrain.serving.stage import StageConfig
+    from blocktrain.serving.stage.main import parse_blocks, run_stage
+    from blocktrain.serving.stage.stage import StageConfig
     from blocktrain.serving.transport import Address
     from blocktrain.wire.identity import load_or_create
 

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
-from blocktrain.cli.signals import stop_on_signals
-from blocktrain.cli.tracking import TrackOption, recording
 from blocktrain.config import load_recipe
+from blocktrain.local.signals import stop_on_signals
+from blocktrain.tracking.trackers import TrackOption, recording
 
 DEFAULT_DATA_DIR = Path("~/.blocktrain/worker")
 
@@ -65,8 +65,8 @@ def swarm(
     """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
     import json
 
-    from blocktrain.cli.assembly import save_final_checkpoint
-    from blocktrain.cli.local_swarm import SwarmOptions, run_swarm
+    from blocktrain.local.assembly import save_final_checkpoint
+    from blocktrain.local.swarm import SwarmOptions, run_swarm
 
     file = find_recipe(recipe).absolute()
     resolved = load_recipe(file, set_)
@@ -85,9 +85,9 @@ def status(
 ) -> None:
     """Show how a run is doing."""
     from blocktrain.cli.status_view import status_tables
+    from blocktrain.client.coordinator import CoordinatorClient
+    from blocktrain.client.traffic import Traffic
     from blocktrain.wire.identity import Identity
-    from blocktrain.worker.client import CoordinatorClient
-    from blocktrain.worker.traffic import Traffic
 
     client = CoordinatorClient(
         url, Identity.generate(), Traffic(), threading.Event(), lambda line: typer.echo(line, err=True), 2

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.curves import draw_curves
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
 from blocktrain.cli.progress import TrainingProgress
-from blocktrain.cli.signals import stop_on_signals
-from blocktrain.cli.tracking import METRICS_FILE, RecordedSteps, TrackerName, TrackOption, recording
 from blocktrain.config import Recipe, load_recipe
+from blocktrain.local.signals import stop_on_signals
+from blocktrain.tracking.curves import draw_curves
+from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, TrackerName, TrackOption, recording
 from blocktrain.training.local import LocalRun
 
 

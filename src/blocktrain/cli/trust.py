@@ -21,8 +21,8 @@ from blocktrain.cli.options import DeviceOption, find_device
 from blocktrain.errors import UserError
 
 if TYPE_CHECKING:
+    from blocktrain.client.coordinator import CoordinatorClient
     from blocktrain.wire.identity import Identity
-    from blocktrain.worker.client import CoordinatorClient
 
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="The coordinator's data folder, with its key.")
@@ -47,11 +47,11 @@ def judge(
     ] = None,
 ) -> None:
     """Score updates for a coordinator, beside its own judge and others. May be killed at any time."""
-    from blocktrain.cli.judging import Judge
-    from blocktrain.cli.signals import stop_on_signals
+    from blocktrain.client.coordinator import CoordinatorClient, Stopped
+    from blocktrain.client.traffic import Traffic
+    from blocktrain.judge.judge import Judge
+    from blocktrain.local.signals import stop_on_signals
     from blocktrain.wire.identity import load_or_create
-    from blocktrain.worker.client import CoordinatorClient, Stopped
-    from blocktrain.worker.traffic import Traffic
 
     stop = stop_on_signals()
     identity = load_or_create(key.expanduser())
@@ -87,7 +87,7 @@ def list_workers(
     coordinator: Annotated[str, typer.Argument(help="Address of the run.")], as_json: JsonOption = False
 ) -> None:
     """Standing and contribution of every worker."""
-    from blocktrain.cli.ledgers import public_client
+    from blocktrain.judge.ledger_check import public_client
 
     answer = public_client(coordinator).workers()
     if as_json:
@@ -153,7 +153,7 @@ def verify_ledger(
     as_json: JsonOption = False,
 ) -> None:
     """Replay a ledger from its payloads to the same snapshots; exit 1 names the first entry that is wrong."""
-    from blocktrain.cli.ledgers import open_source, read_receipts, verify_source
+    from blocktrain.judge.ledger_check import open_source, read_receipts, verify_source
 
     held = read_receipts(receipts.expanduser()) if receipts is not None else []
     found = verify_source(open_source(source), held, open_source(against) if against else None, key)
@@ -185,7 +185,7 @@ def contributions(
     as_csv: Annotated[bool, typer.Option("--csv", help="A table instead of the signed JSON.")] = False,
 ) -> None:
     """Who trained what: JSON signed by the coordinator (checked here), or CSV."""
-    from blocktrain.cli.ledgers import public_client
+    from blocktrain.judge.ledger_check import public_client
     from blocktrain.wire.hashing import canonical_json
     from blocktrain.wire.identity import verify
     from blocktrain.wire.messages import CONTRIBUTIONS_CONTEXT
@@ -215,7 +215,7 @@ def _operator_key(data_dir: Path) -> Identity:
 
 
 def _operator(url: str, data_dir: Path) -> CoordinatorClient:
-    from blocktrain.cli.ledgers import public_client
+    from blocktrain.judge.ledger_check import public_client
 
     client = public_client(url, _operator_key(data_dir))
     client.audience = client.run().run_id

@@ -1,136 +1,138 @@
-"""Whether a commit or a payload is let in: pure checks, cheapest first, each refusal with its remedy.
+"""The door: who may join, by the run's admission mode; caps per address; lists the operator keeps in files.
 
-Order in the request path: signature and replay (app), joined, assignment known and its own, (worker,
-block, round) unused, base hash known, exact length; then, as the body streams, length, rate and digest;
-then hash equals commit, parse, norm.
-
-Covered: everything that can be told from the bytes and the state. Not covered: whether the update helps
-(the judge's work), rate caps per address, bans. Norms outside `NORM_BOUNDS` times the running median are
-recorded with the verdict and clipped by the merge, not refused.
+Covered: joins without a stamp, with another's, an old or a forged one; invitations used twice, expired or
+forged; ids not on the list; too many identities from one network. Not covered: many networks and much
+hashing; what they get is probation.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import ipaddress
+from pathlib import Path
 
-from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.deadlines import Lateness, lateness
+from blake3 import blake3
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.wire.messages import CommitRequest, ErrorReason, Outcome, VerdictReason
+from blocktrain.coordinator.storage.store import InviteRow, WorkerRow
+from blocktrain.wire.messages import ChallengeAnswer, ErrorReason, JoinRequest
+from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, is_stamp, read_invite
 
-NORM_BOUNDS = (0.1, 10.0)
-"""A norm outside these multiples of the running median is worth an operator's look."""
-MAX_NORM = 1e18
-"""Above this a merge could overflow fp32; no block of finite training comes near."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssignmentView:
-    """What a commit is checked against."""
-
-    block: int
-    round: int
-    returned: bool
-    committed_hash: str | None
-    """Payload hash of an earlier commit for this (worker, block, round)."""
-    payload_bytes: int
-    """Exact length of every payload of this block."""
-    base_version: int | None
-    """Version of the commit's base hash in this block; None where it is no snapshot of it."""
-    base_used: bool
-    """Another assignment of this worker has an update on the same snapshot."""
-    head_version: int
+ALLOWLIST_FILE = "allowlist.txt"
+JUDGES_FILE = "judges.txt"
+MAX_LIST_BYTES = 4 << 20
 
 
-def commit_refusal(assignment: AssignmentView, commit: CommitRequest) -> Refusal | None:
-    """Why this commit is refused, or None; a repeated commit of the same payload is not refused."""
-    if assignment.returned:
-        return Refusal(
-            ErrorReason.LEASE_RETURNED, "this assignment was handed back", "ask for another assignment"
+def listed_ids(path: Path) -> frozenset[str]:
+    """Worker ids in a file, one a line, `#` begins a comment; none where there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8")[:MAX_LIST_BYTES]
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(line.split("#")[0].strip() for line in text.splitlines()) - {""}
+
+
+def network_name(address: str) -> str:
+    """What counts as one place: an IPv4 address or an IPv6 /64."""
+    try:
+        found = ipaddress.ip_address(address.split("%")[0])
+    except ValueError:
+        return address
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    plain = mapped or found
+    return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
+
+
+def network_of(address: str, secret: bytes) -> str:
+    """A keyed hash of that place: enough to count by, useless to who steals the database."""
+    return blake3(f"network/{network_name(address)}".encode(), key=secret).digest(length=16).hex()
+
+
+class Door:
+    def __init__(
+        self, trust: TrustConfig, run_id: str, coordinator_key: str, secret: bytes, data_dir: Path
+    ) -> None:
+        self._trust, self._run_id, self._secret = trust, run_id, secret
+        self._key, self._data_dir = bytes.fromhex(coordinator_key), data_dir
+
+    def challenge(self, worker_id: str, now: float) -> ChallengeAnswer:
+        return ChallengeAnswer(
+            admission=self._trust.admission,
+            challenge=challenge(self._secret, self._run_id, worker_id, now),
+            bits=self._trust.stamp_bits if self._trust.admission == "open" else 0,
+            valid_seconds=CHALLENGE_SECONDS,
         )
-    if assignment.committed_hash not in (None, commit.payload_hash):
+
+    def is_judge(self, worker_id: str) -> bool:
+        return worker_id in listed_ids(self._data_dir / JUDGES_FILE)
+
+    def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
+        """Everything that needs no database, so that a flood of joins does not wait for one another."""
+        if self._trust.admission == "open":
+            return self._stamp_refusal(worker_id, request, now)
+        if self._trust.admission == "invite":
+            valid = request.invite is not None and read_invite(self._key, request.invite, now) is not None
+            return None if valid else _invite_refusal("missing, expired or not this coordinator's")
+        if worker_id in listed_ids(self._data_dir / ALLOWLIST_FILE):
+            return None
         return Refusal(
-            ErrorReason.ALREADY_COMMITTED,
-            f"round {assignment.round} of block {assignment.block} already has another commit of this worker",
-            "deliver the payload that was committed, or ask for another assignment",
+            ErrorReason.NOT_LISTED,
+            f"worker {worker_id} is not on this run's list",
+            f"ask the operator to add the id to {ALLOWLIST_FILE}",
         )
-    if assignment.base_version is None:
-        return Refusal(
-            ErrorReason.UNKNOWN_BASE,
-            f"base {commit.base_hash[:12]}… is no snapshot of block {assignment.block}",
-            f"rebase on a snapshot from GET /v1/blocks/{assignment.block}",
+
+    def _stamp_refusal(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
+        bits = self._trust.stamp_bits
+        if not bits:
+            return None
+        good = (
+            request.challenge is not None
+            and request.stamp is not None
+            and is_challenge(self._secret, self._run_id, worker_id, request.challenge, now)
+            and is_stamp(request.challenge, request.stamp, bits)
         )
-    return (
-        _round_refusal(assignment)
-        or _base_refusal(assignment)
-        or length_refusal(assignment.payload_bytes, commit.payload_bytes)
-    )
+        return (
+            None
+            if good
+            else Refusal(
+                ErrorReason.STAMP_REQUIRED,
+                f"expected a stamp of {bits} bits on a fresh challenge",
+                f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
+            )
+        )
+
+    def enter(
+        self, session: Session, worker_id: str, request: JoinRequest, address: str | None, now: float
+    ) -> str | None:
+        """The last checks, in the transaction that makes the worker; the network it is counted under."""
+        if self._trust.admission == "invite":
+            self._use_invite(session, worker_id, request, now)
+        if address is None:
+            return None
+        network = network_of(address, self._secret)
+        count = session.scalar(select(func.count()).where(WorkerRow.address == network))
+        if (count or 0) >= self._trust.max_workers_per_address:
+            raise Refusal(
+                ErrorReason.ADDRESS_FULL,
+                f"{count} workers have joined from this network address, as many as this run takes",
+                "use a key that has joined before, or ask the operator",
+            )
+        return network
+
+    def _use_invite(self, session: Session, worker_id: str, request: JoinRequest, now: float) -> None:
+        found = read_invite(self._key, request.invite or "", now)
+        if found is None:
+            raise _invite_refusal("missing, expired or not this coordinator's")
+        if session.get(InviteRow, found.invite_id[:32]) is not None:
+            raise _invite_refusal("used already")
+        session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
 
 
-def _round_refusal(assignment: AssignmentView) -> Refusal | None:
-    assert assignment.base_version is not None
-    if assignment.base_version >= assignment.round:
-        return None
+def _invite_refusal(problem: str) -> Refusal:
     return Refusal(
-        ErrorReason.ROUND_NOT_OPEN,
-        f"round {assignment.round} of block {assignment.block} starts from version {assignment.round}, this "
-        f"update from version {assignment.base_version}; the head is version {assignment.head_version}",
-        "rebase on that version and commit again"
-        if assignment.head_version >= assignment.round
-        else "wait until the round before it has closed, rebase, and commit again",
+        ErrorReason.INVITE_REQUIRED,
+        f"the invitation is {problem}",
+        "ask the operator for one (`blocktrain invite`) and pass it with --invite",
     )
-
-
-def _base_refusal(assignment: AssignmentView) -> Refusal | None:
-    """Leases of several rounds must not add up to several votes in one merge."""
-    if not assignment.base_used:
-        return None
-    return Refusal(
-        ErrorReason.ALREADY_COMMITTED,
-        f"this worker has already committed an update on version {assignment.base_version} of block "
-        f"{assignment.block}",
-        "rebase on a newer version, or ask for another assignment",
-    )
-
-
-def length_refusal(expected: int, found: int) -> Refusal | None:
-    if found == expected:
-        return None
-    return Refusal(
-        ErrorReason.WRONG_LENGTH,
-        f"expected a payload of exactly {expected} bytes, found {found}",
-        "encode with the codec and schema of GET /v1/run",
-    )
-
-
-def ruling(age: int, finished: bool, problem: Lateness | None, swarm: SwarmConfig) -> Lateness:
-    """What becomes of a revealed payload; `problem` is what decoding it brought to light."""
-    if problem is not None:
-        return problem
-    if finished:
-        sentence = "the block has had all its rounds"
-        return Lateness(Outcome.REFUSED, 0.0, VerdictReason.RUN_FINISHED, sentence)
-    return lateness(age, swarm)
-
-
-def malformed(sentence: str, reason: VerdictReason = VerdictReason.MALFORMED) -> Lateness:
-    return Lateness(Outcome.REFUSED, 0.0, reason, sentence)
-
-
-def norm_problem(norm: float) -> Lateness | None:
-    if math.isfinite(norm) and norm <= MAX_NORM:
-        return None
-    sentence = f"expected a norm of at most {MAX_NORM:g}, found {norm:g}"
-    return Lateness(Outcome.REFUSED, 0.0, VerdictReason.NOT_FINITE, sentence)
-
-
-def norm_remark(norm: float, running_median: float | None) -> str | None:
-    """A sentence for the ledger where the norm is out of the ordinary."""
-    if not running_median:
-        return None
-    low, high = NORM_BOUNDS
-    ratio = norm / running_median
-    if low <= ratio <= high:
-        return None
-    return f"norm {norm:.3g} is {ratio:.3g} times the running median; usual is {low:g} to {high:g}"

@@ -11,14 +11,21 @@ from typing import Any
 from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
+from blocktrain.coordinator.admission import Door
 from blocktrain.coordinator.context import Context, frozen_of
-from blocktrain.coordinator.deadlines import lateness, stand_in_steps
-from blocktrain.coordinator.doors import Door
-from blocktrain.coordinator.ledger import receipt_of
+from blocktrain.coordinator.decisions.deadlines import lateness, stand_in_steps
+from blocktrain.coordinator.decisions.scheduling import (
+    BlockView,
+    Done,
+    Offer,
+    Pause,
+    WorkerView,
+    next_assignment,
+)
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
-from blocktrain.coordinator.standings import refuse_banned, seen, withheld
-from blocktrain.coordinator.store import LIVE_STATES, AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.reputation_rows import refuse_banned, seen, withheld
+from blocktrain.coordinator.storage.ledger import receipt_of
+from blocktrain.coordinator.storage.store import LIVE_STATES, AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (

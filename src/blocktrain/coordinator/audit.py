@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx2
 
-from blocktrain.coordinator.blobs import Blobs, payload_key, snapshot_key
-from blocktrain.coordinator.ledger import VerificationReport, read_entries, verify_ledger
 from blocktrain.coordinator.service import DATABASE_FILE
-from blocktrain.coordinator.store import Store
+from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
+from blocktrain.coordinator.storage.ledger import VerificationReport, read_entries, verify_ledger
+from blocktrain.coordinator.storage.store import Store
 from blocktrain.errors import StorageError, UserError
 from blocktrain.wire.messages import MAX_LEDGER_PAGE, LedgerAnswer, LedgerEntry
 

@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.blobs import Blobs
-from blocktrain.coordinator.deadlines import (
+from blocktrain.coordinator.decisions.deadlines import (
     HISTORY_ARRIVALS,
     Deadline,
     Lateness,
@@ -20,12 +19,13 @@ from blocktrain.coordinator.deadlines import (
     round_seconds,
     wanted_updates,
 )
-from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.reputation_rows import refuse_banned, seen, standing_of
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.standings import refuse_banned, seen, standing_of
-from blocktrain.coordinator.store import AssignmentRow, BlockRow, RunRow, Store, UpdateRow, WorkerRow
-from blocktrain.coordinator.weights import WeightCache
+from blocktrain.coordinator.storage.blobs import Blobs
+from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, RunRow, Store, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, RoundState
 
 _frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])

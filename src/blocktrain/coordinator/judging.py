@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.admission import ruling
 from blocktrain.coordinator.context import Context, frozen_of
-from blocktrain.coordinator.deadlines import Lateness
-from blocktrain.coordinator.ledger import receipt_of
+from blocktrain.coordinator.decisions.commit_checks import ruling
+from blocktrain.coordinator.decisions.deadlines import Lateness
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.reputation_rows import counted_scores, note_verdict, standing_of
 from blocktrain.coordinator.scoring import lower_priority
-from blocktrain.coordinator.standings import counted_scores, note_verdict, standing_of
-from blocktrain.coordinator.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.ledger import receipt_of
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.updates import count_verdict, running_median
-from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors

@@ -15,11 +15,11 @@ from types import FrameType
 import uvicorn
 
 from blocktrain.config import load_recipe
-from blocktrain.coordinator.app import create_app
-from blocktrain.coordinator.display import make_display
-from blocktrain.coordinator.front import front_of
+from blocktrain.coordinator.http.app import create_app
+from blocktrain.coordinator.http.connections import front_of
+from blocktrain.coordinator.metrics_file import Watch, watched
+from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
-from blocktrain.coordinator.watching import Watch, watched
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
 

@@ -6,10 +6,10 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.display import Display
-from blocktrain.coordinator.ledger import read_entries
+from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.store import (
+from blocktrain.coordinator.storage.ledger import read_entries
+from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
     MergeRow,

@@ -23,13 +23,13 @@ from sqlalchemy import func, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.blobs import snapshot_key
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import Lateness, should_close
+from blocktrain.coordinator.decisions.deadlines import Lateness, should_close
 from blocktrain.coordinator.judging import Judging
-from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
+from blocktrain.coordinator.storage.blobs import snapshot_key
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
+from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.updates import running_median
-from blocktrain.coordinator.weights import Weights
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import clip_scales, replay_merge
 from blocktrain.training.snapshot import blank_file, snapshot_hash

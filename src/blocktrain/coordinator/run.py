@@ -14,9 +14,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from blocktrain.config import Recipe, SwarmConfig, with_defaults
-from blocktrain.coordinator.blobs import Blobs, snapshot_key
-from blocktrain.coordinator.ledger import Ledger
-from blocktrain.coordinator.store import BlockRow, RunRow, SnapshotRow, Store
+from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
+from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import RecipeError, UserError
 from blocktrain.ids import CorpusHash, derive_seed

@@ -17,9 +17,9 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.display import Display
+from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.run import build_objective
-from blocktrain.coordinator.store import BlockRow, EvaluationRow
+from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.corpora import Corpus
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import BlocktrainError

@@ -17,23 +17,23 @@ from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
 
 from blocktrain.config import Recipe, TrustConfig
+from blocktrain.coordinator.admission import Door
 from blocktrain.coordinator.assignments import Assignments
-from blocktrain.coordinator.blobs import Blobs
 from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.display import Display
-from blocktrain.coordinator.doors import Door
 from blocktrain.coordinator.judging import Judging
-from blocktrain.coordinator.ledger import Ledger
 from blocktrain.coordinator.metrics import Metrics
-from blocktrain.coordinator.people import People
+from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.rounds import Rounds
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.scoring import Scoring
-from blocktrain.coordinator.store import NonceRow, Store
+from blocktrain.coordinator.storage.blobs import Blobs
+from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.store import NonceRow, Store
+from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
-from blocktrain.coordinator.weights import WeightCache
+from blocktrain.coordinator.workers import People
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import StorageError, UserError
 from blocktrain.training.storage import locked_file

@@ -17,7 +17,9 @@ from typing import IO, Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.admission import (
+from blocktrain.coordinator.assignments import Assignments
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.decisions.commit_checks import (
     AssignmentView,
     commit_refusal,
     length_refusal,
@@ -26,14 +28,19 @@ from blocktrain.coordinator.admission import (
     norm_remark,
     ruling,
 )
-from blocktrain.coordinator.assignments import Assignments
-from blocktrain.coordinator.blobs import PRESIGNED_SECONDS, payload_key, upload_key
-from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.deadlines import Lateness, own_share
-from blocktrain.coordinator.ledger import receipt_of
+from blocktrain.coordinator.decisions.deadlines import Lateness, own_share
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.standings import note_verdict
-from blocktrain.coordinator.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.reputation_rows import note_verdict
+from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
+from blocktrain.coordinator.storage.ledger import receipt_of
+from blocktrain.coordinator.storage.store import (
+    AssignmentRow,
+    BlockRow,
+    MergeRow,
+    SnapshotRow,
+    UpdateRow,
+    WorkerRow,
+)
 from blocktrain.training.merge import update_norm
 from blocktrain.training.snapshot import Tensors
 from blocktrain.training.update import difference

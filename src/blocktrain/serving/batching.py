@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.serving.held import HeldBlocks, Work
+from blocktrain.serving.blocks import HeldBlocks, Work
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import count
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.admission import AssignmentView, commit_refusal, ruling
-from blocktrain.coordinator.deadlines import (
+from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, ruling
+from blocktrain.coordinator.decisions.deadlines import (
     HISTORY_ARRIVALS,
     Deadline,
     Lateness,
@@ -28,8 +28,15 @@ from blocktrain.coordinator.deadlines import (
     stand_in_steps,
     wanted_updates,
 )
+from blocktrain.coordinator.decisions.scheduling import (
+    BlockView,
+    Done,
+    Offer,
+    Pause,
+    WorkerView,
+    next_assignment,
+)
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.scheduling import BlockView, Done, Offer, Pause, WorkerView, next_assignment
 from blocktrain.coordinator.updates import COUNTED_NORMS
 from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock

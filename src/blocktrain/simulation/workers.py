@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blocktrain.coordinator.deadlines import Lateness, lateness
-from blocktrain.coordinator.scheduling import Offer
+from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
+from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator, Update

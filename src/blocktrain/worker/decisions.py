@@ -12,8 +12,6 @@ from enum import StrEnum
 
 from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
 
-FIRST_BACKOFF_SECONDS = 0.2
-LONGEST_BACKOFF_SECONDS = 15.0
 PREFETCH_SECONDS = 5.0
 PREFETCH_SHARE = 0.8
 ASLEEP_SECONDS = 20.0
@@ -29,12 +27,6 @@ IDLE_WATCH_SECONDS = 2.0
 RETURNED_REASONS = frozenset({VerdictReason.DROPPED, VerdictReason.TOO_OLD, VerdictReason.RUN_FINISHED})
 MAX_UNSENT = 1
 """Finished rounds that may wait behind the one being sent; each costs a copy of the weights."""
-
-
-def backoff_seconds(attempt: int, chance: float) -> float:
-    """Doubling from the first retry, jittered to between half and all of it; `chance` is in [0, 1)."""
-    longest: float = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 16))
-    return longest * (0.5 + 0.5 * chance)
 
 
 def slept_seconds(*, wall: float, monotonic: float) -> float | None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
 from blocktrain.errors import BlocktrainError, WireError
 from blocktrain.wire.messages import (
     Assignment,
@@ -22,7 +23,6 @@ from blocktrain.wire.messages import (
     HeartbeatRequest,
     Wait,
 )
-from blocktrain.worker.client import CoordinatorClient, Refusal
 from blocktrain.worker.decisions import MAX_UNSENT, asks_for_next, slept_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.standing import Base, Standing

@@ -20,6 +20,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.traffic import Spent, Traffic
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
@@ -32,7 +34,6 @@ from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
 from blocktrain.wire.tokens import find_stamp
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
 from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.frozen import FrozenSnapshots
@@ -42,7 +43,6 @@ from blocktrain.worker.snapshots import Layout, Snapshots
 from blocktrain.worker.standing import Base, Standing
 from blocktrain.worker.state import StateFolder
 from blocktrain.worker.threads import Crew
-from blocktrain.worker.traffic import Spent, Traffic
 from blocktrain.worker.training import LocalTraining
 from blocktrain.worker.watcher import Watcher
 

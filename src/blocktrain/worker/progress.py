@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.worker.traffic import Traffic
+from blocktrain.client.traffic import Traffic
 
 SHOWN_LINES = 8
 LINE_SECONDS = 5.0

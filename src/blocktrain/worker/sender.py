@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
-from blocktrain.worker.client import CoordinatorClient, Refusal, Stopped
 from blocktrain.worker.decisions import Sent, is_forgotten, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.snapshots import Layout, Snapshots

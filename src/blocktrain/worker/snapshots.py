@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
 from blocktrain.config import Recipe
 from blocktrain.errors import WireError
 from blocktrain.ids import derive_seed
@@ -30,7 +31,6 @@ from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import BlockLayout, MergeRecord
 from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.client import CoordinatorClient, Refusal
 from blocktrain.worker.decisions import MERGES_PER_DOWNLOAD, Route, cheapest_route
 from blocktrain.worker.standing import Base
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from blocktrain.worker.client import Stopped
+from blocktrain.client.coordinator import Stopped
 
 
 class Crew:

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import blocktrain
-from blocktrain.serving.engine import Engine, EngineConfig
-from blocktrain.serving.engine_api import TextEngine
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_gateway import background_gateway
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import Stage, StageConfig
+from blocktrain.serving.engine.api import TextEngine
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.main import background_gateway
+from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from tiny import shaken_blocks, tiny_recipe
 
-from blocktrain.cli.launcher import LaunchConfig, stage_programs
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
+from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.block import make_codebook
 from blocktrain.model.objective import Objective
-from blocktrain.serving.local_engine import LocalEngine
-from blocktrain.serving.main_stage import load_stage
-from blocktrain.serving.stage import StageConfig
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.stage import StageConfig
 from blocktrain.training.checkpoint import save_checkpoint
 
 from .conftest import serve_engine, served_by, stages

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from blocktrain.serving.chat_template import STOPS
+from blocktrain.serving.gateway.chat_template import STOPS
 
 MESSAGES = [{"role": "system", "content": "Help."}, {"role": "user", "content": "What is a list?"}]
 

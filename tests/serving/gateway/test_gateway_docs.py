@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from blocktrain.serving import api_errors, doorkeeper, gateway
-from blocktrain.serving.gateway import ANSWER_HEADERS, create_app
-from blocktrain.serving.gateway_metrics import GatewayMetrics
-from blocktrain.serving.limits import Limits
-from blocktrain.serving.openai_messages import (
+from blocktrain.serving.engine.sweeping import SWEEP_TOKENS
+from blocktrain.serving.gateway import access as doorkeeper
+from blocktrain.serving.gateway import api_errors
+from blocktrain.serving.gateway import app as gateway
+from blocktrain.serving.gateway.app import ANSWER_HEADERS, create_app
+from blocktrain.serving.gateway.limits import Limits
+from blocktrain.serving.gateway.metrics import GatewayMetrics
+from blocktrain.serving.gateway.openai_messages import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -25,7 +28,6 @@ from blocktrain.serving.openai_messages import (
     CompletionRequest,
     TraversalUsage,
 )
-from blocktrain.serving.sweeping import SWEEP_TOKENS
 
 from .conftest import Served
 

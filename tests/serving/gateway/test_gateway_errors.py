@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.limits import Keys, Limits
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.limits import Keys, Limits
 
 from .conftest import Served, serve_engine
 

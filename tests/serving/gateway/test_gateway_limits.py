@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import UserError
-from blocktrain.serving.limits import Bucket, Door, Keys, Limits, Rates, Refusal, after_request, load_keys
+from blocktrain.serving.gateway.limits import (
+    Bucket,
+    Door,
+    Keys,
+    Limits,
+    Rates,
+    Refusal,
+    after_request,
+    load_keys,
+)
 
 
 def test_keys_of_a_file_have_names(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.limits import Limits
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.limits import Limits
 
 from .conftest import Served, serve_engine, served_by, stages, wait_until
 

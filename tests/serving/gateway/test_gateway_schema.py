@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from blocktrain.serving.gateway import GatewayConfig
-from blocktrain.serving.limits import Limits
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig
+from blocktrain.serving.gateway.limits import Limits
 
 from .conftest import serve_engine
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from blocktrain.serving.local_engine import LocalEngine
+from blocktrain.serving.engine.local import LocalEngine
 
 from .conftest import Served, serve_engine
 

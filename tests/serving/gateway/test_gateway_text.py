@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.serving.chat_template import chat_prompt
-from blocktrain.serving.openai_messages import ChatMessage
-from blocktrain.serving.text import Offsets, TextStream, token_label
+from blocktrain.serving.gateway.chat_template import chat_prompt
+from blocktrain.serving.gateway.openai_messages import ChatMessage
+from blocktrain.serving.gateway.text import Offsets, TextStream, token_label
 
 SMALL_TEXTS = st.text(alphabet="abé€😀\n", max_size=24)
 STOPS = st.lists(st.text(alphabet="abé€\n", min_size=1, max_size=4), max_size=3)

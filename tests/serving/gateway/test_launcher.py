@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.cli.launcher import LaunchConfig, Launcher, block_groups, restart_pause
 from blocktrain.errors import UserError
-from blocktrain.serving.limits import parse_limits
-from blocktrain.serving.main_gateway import open_port
+from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups, restart_pause
+from blocktrain.serving.gateway.limits import parse_limits
+from blocktrain.serving.gateway.main import open_port
 
 from .conftest import Served, wait_until
 
@@ -86,7 +86,7 @@ def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path, tmp_path: 
 
 STARTS_A_CHILD = """
 import pathlib, sys, threading
-from blocktrain.cli.processes import await_line, start_child
+from blocktrain.local.processes import await_line, start_child
 child = start_child("stage", sys.argv[2:], pathlib.Path(sys.argv[1]))
 await_line(child, r"stage ready listen=(\\S+)", 120, threading.Event())
 print(child.process.pid, flush=True)
@@ -230,7 +230,7 @@ def test_a_mode_without_a_gateway_is_refused_instead_of_ignored(checkpoint: Path
 
 
 def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
-    from blocktrain.serving.client import GatewayClient, GatewayError
+    from blocktrain.client.gateway import GatewayClient, GatewayError
 
     free = open_port("127.0.0.1", 0)
     url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -242,7 +242,7 @@ def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
 
 
 def test_refusals_of_the_gateway_reach_the_command_line(served: Served) -> None:
-    from blocktrain.serving.client import GatewayClient, GatewayError
+    from blocktrain.client.gateway import GatewayClient, GatewayError
 
     with GatewayClient(served.url + "/v1") as client, pytest.raises(GatewayError, match="temperature"):
         list(client.complete({"model": client.model(), "prompt": "x", "temperature": -1}))

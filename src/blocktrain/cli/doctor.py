@@ -1,0 +1,104 @@
+"""The verb `doctor`: reads, judges, prints. Exit 1 if anything is an error, 2 for misuse, else 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from blocktrain.cli.options import DeviceOption
+from blocktrain.cli.swarm import DEFAULT_DATA_DIR
+from blocktrain.doctor import findings, machine
+from blocktrain.doctor.findings import Finding, Severity, worst
+from blocktrain.errors import BlocktrainError
+
+STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+
+
+def doctor(
+    coordinator: Annotated[
+        str | None, typer.Option(help="A run you want to join, http(s)://HOST[:PORT].")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A stage that a gateway should reach.")
+    ] = None,
+    device: DeviceOption = "auto",
+    data_dir: Annotated[Path, typer.Option(help="Where a worker would keep its data.")] = DEFAULT_DATA_DIR,
+    corpus: Annotated[str | None, typer.Option(help="Where the run's text lies on this machine.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say whether this machine is fit to train, join and serve, and what to do where it is not.
+
+    Exit code 0: fit (perhaps with warnings); 1: something must be mended; 2: misuse.
+    """
+    found = about_machine(device, data_dir.expanduser(), coordinator)
+    if coordinator is not None:
+        found += about_run(coordinator, device, corpus)
+    if stage is not None:
+        from blocktrain.doctor.network import read_stage
+
+        found.append(findings.about_stage(read_stage(stage)))
+    show(found, as_json=as_json)
+    if worst(found) is Severity.ERROR:
+        raise typer.Exit(1)
+
+
+def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Finding]:
+    device = machine.read_device(device_name)
+    return [
+        *findings.about_versions(machine.read_versions()),
+        findings.about_device(device),
+        findings.about_blocks(device, machine.shipped_needs()),
+        findings.about_disk(machine.read_disk(data_dir)),
+        findings.about_files(machine.read_file_limit()),
+        findings.about_tcp(machine.read_tcp()),
+        findings.about_proxy(machine.read_proxy(os.environ), url),
+    ]
+
+
+def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
+    from blocktrain.doctor.network import read_certificate, read_coordinator, utc_now
+
+    reading, run = read_coordinator(url, time.time)
+    found = [
+        findings.about_coordinator(reading),
+        findings.about_clock(reading),
+    ]
+    if reading.failed_at not in ("name", "connection"):
+        found.append(findings.about_tls(url, read_certificate(url), utc_now()))
+    if run is not None:
+        from blocktrain.doctor.network import read_text_problem, run_need
+
+        try:
+            device = machine.read_device(device_name)
+            found.append(findings.about_blocks(device, [run_need(run)], of_run=True))
+            found.append(findings.about_text(read_text_problem(run, corpus)))
+        except BlocktrainError as error:
+            found.append(Finding("run", Severity.ERROR, "this machine cannot train it", str(error),
+                                 "tell whoever runs the coordinator"))  # fmt: skip
+    return [finding for finding in found if finding is not None]
+
+
+def show(found: list[Finding], *, as_json: bool) -> None:
+    summary = worst(found)
+    if as_json:
+        listed = [finding.to_dict() for finding in found]
+        typer.echo(json.dumps({"severity": summary.name.lower(), "findings": listed}, indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in found:
+        word = finding.severity.name.lower()
+        line = Text.assemble((f"{word:<8}", STYLES[finding.severity]), f"{finding.topic}: {finding.found}")
+        console.print(line)
+        if finding.cause is not None:
+            console.print(Text(f"        cause:  {finding.cause}"))
+        if finding.remedy is not None:
+            console.print(Text(f"        remedy: {finding.remedy}"))
+    count = sum(finding.severity is not Severity.OK for finding in found)
+    console.print("nothing to mend" if not count else f"{count} to look at, worst: {summary.name.lower()}")

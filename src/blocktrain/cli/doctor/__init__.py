@@ -1,1 +1,0 @@
-"""`blocktrain doctor`: readings of this machine and its network, and what they mean for a user."""

@@ -1,0 +1,1 @@
+"""What the coordinator decides, as pure functions of facts and time."""

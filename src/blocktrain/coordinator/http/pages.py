@@ -1,0 +1,108 @@
+"""The dashboard: static files at the coordinator's address, and the headers that keep strangers' text inert.
+
+The page reads the public API like anybody else; nothing here knows what it shows. Its scripts and styles
+come from this process alone: the policy forbids inline code, frames, other origins (but the gateway's, to
+chat with) and, through trusted types, every way of turning a string into markup.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from fastapi import APIRouter, Request, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blocktrain.coordinator.http.signed_requests import coordinator_of
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.wire.messages import ErrorReason
+
+FOLDER = Path(__file__).parent / "dashboard"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+pages = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True)
+class Page:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def files() -> MappingProxyType[str, Page]:
+    """Every file of the dashboard, by name: a request can name no other."""
+    found = {}
+    for path in sorted(FOLDER.iterdir()):
+        content = path.read_bytes()
+        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        found[path.name] = Page(content, MEDIA_TYPES[path.suffix], etag)
+    return MappingProxyType(found)
+
+
+@pages.get("/")
+def get_dashboard(request: Request) -> Response:
+    return page_response(request, "index.html")
+
+
+@pages.get("/dashboard/{name}")
+def get_dashboard_file(request: Request, name: str) -> Response:
+    return page_response(request, name)
+
+
+def page_response(request: Request, name: str) -> Response:
+    page = files().get(name)
+    if page is None:
+        raise Refusal(ErrorReason.NOT_FOUND, "no such file of the dashboard", "open / in a browser")
+    gateway = coordinator_of(request).display.gateway_origin
+    headers = {
+        "Cache-Control": "no-cache",
+        "ETag": page.etag,
+        "Content-Security-Policy": content_security_policy(gateway),
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+    }
+    if request.headers.get("if-none-match") == page.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(page.content, headers=headers, media_type=page.media_type)
+
+
+def content_security_policy(gateway: str | None) -> str:
+    rules = {
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self'",
+        "img-src": "'self'",
+        "connect-src": "'self'" if gateway is None else f"'self' {gateway}",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+class NoSniffing:
+    """Every answer is what it says it is: an uploaded payload can never be taken for a script."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        await self._app(scope, receive, marked)

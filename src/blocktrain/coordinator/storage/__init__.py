@@ -1,0 +1,1 @@
+"""What the coordinator keeps: tables, blobs, the ledger, decoded weights."""

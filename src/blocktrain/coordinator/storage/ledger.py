@@ -1,0 +1,285 @@
+"""The ledger: append-only, hash-chained, signed; and its verification from entries and blobs alone.
+
+`h_n = blake3(h_{n-1} || canonical({sequence, time, kind, body}))`, signed by the run's coordinator key.
+An entry is written in the transaction that does what it says. Verification regenerates every snapshot
+from the payloads and names the first entry that does not hold.
+
+Covered: changed, missing, reordered or inserted entries, wrong signatures, merges whose result is not what
+their inputs give, snapshots or payloads whose bytes were changed, assignments that name snapshots which did
+not exist. Not covered: entries cut off at the end (compare the length and head with a receipt), and a
+coordinator that never wrote something down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy import float32
+from numpy.typing import NDArray
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.storage.store import LedgerRow, RunRow
+from blocktrain.errors import BlocktrainError
+from blocktrain.training.merge import replay_merge
+from blocktrain.training.snapshot import Tensors, from_safetensors, snapshot_hash
+from blocktrain.wire.codec import CodecSpec, Schema, decode
+from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, chain_hash, content_hash
+from blocktrain.wire.identity import Identity, verify
+from blocktrain.wire.messages import BlockLayout, LedgerEntry, MergeRecord, Outcome, Receipt
+
+SIGNATURE_CONTEXT = b"blocktrain ledger 1\n"
+
+Body = dict[str, Any]
+
+
+def entry_hash_of(previous: str, sequence: int, time: float, kind: str, body: Body) -> str:
+    return chain_hash(previous, {"sequence": sequence, "time": time, "kind": kind, "body": body})
+
+
+def signed_bytes(entry_hash: str) -> bytes:
+    return SIGNATURE_CONTEXT + bytes.fromhex(entry_hash)
+
+
+class Ledger:
+    """Appends in the caller's transaction; locks the run row, so it comes last in every transaction."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def sign(self, data: bytes) -> bytes:
+        """By the run's coordinator key; the caller brings a context that no other signature has."""
+        return self._identity.sign(data)
+
+    def append(self, session: Session, now: float, kind: str, body: Body) -> Receipt:
+        run = session.get(RunRow, 1, with_for_update=True, populate_existing=True)
+        assert run is not None
+        sequence = run.ledger_length
+        digest = entry_hash_of(run.ledger_hash, sequence, now, kind, body)
+        signature = self._identity.sign(signed_bytes(digest)).hex()
+        text = canonical_json(body).decode()
+        session.add(
+            LedgerRow(
+                sequence=sequence, time=now, kind=kind, body=text, entry_hash=digest, signature=signature
+            )
+        )
+        run.ledger_length, run.ledger_hash = sequence + 1, digest
+        session.flush()
+        return Receipt(sequence=sequence, entry_hash=digest, signature=signature)
+
+
+def receipt_of(session: Session, sequence: int) -> Receipt:
+    row = session.get(LedgerRow, sequence)
+    assert row is not None
+    return Receipt(sequence=sequence, entry_hash=row.entry_hash, signature=row.signature)
+
+
+def read_entries(session: Session, since: int, limit: int) -> list[LedgerEntry]:
+    rows = session.scalars(
+        select(LedgerRow).where(LedgerRow.sequence >= since).order_by(LedgerRow.sequence).limit(limit)
+    )
+    return [
+        LedgerEntry.model_validate(
+            {
+                "sequence": row.sequence,
+                "time": row.time,
+                "kind": row.kind,
+                "body": json.loads(row.body),
+                "entry_hash": row.entry_hash,
+                "signature": row.signature,
+            }
+        )
+        for row in rows
+    ]
+
+
+# --- verification ------------------------------------------------------------------------------------
+
+Fetch = Callable[[str], bytes]
+"""Bytes of an object by its hash, or a BlocktrainError."""
+
+
+@dataclass
+class VerificationReport:
+    entries: int = 0
+    merges: int = 0
+    head_hash: str = GENESIS_HASH
+    heads: dict[int, str] = field(default_factory=dict)
+    """Block to the hash of its last snapshot."""
+    first_bad: int | None = None
+    """Sequence number of the first entry that does not hold."""
+    reason: str = "every entry holds"
+
+    @property
+    def ok(self) -> bool:
+        return self.first_bad is None
+
+
+class _Broken(BlocktrainError):
+    pass
+
+
+def verify_ledger(
+    entries: Iterable[LedgerEntry],
+    fetch_payload: Fetch,
+    fetch_snapshot: Fetch,
+    coordinator_key: str | None = None,
+) -> VerificationReport:
+    """Chain, signatures and every merge; with `coordinator_key` the run must be that coordinator's."""
+    report = VerificationReport()
+    replay = _Replay(fetch_payload, fetch_snapshot, coordinator_key)
+    for expected, entry in enumerate(entries):
+        try:
+            _check_chain(report, expected, entry)
+            replay.take(entry)
+            _check_signature(replay.key, entry)
+        except (BlocktrainError, ValueError, KeyError, TypeError) as error:
+            report.first_bad = expected
+            report.reason = f"entry {expected} ({entry.kind}): {error}"
+            break
+        report.entries += 1
+        report.head_hash = entry.entry_hash
+    report.merges, report.heads = replay.merges, dict(replay.heads)
+    return report
+
+
+def check_receipts(hashes: Sequence[str], key: bytes, receipts: Iterable[Receipt]) -> list[str]:
+    """What receipts prove against a ledger whose entries have these hashes; empty where they agree.
+
+    A receipt with the coordinator's signature on another hash than the ledger's shows two heads: one of them
+    was hidden from somebody.
+    """
+    problems = []
+    for receipt in receipts:
+        name = f"receipt of entry {receipt.sequence}"
+        if not verify(key, signed_bytes(receipt.entry_hash), bytes.fromhex(receipt.signature)):
+            problems.append(f"{name}: not signed by this run's coordinator; it proves nothing")
+        elif receipt.sequence >= len(hashes):
+            problems.append(
+                f"{name}: the ledger ends at {len(hashes)} entries; what was acknowledged is gone"
+            )
+        elif hashes[receipt.sequence] != receipt.entry_hash:
+            problems.append(
+                f"{name}: two heads: the coordinator signed {receipt.entry_hash[:16]}… and shows "
+                f"{hashes[receipt.sequence][:16]}…"
+            )
+    return problems
+
+
+def first_difference(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int | None:
+    """Number of the first entry that two copies of a ledger tell differently; None where one begins with
+    the other."""
+    for left, right in zip(one, other, strict=False):
+        if left.entry_hash != right.entry_hash:
+            return left.sequence
+    return None
+
+
+def _check_chain(report: VerificationReport, expected: int, entry: LedgerEntry) -> None:
+    if entry.sequence != expected:
+        raise _Broken(f"expected sequence number {expected}, found {entry.sequence}")
+    digest = entry_hash_of(report.head_hash, entry.sequence, entry.time, entry.kind, entry.body)
+    if digest != entry.entry_hash:
+        raise _Broken("its hash does not follow from its content and the entry before it")
+
+
+def _check_signature(key: bytes, entry: LedgerEntry) -> None:
+    if not verify(key, signed_bytes(entry.entry_hash), bytes.fromhex(entry.signature)):
+        raise _Broken("the signature is not the coordinator's")
+
+
+class _Replay:
+    """The blocks' weights as the ledger tells them."""
+
+    def __init__(self, fetch_payload: Fetch, fetch_snapshot: Fetch, coordinator_key: str | None) -> None:
+        self._fetch_payload, self._fetch_snapshot = fetch_payload, fetch_snapshot
+        self._wanted_key = coordinator_key
+        self.key = b""
+        self.heads: dict[int, str] = {}
+        self.merges = 0
+        self._tensors: dict[int, dict[str, NDArray[float32]]] = {}
+        self._schemas: dict[int, Schema] = {}
+        self._codec = CodecSpec("dense")
+        self._published: set[tuple[int, int, str]] = set()
+        """Block, version and hash of every snapshot so far."""
+        self._unmerged: dict[str, float] = {}
+        """Updates with an accepting verdict and no merge yet, and the weight they were promised."""
+
+    def take(self, entry: LedgerEntry) -> None:
+        if entry.sequence == 0:
+            self._start(entry)
+        elif entry.kind == "assign":
+            self._assign(entry.body.get("frozen", ()))
+        elif entry.kind == "verdict":
+            self._verdict(entry.body)
+        elif entry.kind == "merge":
+            self._merge(MergeRecord.model_validate(entry.body))
+        elif entry.kind == "snapshot":
+            self._snapshot(entry.body["block"], entry.body["hash"])
+
+    def _assign(self, frozen: Sequence[Body]) -> None:
+        """The snapshots that an assignment names were published before it."""
+        for one in frozen:
+            if (one["block"], one["version"], one["hash"]) not in self._published:
+                raise _Broken(
+                    f"names version {one['version']} of block {one['block']}, which was not there yet"
+                )
+
+    def _verdict(self, body: Body) -> None:
+        """A later refusal (by the guard, or with a ban) takes an earlier promise back."""
+        if body["outcome"] == Outcome.REFUSED:
+            self._unmerged.pop(body["update_id"], None)
+        else:
+            self._unmerged[body["update_id"]] = body["weight"]
+
+    def _start(self, entry: LedgerEntry) -> None:
+        if entry.kind != "run":
+            raise _Broken("the first entry must describe the run")
+        found = entry.body["coordinator_key"]
+        if self._wanted_key not in (None, found):
+            raise _Broken(f"expected coordinator key {self._wanted_key}, found {found}")
+        self.key = bytes.fromhex(found)
+        for layout in map(BlockLayout.model_validate, entry.body["blocks"]):
+            schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
+            self._schemas[layout.block], self._codec = schema, CodecSpec.parse(layout.codec)
+            self.heads[layout.block] = layout.initial_hash
+            self._published.add((layout.block, 0, layout.initial_hash))
+            self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
+
+    def _load(self, block: int, wanted: str) -> dict[str, NDArray[float32]]:
+        tensors = from_safetensors(self._fetch_snapshot(wanted), self._schemas[block])
+        if snapshot_hash(tensors) != wanted:
+            raise _Broken(f"the stored snapshot {wanted} has other contents")
+        return tensors
+
+    def _merge(self, record: MergeRecord) -> None:
+        block = record.block
+        if record.base_hash != self.heads[block]:
+            raise _Broken(f"merges into {record.base_hash}, the head is {self.heads[block]}")
+        for one in record.inputs:
+            if self._unmerged.pop(one.update_id, None) != one.weight:
+                raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
+        decoded = {one.payload_hash: self._payload(block, one.payload_hash) for one in record.inputs}
+        late = {one.base_hash for one in record.inputs} - {record.base_hash}
+        bases = {wanted: self._load(block, wanted) for wanted in late} if self._codec.kind == "dense" else {}
+        tensors = replay_merge(record, self._tensors[block], decoded, bases)
+        if snapshot_hash(tensors) != record.result_hash:
+            raise _Broken(f"its inputs give {snapshot_hash(tensors)}, not {record.result_hash}")
+        self._tensors[block], self.heads[block] = tensors, record.result_hash
+        self._published.add((block, record.version, record.result_hash))
+        self.merges += 1
+
+    def _payload(self, block: int, wanted: str) -> Tensors:
+        payload = self._fetch_payload(wanted)
+        if content_hash(payload) != wanted:
+            raise _Broken(f"the stored payload {wanted} has other contents")
+        return decode(self._codec, self._schemas[block], payload)
+
+    def _snapshot(self, block: int, stored: str) -> None:
+        """The stored file must be the weights that the merges gave."""
+        if stored != self.heads[block]:
+            raise _Broken(f"names snapshot {stored}, the merges give {self.heads[block]}")
+        self._load(block, stored)

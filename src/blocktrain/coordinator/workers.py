@@ -1,0 +1,237 @@
+"""Workers as people see them: standing, verdicts with reasons, contributions; and what an operator may do.
+
+Contribution is counted where work went into a snapshot, and nowhere else; the export is signed by the
+coordinator's key, so that it can be shown elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.decisions.deadlines import Lateness
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.reputation_rows import ban, standing_of
+from blocktrain.coordinator.storage.store import AssignmentRow, BanRow, UpdateRow, WorkerRow
+from blocktrain.validation.reputation import reputation, uptime
+from blocktrain.wire.hashing import canonical_json
+from blocktrain.wire.messages import (
+    CONTRIBUTIONS_CONTEXT,
+    BanRequest,
+    BanState,
+    ContributionsAnswer,
+    ErrorReason,
+    OperatorAnswer,
+    Outcome,
+    Receipt,
+    VerdictReason,
+    VerdictRecord,
+    VerdictsAnswer,
+    WorkerAnswer,
+    WorkersAnswer,
+    WorkerSummary,
+)
+
+SHOWN_WORKERS = 1000
+SHOWN_VERDICTS = 100
+
+
+@dataclass(frozen=True)
+class Credit:
+    merged: int
+    weight: float
+    """Sum of the age weights of the merged updates."""
+    gain: float
+    """Sum of their held-out gains, in nats per token."""
+
+
+def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit]:
+    """What went into snapshots, by worker."""
+    query = select(
+        UpdateRow.worker_id,
+        func.count(),
+        func.sum(UpdateRow.weight),
+        func.coalesce(func.sum(UpdateRow.gain), 0.0),
+    ).where(UpdateRow.state == "merged")
+    if worker_id is not None:
+        query = query.where(UpdateRow.worker_id == worker_id)
+    rows = session.execute(query.group_by(UpdateRow.worker_id))
+    return {name: Credit(count, float(weight or 0), float(gain or 0)) for name, count, weight, gain in rows}
+
+
+def _bans(session: Session, now: float, worker_id: str | None = None) -> dict[str, BanState]:
+    """Those in force, by worker."""
+    query = select(BanRow).where(BanRow.until > now)
+    if worker_id is not None:
+        query = query.where(BanRow.worker_id == worker_id)
+    return {row.worker_id: BanState(reason=row.reason, until=row.until) for row in session.scalars(query)}
+
+
+class People:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    # --- reading ---
+
+    def workers(self) -> WorkersAnswer:
+        """The most useful first."""
+        now = self._context.clock()
+        with self._context.store.read() as session:
+            rows = session.scalars(
+                select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS)
+            ).all()
+            credits, bans = _credits(session), _bans(session, now)
+            found = [self._summary(row, credits, bans, now) for row in rows]
+        return WorkersAnswer(workers=tuple(sorted(found, key=lambda one: -one.merged_weight)))
+
+    def worker(self, worker_id: str) -> WorkerAnswer:
+        now = self._context.clock()
+        with self._context.store.read() as session:
+            row = self._row(session, worker_id)
+            verdicts = session.scalars(
+                select(UpdateRow)
+                .where(UpdateRow.worker_id == worker_id, UpdateRow.revealed.is_not(None))
+                .order_by(UpdateRow.commit_sequence.desc())
+                .limit(SHOWN_VERDICTS)
+            )
+            return WorkerAnswer(
+                worker=self._summary(row, _credits(session, worker_id), _bans(session, now, worker_id), now),
+                verdicts=tuple(map(_record, verdicts)),
+            )
+
+    def verdicts(self) -> VerdictsAnswer:
+        """The latest first, whoever they are about."""
+        with self._context.store.read() as session:
+            rows = session.scalars(
+                select(UpdateRow)
+                .where(UpdateRow.verdict_sequence.is_not(None))
+                .order_by(UpdateRow.verdict_sequence.desc())
+                .limit(SHOWN_VERDICTS)
+            )
+            return VerdictsAnswer(verdicts=tuple(map(_record, rows)))
+
+    def _row(self, session: Session, worker_id: str) -> WorkerRow:
+        row = session.get(WorkerRow, worker_id)
+        if row is None:
+            raise Refusal(ErrorReason.NOT_FOUND, f"no worker {worker_id} in this run")
+        return row
+
+    def _summary(
+        self, row: WorkerRow, credits: Mapping[str, Credit], bans: Mapping[str, BanState], now: float
+    ) -> WorkerSummary:
+        standing, known = standing_of(row), now - row.joined
+        credit = credits.get(row.worker_id, Credit(0, 0.0, 0.0))
+        return WorkerSummary(
+            worker_id=row.worker_id,
+            label=row.label,
+            joined=row.joined,
+            last_seen=row.last_seen,
+            live=row.last_seen > now - self._context.run.swarm.lease_seconds,
+            probation=self._context.judged and not row.established,
+            ban=bans.get(row.worker_id),
+            reputation=reputation(standing, known),
+            rating=standing.rating,
+            assigned_versus_other=standing.average,
+            uptime=uptime(standing, known),
+            good_verdicts=standing.good_verdicts,
+            verdicts=standing.verdicts,
+            merged=credit.merged,
+            merged_weight=credit.weight,
+            gain=credit.gain,
+            tokens=credit.merged * self._tokens_per_update(),
+        )
+
+    def _tokens_per_update(self) -> int:
+        recipe = self._context.run.recipe
+        return recipe.swarm.steps_per_round * recipe.training.batch * recipe.model.context
+
+    def contributions(self) -> ContributionsAnswer:
+        now, run = self._context.clock(), self._context.run
+        tokens = self._tokens_per_update()
+        with self._context.store.read() as session:
+            columns = select(WorkerRow.worker_id, WorkerRow.public_key)
+            keys = {row.worker_id: row.public_key for row in session.execute(columns)}
+            workers = [
+                {
+                    "worker_id": worker_id,
+                    "public_key": keys.get(worker_id),
+                    "merged": credit.merged,
+                    "merged_weight": credit.weight,
+                    "tokens": credit.merged * tokens,
+                    "gain": credit.gain,
+                }
+                for worker_id, credit in sorted(_credits(session).items())
+            ]
+        statement = {"run_id": run.run_id, "time": now, "workers": workers}
+        return ContributionsAnswer(
+            statement=statement,
+            signature=self._context.ledger.sign(CONTRIBUTIONS_CONTEXT + canonical_json(statement)).hex(),
+        )
+
+    # --- the operator ---
+
+    def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
+        """Also takes back what it has waiting for a merge."""
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = session.get(WorkerRow, worker_id, with_for_update=True)
+            self._take_back(session, worker_id, request.reason, now)
+            receipt = ban(session, self._context.ledger, worker_id, request.reason, request.seconds, now)
+            if row is not None:
+                row.block = None
+        self._context.changes.notify()
+        return OperatorAnswer(receipt=receipt)
+
+    def remove(self, worker_id: str) -> OperatorAnswer:
+        """Forget a worker: its leases are free, and it must join, and be judged, as a newcomer."""
+        now = self._context.clock()
+        with self._context.store.write() as session:
+            row = self._row(session, worker_id)
+            self._take_back(session, worker_id, "removed by the operator", now)
+            leases = session.scalars(
+                select(AssignmentRow).where(
+                    AssignmentRow.worker_id == worker_id, AssignmentRow.state == "leased"
+                )
+            )
+            for lease in leases.all():
+                lease.state = "returned"
+            session.delete(row)
+            receipt: Receipt = self._context.ledger.append(session, now, "remove", {"worker_id": worker_id})
+        self._context.changes.notify()
+        return OperatorAnswer(receipt=receipt)
+
+    def _take_back(self, session: Session, worker_id: str, reason: str, now: float) -> None:
+        """Blocks first, in order: a merge that begins meanwhile fixes its inputs under the same lock."""
+        waiting = (
+            UpdateRow.worker_id == worker_id,
+            UpdateRow.state.in_(("judging", "accepted", "late")),
+            UpdateRow.merge_version.is_(None),
+        )
+        for block in sorted(set(session.scalars(select(UpdateRow.block).where(*waiting)))):
+            self._context.block(session, block, lock=True)
+        rows = session.scalars(select(UpdateRow).where(*waiting).execution_options(populate_existing=True))
+        for row in rows.all():
+            refusal = Lateness(Outcome.REFUSED, 0.0, VerdictReason.REMOVED, reason)
+            self._context.write_verdict(session, row, refusal, now, {})
+
+
+def _record(row: UpdateRow) -> VerdictRecord:
+    return VerdictRecord(
+        worker_id=row.worker_id,
+        update_id=row.update_id,
+        block=row.block,
+        round=row.round,
+        state=row.state,
+        weight=row.weight,
+        reason=row.reason,
+        sentence=row.sentence,
+        norm=row.norm,
+        evidence=None if row.evidence is None else json.loads(row.evidence),
+        revealed=row.revealed,
+        verdict_sequence=row.verdict_sequence,
+    )

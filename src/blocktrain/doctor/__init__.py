@@ -1,0 +1,1 @@
+"""What `blocktrain doctor` looks at, and what it says."""

@@ -1,0 +1,222 @@
+"""Readings of the network: how far a request comes, a certificate, a clock, a stage's greeting.
+
+Every step has a time-out, and answers are cut off at a size; nothing that comes back is trusted beyond a
+schema. Reads only: a coordinator is asked for its run, a stage is greeted and left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal
+from urllib.parse import SplitResult, urlsplit
+
+import httpx2
+from cryptography import x509
+from pydantic import ValidationError
+
+from blocktrain.doctor.findings import Certificate, Coordinator, Need, StageProbe
+from blocktrain.doctor.machine import need_of
+from blocktrain.errors import BlocktrainError, RecipeError, UserError, WireError
+from blocktrain.serving.transport import Address, ConnectionLostError, connect
+from blocktrain.wire.frame_metadata import Failure, Hello, ModelShape, decode_metadata, encode_metadata
+from blocktrain.wire.frames import GREETING_LIMITS, FrameType, Header, encode_frame
+from blocktrain.wire.messages import RunAnswer
+from blocktrain.worker.program import load_run_corpus, swarm_recipe
+
+CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 20.0
+GREETING_SECONDS = 3.0
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_LAYERS, MAX_WIDTH = 1024, 1 << 17
+"""A run that asks for more is told apart before anything of that size is laid out."""
+
+
+def split_url(url: str) -> SplitResult:
+    place = urlsplit(url)
+    try:
+        usable = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UserError(f"expected an address such as http://HOST:8420, found {url!r}")
+    return place
+
+
+def port_of(place: SplitResult) -> int:
+    return place.port or (443 if place.scheme == "https" else 80)
+
+
+def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[Coordinator, RunAnswer | None]:
+    place = split_url(url)
+    failed = _unreachable(url, place)
+    if failed is not None:
+        return failed, None
+    context = httpx2.create_ssl_context()
+    timeout = httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+    # As a worker does: redirects are followed, proxies of the environment are not.
+    with httpx2.Client(verify=context, timeout=timeout, follow_redirects=True, trust_env=False) as client:
+        try:
+            return _asked(client, url.rstrip("/"), clock)
+        except httpx2.HTTPError as error:
+            at: Literal["tls", "answer"] = "tls" if "SSL" in str(error) else "answer"
+            return Coordinator(url, at, str(error) or type(error).__name__), None
+
+
+def _unreachable(url: str, place: SplitResult) -> Coordinator | None:
+    assert place.hostname is not None
+    try:
+        with socket.create_connection((place.hostname, port_of(place)), CONNECT_SECONDS):
+            return None
+    except socket.gaierror as error:
+        return Coordinator(url, "name", error.strerror or str(error))
+    except OSError as error:
+        return Coordinator(url, "connection", error.strerror or str(error) or "no answer in time")
+
+
+def _asked(
+    client: httpx2.Client, url: str, clock: Callable[[], float]
+) -> tuple[Coordinator, RunAnswer | None]:
+    begun, at = clock(), time.monotonic()
+    status, content = _get(client, f"{url}/v1/run")
+    seconds = time.monotonic() - at
+    if status == 200:
+        try:
+            run = RunAnswer.model_validate_json(content)
+        except ValidationError as error:
+            problem = f"its answer does not fit protocol 1 ({error.errors()[0]['msg']})"
+            return Coordinator(url, None, problem, "other"), None
+        skew = run.server_time - (begun + seconds / 2)
+        name = str(run.recipe.get("name", ""))[:200]
+        return Coordinator(url, None, "", "coordinator", name, skew, seconds), run
+    if _is_gateway(client, url):
+        return Coordinator(url, None, "", "gateway"), None
+    return Coordinator(url, None, f"/v1/run answers {status}", "other"), None
+
+
+def _is_gateway(client: httpx2.Client, url: str) -> bool:
+    status, content = _get(client, f"{url}/v1/models")
+    if status == 401:
+        return b"invalid_api_key" in content
+    try:
+        return status == 200 and json.loads(content)["object"] == "list"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _get(client: httpx2.Client, url: str) -> tuple[int, bytes]:
+    with client.stream("GET", url) as response:
+        content = bytearray()
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > MAX_ANSWER_BYTES:
+                raise httpx2.ReadError(f"an answer longer than {MAX_ANSWER_BYTES} B")
+        return response.status_code, bytes(content)
+
+
+def read_certificate(url: str) -> Certificate | None:
+    """The certificate an https:// address shows, trusted or not; None without TLS or a connection."""
+    place = split_url(url)
+    if place.scheme != "https":
+        return None
+    error = None
+    try:
+        shown = _handshake(place, httpx2.create_ssl_context())
+    except ssl.SSLCertVerificationError as refused:
+        error, shown = refused.verify_message, _shown(place)
+    except (OSError, ssl.SSLError) as failed:
+        error, shown = str(failed), _shown(place)
+    if shown is None:
+        return None if error is None else Certificate(error, (), None, False)
+    certificate = x509.load_der_x509_certificate(shown)
+    own = certificate.issuer == certificate.subject
+    return Certificate(error, _names(certificate), certificate.not_valid_after_utc, own)
+
+
+def _handshake(place: SplitResult, context: ssl.SSLContext) -> bytes | None:
+    assert place.hostname is not None
+    with (
+        socket.create_connection((place.hostname, port_of(place)), CONNECT_SECONDS) as plain,
+        context.wrap_socket(plain, server_hostname=place.hostname) as encrypted,
+    ):
+        return encrypted.getpeercert(binary_form=True)
+
+
+def _shown(place: SplitResult) -> bytes | None:
+    """Look at a certificate without believing it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        return _handshake(place, context)
+    except OSError:
+        return None
+
+
+def _names(certificate: x509.Certificate) -> tuple[str, ...]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return tuple(str(name.value) for name in names)
+
+
+def run_need(run: RunAnswer) -> Need:
+    """What one block of the run takes."""
+    recipe = swarm_recipe(run)
+    if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
+        raise RecipeError(
+            f"the run asks for blocks of {recipe.model.layers_per_block} layers and width "
+            f"{recipe.model.width}; no machine trains that"
+        )
+    return need_of(recipe)
+
+
+def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:
+    try:
+        load_run_corpus(swarm_recipe(run), run, corpus)
+    except BlocktrainError as error:
+        return str(error)
+    return None
+
+
+def read_stage(text: str) -> StageProbe:
+    return asyncio.run(_greeted(Address.parse(text)))
+
+
+async def _greeted(address: Address) -> StageProbe:
+    """Say HELLO for a model that nobody has: a stage refuses it with a sentence, and is thereby known."""
+    try:
+        stream = await connect(address, CONNECT_SECONDS)
+    except ConnectionLostError as error:
+        outcome: Literal["timeout", "no connection"] = (
+            "timeout" if "no answer in time" in str(error) else "no connection"
+        )
+        return StageProbe(str(address), outcome, str(error))
+    except WireError as error:
+        return StageProbe(str(address), "no stage", str(error))
+    nobody = "0" * 64
+    model = ModelShape("doctor", nobody, nobody, 256, 1, 1, 1)
+    try:
+        async with asyncio.timeout(GREETING_SECONDS):
+            hello = encode_metadata(Hello(secrets.token_hex(32), model))
+            await stream.write(encode_frame(Header(FrameType.HELLO), hello))
+            frame = await stream.read(GREETING_LIMITS)
+        if frame.type == FrameType.REFUSED:
+            return StageProbe(str(address), "refused", decode_metadata(frame, Failure).sentence)
+        outcome_found = frame.type == FrameType.WELCOME
+        return StageProbe(str(address), "welcome" if outcome_found else "no stage", frame.type.name)
+    except (WireError, TimeoutError) as error:
+        return StageProbe(str(address), "no stage", f"no answer of a stage: {error or 'none in time'}")
+    finally:
+        stream.abort()
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)

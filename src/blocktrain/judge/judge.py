@@ -1,0 +1,95 @@
+"""`blocktrain judge`: a process that shares the coordinator's queue of updates to be scored.
+
+Holds one task at a time. Killed, it delays only that task, until its lease ends; the coordinator never waits
+for a judge. Learns payloads before they are merged, so its key must be trusted with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+
+import torch
+
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.errors import DataError
+from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
+from blocktrain.training.update import Weights
+from blocktrain.validation.scorer import Scorer
+from blocktrain.validation.tasks import applied, report_of, work_of
+from blocktrain.wire.codec import decode
+from blocktrain.wire.messages import JudgeTask
+from blocktrain.worker.program import load_run_corpus, swarm_recipe
+from blocktrain.worker.snapshots import Layout
+
+KEPT_SNAPSHOTS = 4
+"""Beside those of frozen blocks: the head and the base of the task, and of the one before."""
+
+
+class Judge:
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        device: torch.device,
+        corpus: str | None,
+        held_out: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._client, self._say = client, say
+        run = client.run()
+        client.audience = run.run_id
+        recipe = swarm_recipe(run)
+        text = load_run_corpus(recipe, run, corpus)
+        if recipe.trust.private_text is not None and held_out is None:
+            raise DataError(
+                "this run is judged on private text: get it from the operator, and use --held-out"
+            )
+        trust = dataclasses.replace(recipe.trust, private_text=held_out)
+        self._scorer = Scorer(dataclasses.replace(recipe, trust=trust), text, device)
+        self._layouts = [Layout.of(layout) for layout in run.blocks]
+        self._snapshots: dict[str, Weights] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            answer = self._client.judge_lease()
+            if isinstance(answer, JudgeTask):
+                self._judge(answer)
+            else:
+                stop.wait(answer.seconds)
+
+    def _judge(self, task: JudgeTask) -> None:
+        layout = self._layouts[task.block]
+        try:
+            payload = self._client.judge_payload(task.update_id, layout.payload_bytes)
+            decoded = decode(layout.codec, layout.schema, payload)
+            frozen = {one.block: self._snapshot(one.block, one.hash) for one in task.frozen}
+            base = self._snapshot(task.block, task.head_hash)
+            own_base = self._snapshot(task.block, task.base_hash)
+            self._forget(KEPT_SNAPSHOTS + len(frozen))
+            after = applied(layout.codec, base, own_base, decoded, task.step)
+            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
+            self._client.judge_report(task.update_id, report_of(evidence))
+        except Refusal as refusal:
+            if refusal.reason != "lease_lost":
+                raise
+            self._say(f"lost update={task.update_id[:12]}: {refusal}")
+            return
+        gain = evidence.held_out
+        self._say(f"judged update={task.update_id[:12]} block={task.block} gain={gain.mean:+.4f}")
+
+    def _snapshot(self, block: int, wanted: str) -> Weights:
+        tensors = self._snapshots.pop(wanted, None)
+        if tensors is None:
+            schema = self._layouts[block].schema
+            content = self._client.fetch(f"/v1/snapshots/{wanted}", max_snapshot_bytes(schema))
+            tensors = from_safetensors(content, schema)
+            if snapshot_hash(tensors) != wanted:
+                raise DataError(f"the coordinator served another snapshot than {wanted}; do not judge for it")
+        self._snapshots[wanted] = tensors
+        return tensors
+
+    def _forget(self, kept: int) -> None:
+        """Those used longest ago."""
+        while len(self._snapshots) > kept:
+            self._snapshots.pop(next(iter(self._snapshots)))

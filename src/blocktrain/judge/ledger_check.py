@@ -1,0 +1,131 @@
+"""Reading a ledger from a data folder or a coordinator's address, and what verifying it says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.traffic import Traffic
+from blocktrain.coordinator.service import DATABASE_FILE
+from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
+from blocktrain.coordinator.storage.ledger import (
+    VerificationReport,
+    check_receipts,
+    first_difference,
+    read_entries,
+    verify_ledger,
+)
+from blocktrain.coordinator.storage.store import Store
+from blocktrain.errors import UserError
+from blocktrain.wire.identity import Identity
+from blocktrain.wire.messages import MAX_LEDGER_PAGE, LedgerEntry, Receipt
+
+ATTEMPTS = 4
+MAX_OBJECT_BYTES = 1 << 34
+"""No block is larger; an endless answer is cut off here."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A copy of a ledger, and where its objects are."""
+
+    name: str
+    entries: list[LedgerEntry]
+    payload: Callable[[str], bytes]
+    snapshot: Callable[[str], bytes]
+
+
+def open_source(place: str) -> Source:
+    return _from_url(place) if "://" in place else _from_folder(Path(place).expanduser())
+
+
+def _from_folder(folder: Path) -> Source:
+    database = folder / DATABASE_FILE
+    if not database.exists():
+        raise UserError(f"no ledger at {folder}: expected a coordinator's --data-dir, with {DATABASE_FILE}")
+    store, blobs = Store(f"sqlite:///{database.absolute()}"), Blobs.from_url(str(folder / "blobs"))
+    try:
+        entries = list(_stored_entries(store))
+    finally:
+        store.close()
+    return Source(
+        str(folder),
+        entries,
+        lambda wanted: blobs.get(payload_key(wanted)),
+        lambda wanted: blobs.get(snapshot_key(wanted)),
+    )
+
+
+def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
+    since = 0
+    while True:
+        with store.read() as session:
+            page = read_entries(session, since, MAX_LEDGER_PAGE)
+        if not page:
+            return
+        yield from page
+        since = page[-1].sequence + 1
+
+
+def public_client(url: str, identity: Identity | None = None) -> CoordinatorClient:
+    return CoordinatorClient(
+        url, identity or Identity.generate(), Traffic(), threading.Event(), lambda _: None, ATTEMPTS
+    )
+
+
+def _from_url(url: str) -> Source:
+    client = public_client(url)
+    entries: list[LedgerEntry] = []
+    while page := client.ledger(len(entries)).entries:
+        entries += page
+    return Source(
+        url,
+        entries,
+        lambda wanted: client.fetch(f"/v1/updates/{wanted}", MAX_OBJECT_BYTES),
+        lambda wanted: client.fetch(f"/v1/snapshots/{wanted}", MAX_OBJECT_BYTES),
+    )
+
+
+def read_receipts(folder: Path) -> list[Receipt]:
+    """All receipts a worker kept, in any run under its data folder."""
+    files = [folder] if folder.is_file() else sorted(folder.rglob("receipts.jsonl"))
+    if not files:
+        raise UserError(f"no receipts in {folder}: expected a worker's --data-dir")
+    receipts = []
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            try:
+                receipts.append(Receipt.model_validate_json(line))
+            except ValidationError:
+                raise UserError(f"{file}:{number} is not a receipt; remove the line or restore it") from None
+    return receipts
+
+
+@dataclass(frozen=True)
+class Findings:
+    report: VerificationReport
+    problems: list[str]
+    receipts: int
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok and not self.problems
+
+
+def verify_source(
+    source: Source, receipts: list[Receipt], against: Source | None, key: str | None
+) -> Findings:
+    """Replay one copy, then hold receipts and another copy against it."""
+    report = verify_ledger(source.entries, source.payload, source.snapshot, key)
+    problems = []
+    if receipts and source.entries:
+        found = bytes.fromhex(str(source.entries[0].body.get("coordinator_key", "")))
+        problems += check_receipts([entry.entry_hash for entry in source.entries], found, receipts)
+    if against is not None and (number := first_difference(source.entries, against.entries)) is not None:
+        problems.append(f"two heads: {source.name} and {against.name} differ from entry {number} on")
+    return Findings(report, problems, len(receipts))

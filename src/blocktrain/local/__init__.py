@@ -1,0 +1,1 @@
+"""Programs of this project started and watched on one machine: swarm, demo, served stages."""

@@ -1,0 +1,122 @@
+"""Child processes of `blocktrain swarm` and `serve`: started, watched, and ended by their own pid.
+
+Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent
+alone and the children can be ended in order: workers first, which hand their leases back; a gateway before
+its stages. None outlives its parent (see `leash`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.errors import BlocktrainError, UserError
+from blocktrain.local.parent_watch import LEASH
+
+POLL_SECONDS = 0.05
+LOG_TAIL_BYTES = 2000
+COMPLAINT = "blocktrain: "
+"""How the command line begins its one sentence about what went wrong."""
+
+
+class ChildError(BlocktrainError):
+    """A program did not start, or ended when it should not have; misuse stays misuse."""
+
+    def __init__(self, sentence: str, exit_code: int = BlocktrainError.exit_code) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    """Length of the log before this process, when it goes on with an older one."""
+
+    def output(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> None:
+        if self.running:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.running:
+            self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def failure(self) -> ChildError:
+        code, tail = self.process.returncode, self.output()[-LOG_TAIL_BYTES:].strip()
+        last = tail.rpartition("\n")[2]
+        if last.startswith(COMPLAINT):
+            misuse = code == UserError.exit_code
+            told = f"{self.name}: {last.removeprefix(COMPLAINT)}" + ("" if misuse else f" (log: {self.log})")
+            return ChildError(told, code if misuse else BlocktrainError.exit_code)
+        return ChildError(f"{self.name} ended with exit code {code}; the end of {self.log}:\n{tail}")
+
+
+def start_child(
+    name: str, verb: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Child:
+    """`blocktrain VERB…` as a process of its own."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        start = file.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "blocktrain", *verb],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {}), LEASH: "1"},
+            start_new_session=True,
+        )
+    return Child(name, process, log, start)
+
+
+def await_line(child: Child, pattern: str, seconds: float, stop: threading.Event) -> str:
+    """The first group of the line that `child` writes when it is ready."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not stop.is_set():
+        if not child.running:
+            raise child.failure()
+        found = re.search(pattern, child.output())
+        if found is not None:
+            return found.group(1)
+        stop.wait(POLL_SECONDS)
+    raise ChildError(f"{child.name} was not ready after {seconds:.0f} s; see {child.log}")
+
+
+def end_children(children: Sequence[Child], seconds: float) -> None:
+    """Ask every child to end, then make it."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.kill()

@@ -1,0 +1,1 @@
+"""From a request to tokens: drafting, traversals over stages, sampling."""

@@ -1,0 +1,270 @@
+"""One stage as the engine sees it: a connection that is kept up, requests matched to replies, and health.
+
+Reconnects for ever with a growing pause. A request either gets its reply or LinkError, at the latest
+when the connection is given up. Covered: replies to nobody, twice or late are dropped; bytes that are no
+frames end the connection; a silent peer is *suspect* after `suspect_seconds` and cut off after
+`dead_seconds`. Not covered: a stage that answers with well-formed lies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blocktrain.errors import WireError
+from blocktrain.serving.engine.fingerprint import model_mismatch
+from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
+from blocktrain.wire.frame_metadata import (
+    Failure,
+    Hello,
+    Welcome,
+    decode_metadata,
+    encode_metadata,
+)
+from blocktrain.wire.frames import (
+    GREETING_LIMITS,
+    Codec,
+    Frame,
+    FrameType,
+    Header,
+    Limits,
+    ServingFrameError,
+    encode_frame,
+    row_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_RELEASES = 512
+"""What a stage could not be told beyond these it forgets by itself, after its idle time."""
+
+ReplyKey = tuple[int, int, int]
+"""Session, epoch and traversal of a request."""
+
+
+class LinkError(WireError):
+    """This stage did not answer this request; another may."""
+
+
+class RefusedError(WireError):
+    """The stage does not serve this model, or not us; the operator must act."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    connect_seconds: float = 5.0
+    ping_seconds: float = 0.5
+    suspect_seconds: float = 2.0
+    """Silence after a ping that makes a link suspect: others are asked instead."""
+    dead_seconds: float = 10.0
+    """Silence after which the connection is dropped and made anew."""
+    first_pause_seconds: float = 0.05
+    longest_pause_seconds: float = 2.0
+
+
+class StageLink:
+    def __init__(self, number: int, address: Address, hello: Hello, config: LinkConfig) -> None:
+        self.number, self.address, self.hello, self.config = number, address, hello, config
+        self.blocks: frozenset[int] = frozenset()
+        """What the stage said it holds, kept while it is away."""
+        self.problem: str | None = "not connected yet"
+        self.refused = False
+        self.draining = False
+        self.slow_until = 0.0
+        self.latency_seconds: float | None = None
+        self.changed: Callable[[], None] = lambda: None
+        self._stream: FrameStream | None = None
+        self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
+        self._credits = asyncio.Semaphore(1)
+        self._limits = GREETING_LIMITS
+        self._released: deque[int] = deque(maxlen=REMEMBERED_RELEASES)
+        self._asked: float | None = None
+        self._lost: float | None = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- health ----
+
+    def usable(self, now: float) -> bool:
+        return self.lost_at(now) is None and not self.draining
+
+    def lost_at(self, now: float) -> float | None:
+        """Since when the stage has been out of reach; None while it is within reach."""
+        if self._stream is None:
+            return self._lost
+        if self._asked is not None and now - self._asked > self.config.suspect_seconds:
+            return self._asked
+        return None
+
+    # ---- life ----
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._lost = loop.time()
+        self._task = loop.create_task(self._keep_connected(), name=f"link {self.address}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep_connected(self) -> None:
+        pause = self.config.first_pause_seconds
+        while True:
+            try:
+                stream = await self._open()
+                pause = self.config.first_pause_seconds
+                await self._hold(stream)
+            except (WireError, OSError) as error:
+                self._note(error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self.config.longest_pause_seconds)
+
+    def _note(self, error: Exception) -> None:
+        """Remember what is wrong; log it when it is news."""
+        if str(error) != self.problem:
+            log.warning("lost stage address=%s reason=%s", self.address, error)
+        self.problem = str(error)
+        self.refused = isinstance(error, RefusedError)
+        self.changed()
+
+    async def _open(self) -> FrameStream:
+        stream = await connect(self.address, self.config.connect_seconds)
+        try:
+            async with asyncio.timeout(self.config.connect_seconds):
+                await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
+                welcome = self._read_welcome(await stream.read(GREETING_LIMITS))
+        except TimeoutError:
+            stream.abort()
+            raise ConnectionLostError(f"{self.address} does not answer HELLO") from None
+        except BaseException:
+            stream.abort()
+            raise
+        self._adopt(stream, welcome)
+        return stream
+
+    def _read_welcome(self, frame: Frame) -> Welcome:
+        if frame.type == FrameType.REFUSED:
+            raise RefusedError(f"stage {self.address} refused: {decode_metadata(frame, Failure).sentence}")
+        if frame.type != FrameType.WELCOME:
+            raise ConnectionLostError(f"{self.address} answered HELLO with {frame.type.name}")
+        welcome = decode_metadata(frame, Welcome)
+        mismatch = model_mismatch(expected=welcome.model, found=self.hello.model)
+        if mismatch is not None:
+            raise RefusedError(f"stage {self.address}: {mismatch}")
+        return welcome
+
+    def _adopt(self, stream: FrameStream, welcome: Welcome) -> None:
+        model = self.hello.model
+        payload_bytes = max(model.context * row_bytes(Codec.F32, model.vocabulary), 1 << 16)
+        self._limits = Limits(payload_bytes=payload_bytes)
+        self._credits = asyncio.Semaphore(welcome.credits)
+        self.blocks = frozenset(welcome.blocks)
+        self._stream, self._asked, self.problem = stream, None, None
+        self.refused = self.draining = False
+        stream.post(b"".join(map(_release_frame, self._released)))
+        self._released.clear()
+        log.info("joined stage address=%s blocks=%s", self.address, sorted(self.blocks))
+        self.changed()
+
+    async def _hold(self, stream: FrameStream) -> None:
+        """Read replies and keep the peer awake until the connection ends."""
+        pinging = asyncio.get_running_loop().create_task(self._ping(stream))
+        try:
+            while True:
+                self._deliver(await stream.read(self._limits))
+        finally:
+            self._stream = None
+            self._lost = asyncio.get_running_loop().time()
+            pinging.cancel()
+            stream.abort()
+            await asyncio.gather(pinging, return_exceptions=True)
+            self._fail_pending()
+            self.changed()
+
+    def _fail_pending(self) -> None:
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
+
+    async def _ping(self, stream: FrameStream) -> None:
+        """Ask for a sign of life now and then; silence for too long ends the connection."""
+        loop = asyncio.get_running_loop()
+        ping = encode_frame(Header(FrameType.PING))
+        while True:
+            await asyncio.sleep(self.config.ping_seconds)
+            now = loop.time()
+            if self._asked is None:
+                self._asked = now
+                with contextlib.suppress(ConnectionLostError):
+                    await stream.write(ping)
+            elif now - self._asked > self.config.dead_seconds:
+                stream.abort()
+
+    def _deliver(self, frame: Frame) -> None:
+        was_silent, self._asked = self._asked, None
+        if was_silent is not None:
+            self.changed()
+        if frame.type == FrameType.GOODBYE:
+            self.draining = True
+            self.changed()
+        header = frame.header
+        future = self._pending.pop((header.session, header.epoch, header.traversal), None)
+        if future is not None and not future.done():
+            future.set_result(frame)
+
+    # ---- requests ----
+
+    async def request(self, header: Header, metadata: bytes, payload: bytes) -> tuple[Frame, int]:
+        """The reply, and the bytes it took to ask; LinkError when there will be none."""
+        async with self._credits:
+            stream = self._stream
+            if stream is None:
+                raise LinkError(self.problem or f"stage {self.address} is not connected")
+            key = (header.session, header.epoch, header.traversal)
+            future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+            self._pending[key] = future
+            raw = encode_frame(header, metadata, payload)
+            try:
+                await self._write(stream, raw)
+                frame = await future
+            finally:
+                if self._pending.get(key) is future:
+                    del self._pending[key]
+        self._check_reply(frame)
+        return frame, len(raw)
+
+    async def _write(self, stream: FrameStream, raw: bytes) -> None:
+        try:
+            await stream.write(raw)
+        except ConnectionLostError as error:
+            raise LinkError(str(error)) from None
+
+    def _check_reply(self, frame: Frame) -> None:
+        if frame.type == FrameType.FAILED:
+            try:
+                failure = decode_metadata(frame, Failure)
+            except ServingFrameError as error:
+                raise LinkError(f"stage {self.address}: {error}") from None
+            raise LinkError(f"stage {self.address} failed ({failure.code.value}): {failure.sentence}")
+        if frame.type not in (FrameType.LOG_PROBS, FrameType.REFINED, FrameType.RESEND):
+            raise LinkError(f"stage {self.address} answered with {frame.type.name}")
+
+    def distrust(self) -> None:
+        """The peer sent something no sound stage sends: start over with a new connection."""
+        if self._stream is not None:
+            self._stream.abort()
+
+    def release(self, session: int) -> None:
+        """Have the stage free a session; said again after a lost connection, which may have lost it too."""
+        self._released.append(session)
+        if self._stream is not None:
+            self._stream.post(_release_frame(session))
+
+
+def _release_frame(session: int) -> bytes:
+    return encode_frame(Header(FrameType.RELEASE, session=session))

@@ -1,0 +1,1 @@
+"""The front door for text: an OpenAI-compatible HTTP API over an engine."""

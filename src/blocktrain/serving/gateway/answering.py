@@ -1,0 +1,179 @@
+"""Answers on their way to a client: whole, or as server-sent events with one event per traversal.
+
+A client that goes away ends its generations at once; nothing here outlives the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from blocktrain.serving.engine.api import DeadlineError, Mode, TextEngine
+from blocktrain.serving.gateway.api_errors import as_api_error
+from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
+from blocktrain.serving.gateway.formats import Format, usage_of
+from blocktrain.serving.gateway.limits import Door, Limits, Refusal
+from blocktrain.serving.gateway.metrics import GatewayMetrics
+from blocktrain.serving.gateway.openai_messages import Usage
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: what to write and how the client wants to see it."""
+
+    choices: Sequence[Choice]
+    format: Format
+    mode: Mode
+    seed: int
+    prompt_tokens: int
+    stream: bool = False
+    include_usage: bool = False
+    totals: Totals = field(default_factory=Totals)
+
+    @property
+    def usage(self) -> Usage:
+        return usage_of(self.totals, self.prompt_tokens, self.mode)
+
+    def early_headers(self) -> dict[str, str]:
+        """What is known when the first piece is."""
+        headers = {"x-blocktrain-mode": self.mode, "x-blocktrain-seed": str(self.seed)}
+        degraded = self.totals.degraded_blocks
+        if degraded:
+            headers["x-blocktrain-degraded"] = "without blocks " + ",".join(map(str, degraded))
+        return headers
+
+    def late_headers(self) -> dict[str, str]:
+        """What is known at the end."""
+        cost = self.usage.blocktrain
+        counts = {
+            "x-blocktrain-traversals": cost.traversals,
+            "x-blocktrain-bytes-per-traversal": cost.bytes_per_traversal,
+            "x-blocktrain-wire-bytes-sent": cost.wire_bytes_sent,
+            "x-blocktrain-wire-bytes-received": cost.wire_bytes_received,
+        }
+        return {**self.early_headers(), **{name: str(count) for name, count in counts.items()}}
+
+
+class Answerer:
+    def __init__(self, engine: TextEngine, limits: Limits, metrics: GatewayMetrics) -> None:
+        self.engine, self.limits, self.metrics = engine, limits, metrics
+        self.door = Door(limits)
+
+    async def write(self, job: Job, emit: Emit) -> None:
+        """Waits for places, then writes every choice. Raises what ended it early."""
+        begun = time.monotonic()
+
+        async def timed(piece: Piece) -> None:
+            if piece.first:
+                self.metrics.first_piece.observe(time.monotonic() - begun)
+            await emit(piece)
+
+        try:
+            async with self.door.places(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
+                await write_choices(self.engine, job.choices, timed, job.totals)
+        except Refusal:
+            self.metrics.refusals.labels("places").inc()
+            raise
+        except TimeoutError:
+            raise DeadlineError(
+                f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"
+            ) from None
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            self.metrics.count_usage(job.usage)
+
+    async def whole(self, job: Job, receive: Receive) -> Response:
+        pieces: list[list[Piece]] = [[] for _ in job.choices]
+
+        async def keep(piece: Piece) -> None:
+            pieces[piece.index].append(piece)
+
+        try:
+            await unless_gone(receive, self.write(job, keep))
+        except ClientGoneError:
+            self.metrics.cancelled.inc()
+            return Response(status_code=499)
+        answer = job.format.whole([joined(choice) for choice in pieces], job.usage)
+        return Response(answer.model_dump_json(), headers=job.late_headers(), media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events. Nothing is sent before the first piece, so that an early failure still gets its
+    status; a later one is an event with an error object."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answerer: Answerer, job: Job) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.answerer, self.job = answerer, job
+        self.started = False
+        self.turn = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._events(send))
+        except ClientGoneError:
+            self.answerer.metrics.cancelled.inc()
+
+    async def _events(self, send: Send) -> None:
+        async def emit(piece: Piece) -> None:
+            await self._event(send, self.job.format.chunk(piece).model_dump_json())
+
+        try:
+            await self.answerer.write(self.job, emit)
+            await self._end(send)
+        except Exception as error:
+            if not self.started:
+                raise
+            log.warning("broke off stream error=%r", error)
+            await self._event(send, as_api_error(error).json())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, send: Send) -> None:
+        if self.job.include_usage:
+            await self._event(send, self.job.format.usage_chunk(self.job.usage).model_dump_json())
+        await self._event(send, "[DONE]")
+
+    async def _event(self, send: Send, data: str) -> None:
+        async with self.turn:
+            if not self.started:
+                self.started = True
+                self.headers.update(self.job.early_headers())
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """The result of `work`, which is cancelled if the client goes away first."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,213 @@
+"""What a request asks to be written, and the pieces it is written in.
+
+A request asks for one or more choices (prompts times `n`). `write_choices` runs them side by side and
+hands every piece to `emit` as it comes: an echoed prompt first, then one piece for each traversal.
+Knows engines and text; knows nothing of HTTP or of OpenAI's shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.ids import derive_seed
+from blocktrain.serving.engine.api import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    GenerationStats,
+    TextEngine,
+    TokenLogprob,
+)
+from blocktrain.serving.gateway.text import Offsets, TextStream
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    index: int
+    request: GenerationRequest
+    stops: tuple[str, ...] = ()
+    echo: bool = False
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """The first choice has the request's own seed, so that `n` never changes it."""
+    return seed if number == 0 else derive_seed("choice", seed, number)
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    token: bytes
+    offset: int
+    """The character of the choice's text at which the token begins."""
+    score: TokenLogprob | None
+    """None for the first token of a prompt, which nothing predicts."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    index: int
+    text: str
+    scored: list[ScoredToken]
+    first: bool = False
+    finish_reason: FinishReason | None = None
+
+
+Emit = Callable[[Piece], Awaitable[None]]
+
+
+@dataclass
+class Totals:
+    """What a request has cost so far, over all its choices."""
+
+    completion_tokens: int = 0
+    text_bytes: int = 0
+    stats: list[GenerationStats] = field(default_factory=list)
+
+    def sum(self, name: str) -> int:
+        return sum(int(getattr(stats, name)) for stats in self.stats)
+
+    @property
+    def degraded_blocks(self) -> list[int]:
+        return sorted({block for stats in self.stats for block in stats.degraded_blocks})
+
+
+class ChoiceWriter:
+    """Turns the chunks of one choice into pieces, until a stop sequence or the last token."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+        self.choice, self.tokenizer = choice, tokenizer
+        self.stream = TextStream(choice.stops)
+        self.offsets = Offsets()
+        self.text_bytes = 0
+        self.begun = False
+        self._received = 0
+        self._pending: list[tuple[bytes, TokenLogprob | None]] = []
+
+    def echo(self, scores: Sequence[TokenLogprob] | None) -> Piece:
+        """The prompt as the first piece; with nothing to generate, also the last."""
+        tokens = self._split(self.choice.request.prompt)
+        text = b"".join(tokens).decode("utf-8", "replace")
+        offsets = self.offsets.of(tokens)
+        rows = [] if scores is None else [None, *scores]
+        scored = [ScoredToken(*row) for row in zip(tokens, offsets, rows, strict=bool(rows))]
+        return self._piece(text, scored, "length" if self.choice.request.max_tokens == 0 else None)
+
+    def add(self, chunk: Chunk) -> Piece:
+        tokens = self._split(chunk.tokens)
+        scores = chunk.logprobs if chunk.logprobs is not None else [None] * len(tokens)
+        self._pending += zip(tokens, scores, strict=True)
+        self._received += len(tokens)
+        text = self.stream.push(tokens)
+        if self.stream.stopped:
+            return self._generated(text + self.stream.finish(), "stop")
+        if self._received >= self.choice.request.max_tokens:
+            return self.finish(text)
+        return self._generated(text, None)
+
+    def finish(self, text: str = "") -> Piece:
+        """The last piece, where no stop sequence came."""
+        return self._generated(text + self.stream.finish(), "length")
+
+    def _split(self, tokens: Sequence[int]) -> list[bytes]:
+        return [self.tokenizer.decode([token]) for token in tokens]
+
+    def _generated(self, text: str, reason: FinishReason | None) -> Piece:
+        shown, self._pending = self._take_shown()
+        self.text_bytes += sum(len(token) for token, _ in shown)
+        offsets = self.offsets.of(token for token, _ in shown)
+        scored = [
+            ScoredToken(token, offset, score) for (token, score), offset in zip(shown, offsets, strict=True)
+        ]
+        return self._piece(text, scored, reason)
+
+    def _take_shown(
+        self,
+    ) -> tuple[list[tuple[bytes, TokenLogprob | None]], list[tuple[bytes, TokenLogprob | None]]]:
+        count = self.stream.kept_tokens - (self._received - len(self._pending))
+        return self._pending[:count], self._pending[count:]
+
+    def _piece(self, text: str, scored: list[ScoredToken], reason: FinishReason | None) -> Piece:
+        piece = Piece(self.choice.index, text, scored, not self.begun, reason)
+        self.begun = True
+        return piece
+
+
+async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals) -> None:
+    """All choices at once. Every request is checked before the first piece of any."""
+    generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
+    totals.stats = [generation.stats for generation in generations if generation is not None]
+    scores = PromptScores(engine)
+    totals.stats.append(scores.stats)
+    async with asyncio.TaskGroup() as group:
+        for choice, generation in zip(choices, generations, strict=True):
+            group.create_task(_write_choice(engine, choice, generation, scores, emit, totals))
+
+
+async def _write_choice(
+    engine: TextEngine,
+    choice: Choice,
+    generation: Generation | None,
+    scores: PromptScores,
+    emit: Emit,
+    totals: Totals,
+) -> None:
+    writer = ChoiceWriter(choice, engine.model.tokenizer)
+    if choice.echo:
+        await emit(writer.echo(await scores.of(choice.request)))
+    elif generation is None:
+        await emit(writer.finish())
+    if generation is not None:
+        await _write_generation(generation, writer, emit)
+    totals.completion_tokens += writer.stream.kept_tokens
+    totals.text_bytes += writer.text_bytes
+
+
+class PromptScores:
+    """The log-probs of prompts, computed once for the `n` choices that share one."""
+
+    def __init__(self, engine: TextEngine) -> None:
+        self.engine = engine
+        self.stats = GenerationStats()
+        self._scores: dict[tuple[int, ...], list[TokenLogprob]] = {}
+        self._turn = asyncio.Lock()
+
+    async def of(self, request: GenerationRequest) -> list[TokenLogprob] | None:
+        if request.logprobs is None:
+            return None
+        if len(request.prompt) < 2:
+            return []
+        async with self._turn:
+            key = tuple(request.prompt)
+            if key not in self._scores:
+                self._scores[key] = await self.engine.score(
+                    request.prompt,
+                    top=request.logprobs,
+                    deadline_seconds=request.deadline_seconds,
+                    stats=self.stats,
+                )
+            return self._scores[key]
+
+
+async def _write_generation(generation: Generation, writer: ChoiceWriter, emit: Emit) -> None:
+    try:
+        async for chunk in generation:
+            piece = writer.add(chunk)
+            await emit(piece)
+            if piece.finish_reason is not None:
+                return
+        await emit(writer.finish())
+    finally:
+        await generation.aclose()
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of one choice as one."""
+    text = "".join(piece.text for piece in pieces)
+    scored = [token for piece in pieces for token in piece.scored]
+    return Piece(pieces[0].index, text, scored, True, pieces[-1].finish_reason)

@@ -1,0 +1,136 @@
+"""Running a gateway as a process: start the engine, open the port, say where, serve until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from blocktrain.errors import UserError
+from blocktrain.serving.engine.api import TextEngine
+from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.gateway.app import GatewayConfig, create_app
+from blocktrain.serving.transport import Address
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 10
+"""How long answers under way may take after SIGTERM."""
+BACKLOG = 2048
+Announce = Callable[[str], None]
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which raise the signal again before we can close the engine."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A listening address that is ours before the model is loaded; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        opened.bind((host, port))
+    except OSError as error:
+        opened.close()
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    return opened
+
+
+def url_of(opened: socket.socket) -> str:
+    host, port = opened.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def new_server(engine: TextEngine, config: GatewayConfig) -> Server:
+    return Server(
+        uvicorn.Config(
+            create_app(engine, config),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+
+
+async def serve_gateway(
+    engine: TextEngine, server: Server, opened: socket.socket, announce: Announce
+) -> None:
+    """Serve until the server is told to exit; `announce` gets the readiness line."""
+    await engine.start()
+    try:
+        opened.listen(BACKLOG)  # before the announcement, so that who reads it can connect
+        ready, reason = engine.ready
+        log.info("opened gateway url=%s ready=%s reason=%r", url_of(opened), ready, reason)
+        announce(f"gateway ready url={url_of(opened)} model={engine.model.name}")
+        await server.serve(sockets=[opened])
+    finally:
+        await engine.close()
+        opened.close()
+
+
+def run_gateway(
+    checkpoint: Path,
+    stages: Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str = "",
+    config: GatewayConfig | None = None,
+    announce: Announce = print,
+) -> None:
+    """The verb `gateway`: returns when the last answer is given after SIGTERM. Without stages, all
+    blocks are held in this process."""
+    opened = open_port(host, port)
+    engine: TextEngine
+    if stages:
+        addresses = [Address.parse(stage) for stage in stages]
+        engine = Engine(checkpoint, EngineConfig(stages=addresses, token=token))
+    else:
+        engine = LocalEngine(checkpoint)
+    server = new_server(engine, config or GatewayConfig())
+    asyncio.run(serve_gateway(engine, server, opened, announce))
+
+
+@contextmanager
+def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[str]:
+    """A gateway in a thread of this process, on a free port; gives its address."""
+    opened = open_port("127.0.0.1", 0)
+    server = new_server(engine, config or GatewayConfig())
+    opened_up = threading.Event()
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            asyncio.run(serve_gateway(engine, server, opened, lambda line: opened_up.set()))
+        except BaseException as error:
+            failures.append(error)
+            opened_up.set()
+
+    thread = threading.Thread(target=serve, name="gateway", daemon=True)
+    thread.start()
+    opened_up.wait()
+    if failures:
+        raise failures[0]
+    try:
+        yield url_of(opened)
+    finally:
+        server.should_exit = True
+        thread.join(GRACE_SECONDS)

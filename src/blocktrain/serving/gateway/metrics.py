@@ -1,0 +1,56 @@
+"""The gateway's numbers for Prometheus, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from blocktrain.serving.engine.api import Mode
+from blocktrain.serving.gateway.openai_messages import Usage
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class GatewayMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answered requests", "route", "status")
+        self.refusals = self._counter("refusals", "Requests turned away at the door", "reason")
+        self.cancelled = self._counter("cancelled", "Requests whose client went away")
+        self.degraded = self._counter("degraded", "Answers that had to do without some block")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read")
+        self.completion_tokens = self._counter("completion_tokens", "Tokens given to clients", "mode")
+        self.text_bytes = self._counter("text_bytes", "Bytes of generated text given to clients", "mode")
+        self.traversals = self._counter("traversals", "Traversals of the stages", "mode")
+        self.wire_sent = self._counter("wire_bytes_sent", "Bytes sent to stages")
+        self.wire_received = self._counter("wire_bytes_received", "Bytes received from stages")
+        self.active = self._gauge("active_generations", "Generations in progress")
+        self.waiting = self._gauge("waiting_requests", "Requests waiting for a place")
+        self.ready = self._gauge("ready", "1 where requests can be answered")
+        self.first_piece = self._histogram("first_piece_seconds", "From the request to its first text")
+        self.duration = self._histogram("request_seconds", "From the request to the end of its answer")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"blocktrain_gateway_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"blocktrain_gateway_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"blocktrain_gateway_{name}", text, buckets=SECONDS, registry=self.registry)
+
+    def count_usage(self, usage: Usage) -> None:
+        cost, mode = usage.blocktrain, usage.blocktrain.mode
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self._count_text(mode, usage.completion_tokens, cost.text_bytes, cost.traversals)
+        self.wire_sent.inc(cost.wire_bytes_sent)
+        self.wire_received.inc(cost.wire_bytes_received)
+        if cost.degraded_blocks:
+            self.degraded.inc()
+
+    def _count_text(self, mode: Mode, tokens: int, text_bytes: int, traversals: int) -> None:
+        self.completion_tokens.labels(mode).inc(tokens)
+        self.text_bytes.labels(mode).inc(text_bytes)
+        self.traversals.labels(mode).inc(traversals)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,1 @@
+"""A host that serves one or more blocks over TCP."""
