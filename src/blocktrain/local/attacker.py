@@ -106,7 +106,7 @@ class Saboteur:
         """The newest merged update of a block with its sign turned; None before there is one."""
         head = self.client.block(layout.block).head_version
         merges = self.client.merges(layout.block, max(0, head - 1)).merges
-        if not merges or layout.codec.kind == "dense":
+        if not merges or layout.codec.sends_weights:
             return None
         honest = self.client.payload(merges[-1].inputs[0].payload_hash, layout.payload_bytes)
         delta = decoded_delta(layout.codec, layout.schema, honest, {})

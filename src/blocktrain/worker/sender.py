@@ -195,7 +195,7 @@ class Sender:
         self, standing: Standing, payload_hash: str, payload: bytes, base: Base | None, share: float
     ) -> None:
         layout = self.snapshots.layouts[standing.block]
-        if base is None and layout.codec.kind == "dense":
+        if base is None and layout.codec.sends_weights:
             self.progress.line(f"lost payload={payload_hash[:12]}: its base is no longer in the cache")
             return
         weights: Weights = base.weights if base is not None else {}
