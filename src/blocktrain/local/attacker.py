@@ -11,9 +11,10 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import WireError
+from blocktrain.threads import Stopped
 from blocktrain.training.update import decoded_delta
 from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash

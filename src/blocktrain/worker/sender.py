@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.threads import Stopped
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
