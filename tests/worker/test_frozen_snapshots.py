@@ -20,6 +20,7 @@ from blocktrain.client.traffic import Traffic
 from blocktrain.config import ObjectiveConfig, Recipe
 from blocktrain.coordinator.storage.blobs import payload_key, snapshot_key
 from blocktrain.errors import WireError
+from blocktrain.threads import Threads
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
@@ -29,7 +30,6 @@ from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.standing import Standing
 from blocktrain.worker.state import StateFolder
-from blocktrain.worker.threads import Crew
 from tests.coordinator.conftest import Clock, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, an_assignment
 
@@ -182,7 +182,7 @@ def test_the_lease_lives_while_its_snapshots_are_coming(running: Running, tmp_pa
         assert beaten.wait(15)
         return {}
 
-    desk, crew = bench.desk(slow), Crew(bench.stop)
+    desk, crew = bench.desk(slow), Threads(bench.stop)
     crew.start("asking", desk.run_asking)
     assert seen.wait(15)
     before = time.time()
@@ -229,7 +229,7 @@ def test_a_named_snapshot_that_is_gone_gives_the_lease_back_and_another_is_lent(
     prune(running, 1)
     bench = Bench(running, tmp_path / "worker", worker.identity)
     desk = bench.desk()
-    crew = Crew(bench.stop)
+    crew = Threads(bench.stop)
     crew.start("asking", desk.run_asking)
     task = desk.next()
     bench.stop.set()

@@ -20,13 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from blocktrain.client.cache import BlobCache
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
 from blocktrain.client.run import Layout, load_run_corpus, run_setup
 from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.client.traffic import Spent, Traffic
 from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
+from blocktrain.threads import Stopped, Threads
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -39,7 +40,6 @@ from blocktrain.worker.progress import Progress, make_progress
 from blocktrain.worker.sender import Sender
 from blocktrain.worker.standing import Standing
 from blocktrain.worker.state import StateFolder
-from blocktrain.worker.threads import Crew
 from blocktrain.worker.training import LocalTraining
 from blocktrain.worker.watcher import Watcher
 
@@ -120,7 +120,7 @@ class Worker:
         self.traffic, self.identity, self.device = client.traffic, client.identity, options.device
         self.setup, self.recipe, self.corpus = setup, setup.recipe, corpus
         self.invite, self.label = options.invite, options.label
-        self.crew = Crew(stop)
+        self.threads = Threads(stop)
         self._standings: dict[int, Standing] = {}
         self._lock = threading.Lock()
         self._accounted: dict[str, float] = {}
@@ -194,12 +194,12 @@ class Worker:
             self.join()
         for layout in self.snapshots.layouts:
             self.sender.deliver_leftovers(layout.block)
-        self.crew.start("asking", self.desk.run_asking)
-        self.crew.start("heartbeats", self.desk.run_heartbeats)
-        self.crew.start("sending", self.sender.run)
+        self.threads.start("asking", self.desk.run_asking)
+        self.threads.start("heartbeats", self.desk.run_heartbeats)
+        self.threads.start("sending", self.sender.run)
         while (task := self._next_task()) is not None:
             self._do(task)
-        self.crew.check()
+        self.threads.check()
 
     def _next_task(self) -> Task | None:
         with self.traffic.spending(Spent.WAITING):
@@ -271,7 +271,7 @@ class Worker:
             ):
                 self._saved_at = now
                 state = self.training.optimizer_state()
-                self.crew.start("saving", lambda: self._save_optimizer(task.standing.block, state))
+                self.threads.start("saving", lambda: self._save_optimizer(task.standing.block, state))
 
     def _save_optimizer(self, block: int, state: dict[str, Tensor]) -> None:
         start = time.monotonic()
@@ -319,7 +319,7 @@ class Worker:
             self.progress,
             retired,
         )
-        self.crew.start(f"watching-{standing.block}", lambda: watcher.run(self.stop))
+        self.threads.start(f"watching-{standing.block}", lambda: watcher.run(self.stop))
 
     # --- accounts and the end
 
@@ -345,7 +345,7 @@ class Worker:
             standings = list(self._standings.values())
         for standing in standings:
             standing.close()
-        self.crew.join(GOODBYE_SECONDS)
+        self.threads.join(GOODBYE_SECONDS)
         self._hand_back(self.desk.leases() + self._keep_progress())
         self._write_report()
 
