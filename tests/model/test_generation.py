@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.model.composition import block_log_probs, pool
 from blocktrain.model.generation import LocalModel, choose_token, generate, gumbel_noise, visible_context
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 CONTEXT = 32
 

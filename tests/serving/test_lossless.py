@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from cluster import cluster, drain, text_of, until
-from stages import StageProcess, spawn, wait_ready
 
 from blocktrain.config import DataConfig
 from blocktrain.data.corpora import load_corpus
 from blocktrain.serving.engine.api import GenerationRequest
 from blocktrain.serving.engine.engine import Engine, EngineConfig
 from blocktrain.serving.engine.local import LocalEngine
+from tests.serving.cluster import cluster, drain, text_of, until
+from tests.serving.stages import StageProcess, spawn, wait_ready
 
 NUM_PROMPTS = 200
 TOKENS = 40

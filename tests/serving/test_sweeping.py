@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import cluster, text_of
-from stages import start_stage
 
 from blocktrain.model.sweep import sweep_log_probs, sweep_noise
 from blocktrain.serving.blocks import Refinement
@@ -39,6 +37,8 @@ from blocktrain.wire.frames import (
     encode_ids,
     encode_rows,
 )
+from tests.serving.cluster import cluster, text_of
+from tests.serving.stages import start_stage
 
 PROMPT = b"The function returns "
 
@@ -129,8 +129,8 @@ def test_a_lost_block_without_a_spare_is_named(sweep_checkpoint: Path) -> None:
 
 
 def test_a_run_of_blocks_ends_at_the_first_gap() -> None:
-    assert run_of_blocks(0, {0, 1, 3}) == (0, 1)
-    assert run_of_blocks(3, {0, 1, 3}) == (3,)
+    assert run_of_blocks(0, [0, 1, 3]) == (0, 1)
+    assert run_of_blocks(3, [0, 1, 3]) == (3,)
 
 
 # ---- what a stage says to clumsy clients ----
@@ -192,7 +192,7 @@ def test_a_refinement_that_makes_no_sense_is_refused(
     sweep_checkpoint: Path, change: dict[str, object], payload: bytes
 ) -> None:
     values = {name: getattr(GOOD, name) for name in Refine.__struct_fields__} | change
-    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)  # type: ignore[arg-type]
+    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)
     assert frame.type == FrameType.FAILED
     assert decode_metadata(frame, Failure).code == FailureCode.BAD_REQUEST
 
