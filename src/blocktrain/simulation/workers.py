@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import torch
 
 from blocktrain.client.snapshots import Base, snapshot_route
-from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
 from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
@@ -29,6 +28,7 @@ from blocktrain.simulation.networks import Machine
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, decoded_delta, encode_update, move
+from blocktrain.validation.ruling import Ruling, age_ruling
 from blocktrain.wire.codec import frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, Outcome
@@ -103,7 +103,7 @@ class Site:
         seconds = self.machine.down_seconds(num_bytes) if num_bytes else 0.0
         self.clock.at(self.machine.done_at(self.clock.now, seconds), action)
 
-    def upload(self, update: Update, done: Callable[[Lateness | None], None]) -> None:
+    def upload(self, update: Update, done: Callable[[Ruling | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
         if self.coordinator.commit(update) is not None:
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
@@ -363,7 +363,7 @@ class CarryWorker:
         self._payloads[digest] = encoded.payload
         return Update(self.site.index, flight.assignment, draft.base, encoded.payload, digest)
 
-    def _judged(self, standing: Standing, flight: Flight, update: Update, verdict: Lateness | None) -> None:
+    def _judged(self, standing: Standing, flight: Flight, update: Update, verdict: Ruling | None) -> None:
         share = 1.0 if verdict is None else share_to_return(verdict.outcome, verdict.weight)
         gone = verdict is None or verdict.outcome is Outcome.REFUSED
         if share:
@@ -395,7 +395,7 @@ class CarryWorker:
         if steps is None:
             return
         age = coordinator.blocks[steps.assignment.block].version - steps.assignment.round
-        if lateness(age, coordinator.swarm).outcome is Outcome.REFUSED:
+        if age_ruling(age, coordinator.swarm).outcome is Outcome.REFUSED:
             steps.catch_up()
             self._steps = None
 

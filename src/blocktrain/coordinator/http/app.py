@@ -171,7 +171,7 @@ def post_join(
 @router.get("/v1/challenge/{worker_id}", responses=refuses(ErrorReason.INVALID_MESSAGE))
 def get_challenge(service: Service, worker_id: WorkerPath) -> ChallengeAnswer:
     """What this worker must stamp before it joins, and how hard that is."""
-    return service.door.challenge(worker_id, service.context.clock())
+    return service.admission.challenge(worker_id, service.resources.clock())
 
 
 @router.post(
@@ -249,7 +249,7 @@ def post_commit(
 )
 async def put_update(request: Request, service: Service, payload_hash: HashPath) -> Verdict:
     """Reveal a committed payload; Content-Length must be exactly the committed one."""
-    length = declared_length(request, service.context.run.max_payload_bytes)
+    length = declared_length(request, service.resources.run.max_payload_bytes)
     signature = await verified(request)
     expected = await run_in_threadpool(service.updates.expect, signature.worker_id, payload_hash, length)
     if expected.verdict is not None:
@@ -257,11 +257,9 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
             pass
         return expected.verdict
     async with received_file(request, signature) as received:
-        verdict = await _decoding(
+        return await _in_decoding_thread(
             request, service.updates.reveal, expected, received.file, received.content_hash
         )
-    service.metrics.verdict(verdict)
-    return verdict
 
 
 @router.post(
@@ -275,15 +273,13 @@ async def post_uploaded(
     signed: Annotated[VerifiedRequest, Depends(signed_empty)],
 ) -> Verdict:
     """The payload lies at the presigned upload place: look at it."""
-    verdict = await _decoding(request, service.updates.uploaded, signed.worker_id, payload_hash)
-    service.metrics.verdict(verdict)
-    return verdict
+    return await _in_decoding_thread(request, service.updates.uploaded, signed.worker_id, payload_hash)
 
 
-async def _decoding(request: Request, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
+async def _in_decoding_thread(request: Request, work: Callable[..., Verdict], *arguments: Any) -> Verdict:
     """In a thread, few at a time: each holds a whole decoded block in memory."""
     limiter: CapacityLimiter = request.app.state.decoding
-    return await to_thread.run_sync(judge, *arguments, limiter=limiter)
+    return await to_thread.run_sync(work, *arguments, limiter=limiter)
 
 
 @router.get(
@@ -306,11 +302,11 @@ def judge_of(service: Service, signed: Annotated[VerifiedRequest, Depends(signed
 
 
 def _is_operator(service: Coordinator, public_key: bytes) -> bool:
-    return public_key.hex() == service.context.run.coordinator_key
+    return public_key.hex() == service.resources.run.coordinator_key
 
 
 def _refuse_non_judge(service: Coordinator, worker_id: str, public_key: bytes) -> None:
-    if not _is_operator(service, public_key) and not service.door.is_judge(worker_id):
+    if not _is_operator(service, public_key) and not service.admission.is_judge(worker_id):
         raise Refusal(
             ErrorReason.NOT_JUDGE,
             f"key {worker_id} may not judge this run",
@@ -337,7 +333,7 @@ def get_judge_payload(
 ) -> Response:
     """The payload of an update lent to this judge; nobody else sees it before it is merged."""
     key = payload_key(service.judging.lent_payload(judge, update_id))
-    return Response(service.context.blobs.get(key), media_type="application/octet-stream")
+    return Response(service.resources.blobs.get(key), media_type="application/octet-stream")
 
 
 @router.post(
@@ -379,7 +375,7 @@ def post_ban(
 ) -> OperatorAnswer:
     """Ban a worker for some time; 0 seconds lift a ban."""
     _refuse_non_operator(service, signed.public_key)
-    return service.people.ban(worker_id, signed.message)
+    return service.workers.ban(worker_id, signed.message)
 
 
 @router.delete(
@@ -390,7 +386,7 @@ def delete_worker(
 ) -> OperatorAnswer:
     """Forget a worker; it may join again as a newcomer."""
     _refuse_non_operator(service, signed.public_key)
-    return service.people.remove(worker_id)
+    return service.workers.remove(worker_id)
 
 
 # --- blobs -------------------------------------------------------------------------------------------
@@ -421,7 +417,7 @@ def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) ->
 
 
 def blob_response(request: Request, service: Coordinator, key: str, digest: str) -> Response:
-    blobs = service.context.blobs
+    blobs = service.resources.blobs
     if blobs.shared:
         return RedirectResponse(blobs.presigned_get(key), status_code=307)
     headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes", "Cache-Control": "public, immutable"}
@@ -491,25 +487,25 @@ def get_merges(service: Service, block: BlockPath, since: Since = 0) -> MergesAn
 @router.get("/v1/workers", responses=refuses())
 def get_workers(service: Service) -> WorkersAnswer:
     """Standing and contribution of every worker, the most useful first."""
-    return service.people.workers()
+    return service.workers.workers()
 
 
 @router.get("/v1/workers/{worker_id}", responses=refuses(ErrorReason.NOT_FOUND, ErrorReason.INVALID_MESSAGE))
 def get_worker(service: Service, worker_id: WorkerPath) -> WorkerAnswer:
     """One worker's standing and its latest verdicts, each with its reason."""
-    return service.people.worker(worker_id)
+    return service.workers.worker(worker_id)
 
 
 @router.get("/v1/verdicts", responses=refuses())
 def get_verdicts(service: Service) -> VerdictsAnswer:
     """The latest verdicts on anybody's updates, each with its reason."""
-    return service.people.verdicts()
+    return service.workers.verdicts()
 
 
 @router.get("/v1/contributions", responses=refuses())
 def get_contributions(service: Service) -> ContributionsAnswer:
     """Who trained what of the current snapshots, signed by the coordinator."""
-    return service.people.contributions()
+    return service.workers.contributions()
 
 
 @router.get("/v1/ledger", responses=refuses(ErrorReason.INVALID_MESSAGE))

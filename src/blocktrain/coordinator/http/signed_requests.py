@@ -52,14 +52,14 @@ def coordinator_of(request: Request) -> Coordinator:
 async def verified(request: Request) -> VerifiedRequest:
     """Who signed this request, before its body is read; refuses it where nobody did, or did so before."""
     coordinator = coordinator_of(request)
-    now = coordinator.context.clock()
+    now = coordinator.resources.clock()
     try:
         signature = verify_request(
             request.method,
             _target(request),
             [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw],
             now=now,
-            audience=coordinator.context.run.run_id,
+            audience=coordinator.resources.run.run_id,
         )
     except SignatureError as error:
         raise Refusal.of_signature(error, now) from None
