@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "blocktrain"
 
 LAYERS = (
-    ("errors", "ids", "config"),
+    ("errors", "ids", "codec_spec", "config", "files", "listening", "threads"),
     ("model",),
     ("data",),
     ("wire",),

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 import tomllib
 import types
 import typing
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.errors import RecipeError
 
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
@@ -265,10 +265,7 @@ class SwarmConfig:
     def __post_init__(self) -> None:
         for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
             _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
-        _require(
-            re.fullmatch(r"sparse(:[1-9][0-9]{0,3})?|sign|bits:[48]|dense", self.codec) is not None,
-            f"swarm.codec must be sparse:K, sign, bits:4, bits:8 or dense; found {self.codec!r}",
-        )
+        CodecSpec.parse(self.codec)
         _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
         _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
         _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")

@@ -29,11 +29,12 @@ from blocktrain.config import (
     TrainingConfig,
     TrustConfig,
 )
-from blocktrain.coordinator.main import bind, make_server, url_of
+from blocktrain.coordinator.main import make_server
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
 from blocktrain.ids import CorpusHash
+from blocktrain.listening import open_port, url_of
 from blocktrain.wire.identity import Identity
 from tests.coordinator.peer import Peer
 
@@ -122,7 +123,7 @@ def served(
         scoring=scoring,
         display=display,
     ) as coordinator:
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        listener, ready = open_port("127.0.0.1", 0), threading.Event()
         server = make_server(coordinator, ready.set)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         running = Running(coordinator, url_of(listener), clock)

@@ -62,7 +62,7 @@ def test_weights_and_scales_multiply_and_the_mean_stays_one_over_r() -> None:
 @pytest.mark.parametrize("codec", [SPARSE, DENSE])
 def test_threads_and_chunks_do_not_change_a_bit(codec: CodecSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = merge_updates(codec, weights(0), inputs(4), 1.3)
-    monkeypatch.setattr(merge, "CHUNK_VALUES", 7)
+    monkeypatch.setattr(merge, "MERGE_SPAN_VALUES", 7)
     with ThreadPoolExecutor(3) as threads:
         cut = merge_updates(codec, weights(0), inputs(4), 1.3, threads)
     assert bits(plain) == bits(cut)

@@ -22,7 +22,7 @@ from blocktrain.wire.codec import CodecSpec, FrameError, FrameReason, Schema, de
 from blocktrain.wire.hashing import content_hash
 
 SPARSE, SIGN, DENSE = CodecSpec("sparse"), CodecSpec("sign"), CodecSpec("dense")
-FOUR, EIGHT = CodecSpec("bits", 4), CodecSpec("bits", 8)
+FOUR, EIGHT = CodecSpec.parse("bits:4"), CodecSpec.parse("bits:8")
 TILE = Schema((("w", (64, 64)),))
 SHAPES: list[tuple[int, ...]] = [
     (),
@@ -112,8 +112,8 @@ def reference_values(codec: CodecSpec, shape: tuple[int, ...], payload: bytes) -
                 values[position] = -magnitude if payload[place // 8] >> place % 8 & 1 else magnitude
             payload = payload[split + 2 :]
         elif codec.kind == "bits":
-            assert codec.k is not None
-            width, groups = codec.k, -(-len(positions) // 64)
+            assert codec.bits is not None
+            width, groups = codec.bits, -(-len(positions) // 64)
             split = -(-width * len(positions) // 8)
             codes = int.from_bytes(payload[:split], "little")
             largest = struct.unpack(f"<{groups}e", payload[split : split + 2 * groups])
@@ -123,8 +123,8 @@ def reference_values(codec: CodecSpec, shape: tuple[int, ...], payload: bytes) -
                 values[position] = float(np.float32(code - (code >> width - 1 << width)) * step)
             payload = payload[split + 2 * groups :]
         else:
-            assert codec.k is not None
-            k = min(codec.k, len(positions))
+            assert codec.kept is not None
+            k = min(codec.kept, len(positions))
             ends = -(-12 * k // 8), -(-2 * k // 8)
             indices = int.from_bytes(payload[: ends[0]], "little")
             codes = int.from_bytes(payload[ends[0] : sum(ends)], "little")
@@ -533,9 +533,9 @@ def test_bits_keep_every_value_within_half_a_step_of_its_row() -> None:
 
 @pytest.mark.parametrize("codec", [FOUR, EIGHT], ids=str)
 def test_the_lowest_code_and_padding_that_no_encoder_writes_are_refused(codec: CodecSpec) -> None:
-    assert codec.k is not None
+    assert codec.bits is not None
     frame = bytearray(frame_length(codec, TILE))
-    frame[0] = 1 << codec.k - 1
+    frame[0] = 1 << codec.bits - 1
     assert refusal(codec, TILE, frame).reason is FrameReason.CODE_RANGE
     tail = Schema((("v", (4097,)),))
     last = bytearray(encode(FOUR, tail, some_tensors("gaussian", 0, tail)))
@@ -578,6 +578,7 @@ def test_sparse_without_a_number_keeps_64() -> None:
         "bits",
         "bits:1",
         "dense:8",
+        "sparse:064",
         "Sign",
         "sparse:٣",
         "top",

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from blocktrain.client import coordinator as client
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import UserError, WireError
+from blocktrain.threads import Stopped
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JoinRequest
 

@@ -47,10 +47,11 @@ def judge(
     ] = None,
 ) -> None:
     """Score updates for a coordinator, beside its own judge and others. May be killed at any time."""
-    from blocktrain.client.coordinator import CoordinatorClient, Stopped
+    from blocktrain.client.coordinator import CoordinatorClient
     from blocktrain.client.traffic import Traffic
     from blocktrain.judge.judge import Judge
     from blocktrain.local.signals import stop_on_signals
+    from blocktrain.threads import Stopped
     from blocktrain.wire.identity import load_or_create
 
     stop = stop_on_signals()

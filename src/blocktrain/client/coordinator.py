@@ -20,7 +20,8 @@ import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.client.traffic import CountingTransport, Kind, Traffic
-from blocktrain.errors import BlocktrainError, UserError, WireError
+from blocktrain.errors import UserError, WireError
+from blocktrain.threads import Stopped
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     AssignmentAnswer,
@@ -71,10 +72,6 @@ def backoff_seconds(attempt: int, chance: float) -> float:
     """Doubling from the first retry, jittered to between half and all of it; `chance` is in [0, 1)."""
     longest: float = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 16))
     return longest * (0.5 + 0.5 * chance)
-
-
-class Stopped(BlocktrainError):
-    """The worker is shutting down; whatever was being asked no longer matters."""
 
 
 class Refusal(WireError):

@@ -22,6 +22,7 @@ from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
+from blocktrain.listening import open_port, url_of
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def run_coordinator(
     recipe = load_recipe(recipe_path, overrides)
     if tls is not None:
         tls.check()
-    listener = bind(host, port)
+    listener = open_port(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     display = make_display(gateway, reference, corpus.sha256)
     with opened(
@@ -136,23 +137,6 @@ def max_connections() -> int:
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, soft - OTHER_FILES))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return listener
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    host, port = listener.getsockname()[:2]
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -222,7 +222,7 @@ class Rounds:
             one.payload_hash: weights.update(claim.block, one.payload_hash) for one in claim.record.inputs
         }
         bases = {}
-        if self._context.run.codec.kind == "dense":
+        if self._context.run.codec.sends_weights:
             late = {one.base_hash for one in claim.record.inputs} - {claim.base_hash}
             bases = {wanted: weights.snapshot(claim.block, wanted) for wanted in late}
         base = weights.snapshot(claim.block, claim.base_hash)

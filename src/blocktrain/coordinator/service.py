@@ -36,7 +36,7 @@ from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import People
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import StorageError, UserError
-from blocktrain.training.storage import locked_file
+from blocktrain.files import locked_file
 from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import StatusAnswer

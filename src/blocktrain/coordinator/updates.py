@@ -42,13 +42,12 @@ from blocktrain.coordinator.storage.store import (
     WorkerRow,
 )
 from blocktrain.training.merge import update_norm
-from blocktrain.training.snapshot import Tensors
-from blocktrain.training.update import difference
+from blocktrain.training.update import delta_of
 from blocktrain.validation.duplicates import Sketch, most_alike, sketch_of
 from blocktrain.validation.evidence import evidence_seed
 from blocktrain.validation.reputation import Mark
 from blocktrain.validation.verdicts import Finding, duplicate_finding, norm_finding, schedule_factor
-from blocktrain.wire.codec import CHUNK_VALUES, FrameError, FrameReason, decode
+from blocktrain.wire.codec import FrameError, FrameReason, decode
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (
@@ -303,22 +302,18 @@ class Updates:
                 else VerdictReason.MALFORMED
             )
             return Decoded(None, malformed(error.sentence, reason))
-        base = weights.snapshot(expected.block, expected.base_hash) if run.codec.kind == "dense" else {}
+        base = weights.snapshot(expected.block, expected.base_hash) if run.codec.sends_weights else {}
         norm = update_norm(run.codec, tensors, base)
         problem = norm_problem(norm)
         if problem is None:
             weights.keep(expected.block, expected.payload_hash, tensors)
         if problem is not None:
             return Decoded(None, problem)
-        return Decoded(norm, None, self._sketch(expected, tensors) if self._context.judged else None)
-
-    def _sketch(self, expected: Expected, tensors: Tensors) -> Sketch:
-        run = self._context.run
-        if run.codec.kind == "dense":
-            tensors = difference(self._context.weights.snapshot(expected.block, expected.base_hash), tensors)
-        density = (run.codec.k or CHUNK_VALUES) / CHUNK_VALUES
-        seed = evidence_seed(self._context.secret, f"sketch/{expected.block}", run.run_id)
-        return sketch_of(tensors, seed, density)
+        sketch = None
+        if self._context.judged:
+            seed = evidence_seed(self._context.secret, f"sketch/{expected.block}", run.run_id)
+            sketch = sketch_of(delta_of(run.codec, tensors, base), seed, run.codec)
+        return Decoded(norm, None, sketch)
 
     def _rule(
         self,

@@ -11,9 +11,11 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.run import Layout
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import WireError
+from blocktrain.threads import Stopped
 from blocktrain.training.update import decoded_delta
 from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash
@@ -28,7 +30,6 @@ from blocktrain.wire.messages import (
     RunAnswer,
     Verdict,
 )
-from blocktrain.worker.snapshots import Layout
 
 LABEL = "attacker"
 PAUSE_SECONDS = 0.3
@@ -106,7 +107,7 @@ class Saboteur:
         """The newest merged update of a block with its sign turned; None before there is one."""
         head = self.client.block(layout.block).head_version
         merges = self.client.merges(layout.block, max(0, head - 1)).merges
-        if not merges or layout.codec.kind == "dense":
+        if not merges or layout.codec.sends_weights:
             return None
         honest = self.client.payload(merges[-1].inputs[0].payload_hash, layout.payload_bytes)
         delta = decoded_delta(layout.codec, layout.schema, honest, {})

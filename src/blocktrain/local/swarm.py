@@ -25,9 +25,10 @@ from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.traffic import Traffic
 from blocktrain.config import load_recipe
 from blocktrain.errors import StoppedError, UserError
+from blocktrain.files import locked_file
 from blocktrain.local.processes import Child, await_line, end_children, start_child
 from blocktrain.training.local import differences
-from blocktrain.training.storage import locked_file, write_json
+from blocktrain.training.storage import write_json
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import StatusAnswer
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RUNNING_MEDIAN_FACTOR = 3.0
 """An update is clipped to at most this many running medians."""
-CHUNK_VALUES = 1 << 17
+MERGE_SPAN_VALUES = 1 << 17
 """Values merged at a time; four inputs of this size stay in a core's cache."""
 NORM_LANES = 1 << 16
 """Partial sums of squares that are kept side by side, and added up by halving."""
@@ -49,7 +49,7 @@ class MergeInput:
 
 def clip_scales(codec: CodecSpec, norms: Sequence[float], running_median: float | None) -> list[float]:
     """Factors that clip each norm to min(median of these, 3 x running median)."""
-    if codec.kind == "dense" and len(norms) == 1:
+    if codec.sends_weights and len(norms) == 1:
         return [1.0]
     limit = statistics.median(norms)
     if running_median is not None:
@@ -69,7 +69,7 @@ def merge_updates(
     assert inputs, "a merge needs an update"
     assert [one.update_id for one in inputs] == sorted(one.update_id for one in inputs)
     result = out or {name: np.empty(tensor.shape, np.float32) for name, tensor in sorted(base.items())}
-    merge_chunk = _merge_dense if codec.kind == "dense" else _merge_coded
+    merge_chunk = _merge_dense if codec.sends_weights else _merge_coded
     coefficients = [one.weight * one.scale / len(inputs) for one in inputs]
 
     def work(piece: tuple[str, slice]) -> None:
@@ -97,7 +97,7 @@ def replay_merge(
     codec = CodecSpec.parse(record.codec)
     inputs = []
     for one in record.inputs:
-        late = codec.kind == "dense" and one.base_hash != record.base_hash
+        late = codec.sends_weights and one.base_hash != record.base_hash
         inputs.append(
             MergeInput(
                 update_id=one.update_id,
@@ -115,7 +115,7 @@ def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:
     lanes = np.zeros(NORM_LANES, np.float64)
     for name in sorted(tensors):
         flat = tensors[name].reshape(-1)
-        reference = base[name].reshape(-1) if codec.kind == "dense" else None
+        reference = base[name].reshape(-1) if codec.sends_weights else None
         for start in range(0, flat.size, NORM_LANES):
             part = flat[start : start + NORM_LANES].astype(np.float64)
             if reference is not None:
@@ -177,5 +177,5 @@ def _merge_dense(chunk: _Chunk, coefficients: Sequence[float], alpha: float) -> 
 
 def _pieces(base: Tensors) -> Iterable[tuple[str, slice]]:
     for name in sorted(base):
-        for start in range(0, max(1, base[name].size), CHUNK_VALUES):
-            yield name, slice(start, start + CHUNK_VALUES)
+        for start in range(0, max(1, base[name].size), MERGE_SPAN_VALUES):
+            yield name, slice(start, start + MERGE_SPAN_VALUES)

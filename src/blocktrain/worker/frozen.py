@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.errors import WireError
 from blocktrain.wire.messages import Assignment, FrozenSnapshot
 from blocktrain.worker.decisions import SNAPSHOT_SAVING_SECONDS, saving_is_due
-from blocktrain.worker.snapshots import Snapshots
-from blocktrain.worker.standing import Base
 from blocktrain.worker.state import StateFolder
 
 
@@ -40,7 +39,7 @@ class FrozenSnapshots:
 
     def _check(self, assignment: Assignment) -> None:
         progress = assignment.first_step / max(1, assignment.total_steps)
-        wanted = self.snapshots.objective.frozen(assignment.block, progress)
+        wanted = self.snapshots.setup.objective.frozen(assignment.block, progress)
         named = tuple(one.block for one in assignment.frozen)
         if named != wanted:
             raise WireError(

@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base, Snapshots
+from blocktrain.threads import Stopped
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
 from blocktrain.worker.decisions import Sent, is_forgotten, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Flight, Standing
+from blocktrain.worker.standing import Flight, Standing
 from blocktrain.worker.state import StateFolder, Unsettled
 
 TICK_SECONDS = 0.2
@@ -195,7 +197,7 @@ class Sender:
         self, standing: Standing, payload_hash: str, payload: bytes, base: Base | None, share: float
     ) -> None:
         layout = self.snapshots.layouts[standing.block]
-        if base is None and layout.codec.kind == "dense":
+        if base is None and layout.codec.sends_weights:
             self.progress.line(f"lost payload={payload_hash[:12]}: its base is no longer in the cache")
             return
         weights: Weights = base.weights if base is not None else {}

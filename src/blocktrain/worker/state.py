@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from blocktrain.errors import StorageError
-from blocktrain.training.storage import locked_file
+from blocktrain.files import locked_file
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Receipt
 

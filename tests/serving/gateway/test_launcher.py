@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import UserError
+from blocktrain.listening import open_port
 from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups, restart_pause
 from blocktrain.serving.gateway.limits import parse_limits
-from blocktrain.serving.gateway.main import open_port
 
 from .conftest import Served, wait_until
 

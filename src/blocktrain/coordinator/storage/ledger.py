@@ -264,7 +264,7 @@ class _Replay:
                 raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
         decoded = {one.payload_hash: self._payload(block, one.payload_hash) for one in record.inputs}
         late = {one.base_hash for one in record.inputs} - {record.base_hash}
-        bases = {wanted: self._load(block, wanted) for wanted in late} if self._codec.kind == "dense" else {}
+        bases = {wanted: self._load(block, wanted) for wanted in late} if self._codec.sends_weights else {}
         tensors = replay_merge(record, self._tensors[block], decoded, bases)
         if snapshot_hash(tensors) != record.result_hash:
             raise _Broken(f"its inputs give {snapshot_hash(tensors)}, not {record.result_hash}")

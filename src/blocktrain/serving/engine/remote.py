@@ -71,7 +71,7 @@ class StageRefusedError(ServingError):
 class RemoteEngine(TextEngine):
     def __init__(self, checkpoint_path: Path, config: EngineConfig) -> None:
         described = Description.of(read_config(checkpoint_path), checkpoint_path)
-        draft_blocks = blocks_for_drafts(described.objective(), config.draft_blocks)
+        draft_blocks = blocks_for_drafts(described.setup().objective, config.draft_blocks)
         checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=draft_blocks)
         self.config = config
         self.shape = fingerprint(checkpoint_path, checkpoint)

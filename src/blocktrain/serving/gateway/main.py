@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
-from blocktrain.errors import UserError
+from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
@@ -37,24 +37,6 @@ class Server(uvicorn.Server):
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
         yield
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """A listening address that is ours before the model is loaded; port 0 takes a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        opened.bind((host, port))
-    except OSError as error:
-        opened.close()
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return opened
-
-
-def url_of(opened: socket.socket) -> str:
-    host, port = opened.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def new_server(engine: TextEngine, config: GatewayConfig) -> Server:
