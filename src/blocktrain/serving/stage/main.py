@@ -38,7 +38,7 @@ def load_stage(path: Path, blocks: Sequence[int], device: torch.device, config: 
     unknown = [block for block in blocks if not 0 <= block < num_blocks]
     if unknown or not blocks:
         raise UserError(f"{path} has blocks 0 to {num_blocks - 1}, found {list(blocks)}; change --blocks")
-    heard = {one for block in blocks for one in described.objective().heard(block)}
+    heard = {one for block in blocks for one in described.setup().objective.heard(block)}
     if lacking := sorted(heard - set(blocks)):
         raise UserError(
             f"blocks {list(blocks)} hear blocks {lacking} (objective.kind is "
