@@ -1,9 +1,9 @@
 """Two threads: one keeps the next assignment ready, one keeps the leases of those in hand.
 
-The next assignment is asked for shortly before the running one ends, and what it needs is brought meanwhile, so
-that the trainer never waits for an answer: the snapshot of a block that is new here, and those of frozen blocks.
-An assignment that names a frozen snapshot which the coordinator no longer has is handed back, and another asked
-for. Heartbeats run beside, so that a long download does not cost the lease.
+The next assignment is asked for shortly before the running one ends, and what it needs is brought meanwhile,
+so that the trainer never waits for an answer: the snapshot of a block that is new here, and those of frozen
+blocks. An assignment that names a frozen snapshot which the coordinator no longer has is handed back, and
+another asked for. Heartbeats run beside, so that a long download does not cost the lease.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_DECLINED = 3
 def slept_seconds(*, wall: float, monotonic: float) -> float | None:
     """How long this machine was suspended, from what both clocks say has passed; None if it was not.
 
-    The monotonic clock stands still in suspension on Linux and macOS; the wall clock does not. A wall clock set
-    back is no sleep.
+    The monotonic clock stands still in suspension on Linux and macOS; the wall clock does not. A wall clock
+    set back is no sleep.
     """
     gap = wall - monotonic
     return gap if gap > ASLEEP_SECONDS else None
@@ -107,7 +107,7 @@ class Asking:
             self._declined += 1
             if self._declined >= MAX_DECLINED:
                 raise WireError(
-                    f"{what}; so it was {MAX_DECLINED} times in a row: ask the operator to restore the snapshots"
+                    f"{what}; that was so {MAX_DECLINED} times: ask the operator to restore the snapshots"
                 ) from None
             self.view.line(f"declined {what}; asking for another assignment")
             with contextlib.suppress(BlocktrainError):

@@ -8,8 +8,8 @@ same methods one after the other.
     local weights = snapshot + progress of the updates on their way + progress since the last of them
 
 A new snapshot, or a refusal, settles the oldest updates: everything after them moves by (snapshot - where the
-last settled one was marked). So all progress is in the snapshot, in the local weights or in the error feedback,
-and never in two of them.
+last settled one was marked). So all progress is in the snapshot, in the local weights or in the error
+feedback, and never in two of them.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def share_to_return(outcome: Outcome, weight: float) -> float:
 def is_discarded(outcome: Outcome, reason: VerdictReason) -> bool:
     """True if an update is given up altogether, with what compression left of it.
 
-    Work that came too late is sound and returns to error feedback. Work that was judged and rejected does not:
-    the round is trained again from the same snapshot, so the next update would contain this one twice, and
-    the one after it three times (docs/decisions/0007).
+    Work that came too late is sound and returns to error feedback. Work that was judged and rejected does
+    not: the round is trained again from the same snapshot, so the next update would contain this one twice,
+    and the one after it three times (docs/decisions/0007).
     """
     return outcome is Outcome.REFUSED and reason not in RETURNED_REASONS
 
@@ -197,8 +197,8 @@ class BlockProgress:
     def kept(self) -> tuple[Weights | None, list[PendingUpdate]]:
         """What must be on disk, of one moment: error feedback, and the updates that are not part of it.
 
-        A process that is killed delivers those updates again. Of a carried update a share is already back in the
-        feedback, so delivering it again would return that share twice.
+        A process that is killed delivers those updates again. Of a carried update a share is already back in
+        the feedback, so delivering it again would return that share twice.
         """
         with self.changed:
             feedback = self._feedback
@@ -281,9 +281,9 @@ class BlockProgress:
     def form(self, update: PendingUpdate) -> None:
         """Encode a trained update. All error feedback goes into it; what the codec leaves out is the new one.
 
-        Without error feedback a codec that sends 1 value in 64 would lose the small ones for good; with it they
-        add up until they are sent. It is multiplied by `swarm.error_feedback` (0.95), because a correction
-        that waited many rounds was computed for weights of long ago.
+        Without error feedback a codec that sends 1 value in 64 would lose the small ones for good; with it
+        they add up until they are sent. It is multiplied by `swarm.error_feedback` (0.95), because a
+        correction that waited many rounds was computed for weights of long ago.
         """
         with self.changed:
             base, origin = self._base, self._origin(update)

@@ -1,8 +1,8 @@
 """Snapshots of other blocks that assignments name: brought ahead of time, kept in host memory.
 
-They come by the same ways as the worker's own block: from disk, from the seed, by the payloads of the merges in
-between, or whole. The last version of each block stays here, so that the next one costs its payloads only; now
-and then it is written to disk for the next start. Used by the asking thread alone.
+They come by the same ways as the worker's own block: from disk, from the seed, by the payloads of the merges
+in between, or whole. The last version of each block stays here, so that the next one costs its payloads only;
+now and then it is written to disk for the next start. Used by the asking thread alone.
 """
 
 from __future__ import annotations

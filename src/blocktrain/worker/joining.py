@@ -1,4 +1,5 @@
-"""Membership in a run: joining it at the start, and again when the coordinator no longer knows this worker."""
+"""Membership in a run: joining it at the start, and again when the coordinator no longer knows this
+worker."""
 
 from __future__ import annotations
 

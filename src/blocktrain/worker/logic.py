@@ -1,9 +1,10 @@
 """What a worker does next: it is told what happened and says what to do. Two drivers, one logic.
 
 The threads of the worker program and the virtual clock of the simulation both drive it. What happens comes in
-as a call: an assignment was lent, its snapshots are here, it was trained or cancelled, an update was delivered.
-What to do is a question: ask now? train which step? send which update? Weights, snapshots and error feedback of
-a block are in its `BlockProgress`. Time is an argument; nothing here knows sockets, files, tensors or clocks.
+as a call: an assignment was lent, its snapshots are here, it was trained or cancelled, an update was
+delivered. What to do is a question: ask now? train which step? send which update? Weights, snapshots and
+error feedback of a block are in its `BlockProgress`. Time is an argument; nothing here knows sockets, files,
+tensors or clocks.
 
 One condition guards everything, also in the blocks. It is notified with every change; the drivers wait on it.
 """
@@ -24,7 +25,8 @@ PREFETCH_SHARE = 0.8
 MAX_UNFORMED = 1
 """Finished rounds that may wait behind the one being sent; each costs a copy of the weights."""
 TICK_SECONDS = 0.1
-"""A signal handler can set `stop` but must not take a lock, so nobody waits longer than this without looking."""
+"""A signal handler can set `stop` but must not take a lock, so nobody waits longer than this without
+looking."""
 
 
 def own_steps(assignment: Assignment) -> int:
@@ -35,8 +37,8 @@ def own_steps(assignment: Assignment) -> int:
 def batch_of(assignment: Assignment, step: int) -> tuple[int, int]:
     """Place in the schedule, and data shard, of a step of an assignment.
 
-    Extra steps are on the absent replica's shard and at its places: the learning rate of the round is the same
-    for both, and the next round starts where this one ends, however many stood in.
+    Extra steps are on the absent replica's shard and at its places: the learning rate of the round is the
+    same for both, and the next round starts where this one ends, however many stood in.
     """
     own = own_steps(assignment)
     if step < own or assignment.stand_in is None:
@@ -201,7 +203,8 @@ class WorkerLogic:
             return leases
 
     def hurry_heartbeats(self) -> None:
-        """After a refusal the next heartbeat says that the round ahead is off, and after a sleep nothing is sure."""
+        """After a refusal the next heartbeat says that the round ahead is off, and after a sleep nothing is
+        sure."""
         with self.changed:
             self._beaten_at = None
 

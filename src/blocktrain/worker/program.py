@@ -1,8 +1,8 @@
 """The worker program: joins a run, trains what it is lent, and ends cleanly.
 
-The main thread trains. Beside it run asking and heartbeats (`asking`), sending (`sending`) and one watcher per
-block (`watching`). They meet in `WorkerLogic` and its `BlockProgress`es alone. A stop request reaches the trainer
-between two steps, and what it had done since its last update is kept as error feedback.
+The main thread trains. Beside it run asking and heartbeats (`asking`), sending (`sending`) and one watcher
+per block (`watching`). They meet in `WorkerLogic` and its `BlockProgress`es alone. A stop request reaches the
+trainer between two steps, and what it had done since its last update is kept as error feedback.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ GOODBYE_SECONDS = 5.0
 LOSS_SECONDS = 0.5
 """How often the loss is read; reading it waits for a GPU."""
 OPTIMIZER_SAVING_SECONDS = 120.0
-"""The trainer pauses while its state is copied; and state two minutes old is about as good, because the momenta
-forget within some twenty steps."""
+"""The trainer pauses while its state is copied; and state two minutes old is about as good, because the
+momenta forget within some twenty steps."""
 
 
 @dataclass(frozen=True)

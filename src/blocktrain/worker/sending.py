@@ -1,7 +1,8 @@
 """The sending thread: forms updates from finished rounds and delivers them, one after the other.
 
-Runs beside training. The payload, and the error feedback it leaves, are on disk before the coordinator hears of
-them, so that a killed worker can deliver them again or take them back, and never counts the same progress twice.
+Runs beside training. The payload, and the error feedback it leaves, are on disk before the coordinator hears
+of them, so that a killed worker can deliver them again or take them back, and never counts the same progress
+twice.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Sending:
             assert update.base is not None
             base = self.snapshots.on_disk(block, update.base.version, update.base.hash)
             if base is None and progress.layout.codec.sends_weights:
-                self.view.line(f"payload={update.payload_hash[:12]} cannot return: its base is not in the cache")
+                self.view.line(f"lost payload={update.payload_hash[:12]}: its base is not in the cache")
             update.payload, update.base = payload, base or update.base
             self._deliver(progress, update)
         self.state.save_feedback(block, progress.feedback, [])
@@ -95,7 +96,8 @@ class Sending:
                     verdict = self.client.reveal(update.payload_hash, update.payload, answer)
                 self.state.save_receipt(answer.receipt)
                 self.state.save_receipt(verdict.receipt)
-                # A judge takes its time. The round cannot close before, so nothing is held up by waiting here.
+                # A judge takes its time. The round cannot close before, so nothing is held up by waiting
+                # here.
                 asked = 0
                 while verdict.outcome is Outcome.PENDING:
                     if self.logic.stop.wait(verdict_wait_seconds(asked)):

@@ -1,9 +1,9 @@
 """What a worker keeps on disk so that a killed one goes on as if it had only paused.
 
 Per block: error feedback together with the updates that may not have been counted (one file, so they never
-disagree), optimizer state, and which snapshot is in the cache. Local weights need no file of their own: at the
-end of a round they are the snapshot plus updates on their way, and a stop in the middle of one puts its progress
-into error feedback. A damaged file is reported and left out.
+disagree), optimizer state, and which snapshot is in the cache. Local weights need no file of their own: at
+the end of a round they are the snapshot plus updates on their way, and a stop in the middle of one puts its
+progress into error feedback. A damaged file is reported and left out.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class StateFolder:
         with self._saving:
             self.save_feedback(progress.block, *progress.kept())
 
-    def save_feedback(
-        self, block: int, feedback: Weights | None, updates: Iterable[PendingUpdate]
-    ) -> None:
+    def save_feedback(self, block: int, feedback: Weights | None, updates: Iterable[PendingUpdate]) -> None:
         entries = []
         for update in updates:
             assert update.base is not None
@@ -154,7 +152,8 @@ class StateFolder:
             return None
 
     def save_receipt(self, receipt: Receipt) -> None:
-        """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`: a JSON line."""
+        """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`: a JSON
+        line."""
         path = self.folder / RECEIPTS_FILE
         try:
             with path.open("a") as file:

@@ -49,6 +49,11 @@ class LocalTraining:
         if optimizer is not None:
             self.trainer.optimizer.load_state_tensors(optimizer)
 
+    def start_again(self, progress: BlockProgress) -> None:
+        """Take the same block's weights from its progress again; the optimizer goes on."""
+        load_into(self.trainer.block, progress.begin())
+        self.progress = progress
+
     def start(self, update: PendingUpdate, frozen: Mapping[int, Base]) -> None:
         """Prepare for the steps of an update, beside the named snapshots of other blocks."""
         assert update.assignment is not None
@@ -77,8 +82,8 @@ class LocalTraining:
     def pick_up_move(self, update: PendingUpdate | None) -> bool:
         """Add what a new snapshot brought to the local weights; whether there was anything.
 
-        `update` is the one being trained, if any: the further it has gone on without the snapshot, the smaller
-        the share of the move that is applied at once.
+        `update` is the one being trained, if any: the further it has gone on without the snapshot, the
+        smaller the share of the move that is applied at once.
         """
         assert self.progress is not None
         ahead = float(len(self.progress.pending()))

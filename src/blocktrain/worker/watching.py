@@ -1,8 +1,8 @@
 """One thread per block that this worker trains: sees its new snapshots, rebuilds them, moves the progress.
 
-It looks often while an own update is about to be merged and seldom otherwise, and it writes a snapshot to disk
-now and then for the next start. It ends when the worker stops, or has left the block and nothing of it is on its
-way.
+It looks often while an own update is about to be merged and seldom otherwise, and it writes a snapshot to
+disk now and then for the next start. It ends when the worker stops, or has left the block and nothing of it
+is on its way.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Watching:
         self.keeper = SnapshotKeeper(snapshots, state)
 
     def progress_of(self, block: int) -> BlockProgress:
-        """This worker's progress in a block; brings its snapshot, and begins to watch it, if it is new here."""
+        """This worker's progress in a block; brings its snapshot, and begins to watch it, if it is new
+        here."""
         progress = self.logic.blocks.get(block)
         if progress is None:
             base = self.snapshots.newest_for_joiner(block, self.keeper.on_disk(block))
@@ -107,7 +108,7 @@ class Watching:
             one.payload_hash for merge in merges for one in merge.inputs if one.worker_id == self.worker_id
         }
         if progress.advance(base, mine):
-            self.state.save_progress(progress)  # something was given up: its progress is in error feedback now
+            self.state.save_progress(progress)  # what was given up is in error feedback now
         self.view.rebased(block, base.version)
         self.keeper.save_if_due(block, base)
         return True
