@@ -39,7 +39,7 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
     evaluator = Evaluator(objective, table, recipe.evaluation, seed=recipe.seed)
     pooling = evaluator.fit_weights(blocks, tokenizer.encode(corpus.pool))
     valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
-    scores = evaluator.score(blocks, pooling, valid, euler=recipe.objective.hint_probability > 0)
+    scores = evaluator.score(blocks, pooling, valid, euler=objective.composes_by_euler)
     trained = dataclasses.replace(recipe.training, steps=recipe.swarm.total_steps)
     recipe = dataclasses.replace(recipe, training=trained)
     save_checkpoint(out, recipe, corpus.sha256, [block.cpu() for block in blocks], table.cpu(), pooling)

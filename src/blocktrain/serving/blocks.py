@@ -83,7 +83,7 @@ class HeldBlocks:
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
-        return sorted({*blocks, *(heard for block in blocks for heard in self.objective.heard(block))})
+        return sorted({*blocks, *(other for block in blocks for other in self.objective.upstream(block))})
 
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
@@ -104,11 +104,11 @@ class HeldBlocks:
             for cache in work.caches.values():
                 cache.truncate(work.base)
         sums = [torch.zeros(work.num_rows, self.vocabulary, device=self.codebook.device) for work in works]
-        heard: list[Tensor | None] = [None] * len(works)
+        features: list[Tensor | None] = [None] * len(works)
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
             if chosen:
-                self._run_block(index, chosen, works, heard, sums)
+                self._run_block(index, chosen, works, features, sums)
         return [total.cpu().numpy() for total in sums]
 
     def _run_block(
@@ -116,7 +116,7 @@ class HeldBlocks:
         index: int,
         chosen: list[int],
         works: Sequence[Work],
-        heard: list[Tensor | None],
+        features: list[Tensor | None],
         sums: list[Tensor],
     ) -> None:
         """One block over the new tokens of the chosen works, packed in a row."""
@@ -125,21 +125,21 @@ class HeldBlocks:
         # One work alone needs no packing, which would cost it a third more.
         cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
         ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
-        upstream = [part for i in chosen if (part := heard[i]) is not None]
-        joined = torch.cat(upstream, dim=1) if upstream and self.objective.heard(index) else None
+        upstream = [part for i in chosen if (part := features[i]) is not None]
+        joined = torch.cat(upstream, dim=1) if upstream and self.objective.upstream(index) else None
         output = self._running[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
-        handed = self._handed_on(index, output, joined)
-        handed_parts = [None] * len(chosen) if handed is None else torch.split(handed, lengths, dim=1)
+        made = self._features(index, output)
+        feature_parts = [None] * len(chosen) if made is None else torch.split(made, lengths, dim=1)
         logit_parts = torch.split(output.logits_BTV[0], lengths)
-        for i, part, logits in zip(chosen, handed_parts, logit_parts, strict=True):
-            heard[i] = part
+        for i, part, logits in zip(chosen, feature_parts, logit_parts, strict=True):
+            features[i] = part
             if index in works[i].blocks:
                 log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
                 sums[i] += self.weights[index] * log_probs
 
-    def _handed_on(self, index: int, output: BlockOutput, heard: Tensor | None) -> Tensor | None:
-        """What the next block hears of this one; None where blocks do not hear each other."""
-        return self.objective.relay(output, heard) if self.objective.heard(index + 1) else None
+    def _features(self, index: int, output: BlockOutput) -> Tensor | None:
+        """The features that the next block takes as input; None where it takes none."""
+        return output.features_BTD if self.objective.upstream(index + 1) else None
 
     @torch.inference_mode()
     def refine(
@@ -168,11 +168,11 @@ class HeldBlocks:
         tokens = torch.tensor([list(ids)], device=self.codebook.device)
         codebook = self.codebook.double()
         total = torch.zeros(self.vocabulary, dtype=torch.float64, device=codebook.device)
-        heard: Tensor | None = None
+        features: Tensor | None = None
         for index in self.needed(blocks):
-            upstream = heard if self.objective.heard(index) else None
+            upstream = features if self.objective.upstream(index) else None
             output = self._exact_block(index)(tokens, codebook, upstream_BTD=upstream)
-            heard = self._handed_on(index, output, upstream)
+            features = self._features(index, output)
             if index in blocks:
                 total += self.weights[index] * F.log_softmax(output.logits_BTV[0, -1], dim=-1)
         return total.cpu().numpy()

@@ -24,7 +24,7 @@ from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
-from blocktrain.training.frozen import heard_by
+from blocktrain.training.frozen import upstream_features
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.snapshot import Tensors, load_into
 from blocktrain.validation.evidence import (
@@ -138,7 +138,7 @@ class Scorer:
         return self.budget(len(frozen))
 
     def _other(self, index: int, weights: Tensors) -> Block:
-        """In host memory: it visits the device when it is heard."""
+        """In host memory: it visits the device for its features."""
         if index not in self._others:
             self._others[index] = self._objective.build(index, 0).eval()
         load_into(self._others[index], weights)
@@ -177,8 +177,8 @@ class Scorer:
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens, targets, objective = windows[:, :-1], windows[:, 1:], self._objective
         drawn = with_hints(objective, block, tokens, targets, self._codebook, generator)
-        heard = heard_by(objective, block, self._frozen, tokens, self._codebook)
-        return dataclasses.replace(drawn, heard=heard)
+        features = upstream_features(self._frozen, tokens, self._codebook)
+        return dataclasses.replace(drawn, upstream_BTD=features)
 
     # --- gains ---
 

@@ -23,9 +23,9 @@ STEPS_AT_MOST = 4
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
-    """The first blocks of a model that hear no others; the first hears nobody."""
-    deaf = [block for block in range(objective.model.blocks) if not objective.heard(block)]
-    return deaf[: max(1, most)]
+    """The first blocks of a model with no others upstream; the first always is one."""
+    independent = [block for block in range(objective.model.blocks) if not objective.upstream(block)]
+    return independent[: max(1, most)]
 
 
 class Drafter:
