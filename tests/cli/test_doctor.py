@@ -42,6 +42,7 @@ from blocktrain.serving.stage.stage import StageConfig
 from blocktrain.training.cost import PeakMemory, estimated_training_bytes
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.setup import Setup
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
 
 GB = 10**9
@@ -163,7 +164,7 @@ def test_passwords_of_a_proxy_are_not_shown() -> None:
 )  # fmt: skip
 def test_the_memory_foretold_is_the_memory_counted(shape: tuple[str, ...]) -> None:
     recipe = tiny_recipe(*shape)
-    foretold, counted = estimated_training_bytes(recipe, 256), counted_bytes(recipe)
+    foretold, counted = estimated_training_bytes(Setup.of(recipe)), counted_bytes(recipe)
     assert foretold == pytest.approx(counted, rel=0.08)
 
 

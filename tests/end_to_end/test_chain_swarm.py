@@ -1,4 +1,4 @@
-"""A swarm whose blocks take input from the blocks before them: real programs, snapshots named, fetched and judged."""
+"""A swarm of chained blocks: real programs, snapshots named, fetched and judged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blocktrain.config import Recipe
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.wire.messages import LedgerEntry
 
-CHAIN = {"kind": "chain", "hint_probability": 0.0}
+CHAIN = {"kind": "chain", "hint_probability": 0.5}
 SWARM = {
     "codec": "sparse:64",
     "steps_per_round": 20,
@@ -64,6 +64,7 @@ def test_a_chain_of_three_blocks_trains_to_its_end_and_composes(kit: Kit, text: 
 
     scores = save_final_checkpoint(coordinator.client(), status, kit.folder / "checkpoint")
     assert scores["consensus_ce"] < scores["block_ce"][0]
+    assert scores["euler_ce"] is None, "blocks that take others' output as input do not compose by euler"
 
 
 def said(program: Program, text: str) -> bool:

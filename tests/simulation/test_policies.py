@@ -8,8 +8,9 @@ from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.errors import RecipeError
 from blocktrain.simulation.coordinator import Update
 from blocktrain.simulation.networks import NETWORKS
-from blocktrain.simulation.run import Simulation, check_recipe, participation
+from blocktrain.simulation.run import Simulation, participation
 from blocktrain.simulation.workers import CarryWorker, Steps
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import tensors_of
 from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
 from blocktrain.wire.messages import Assignment, Outcome
@@ -192,4 +193,4 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
 
 def test_a_recipe_that_no_swarm_can_train_is_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="codebook"):
-        check_recipe(make_recipe(objective={"codebook": "learned"}, training={"order": "turns"}))
+        Setup.of_swarm(make_recipe(objective={"codebook": "learned"}, training={"order": "turns"}))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.errors import UserError
-from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.state import StateFolder, Unsettled
 
 

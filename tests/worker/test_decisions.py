@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from blocktrain.client.coordinator import LONGEST_BACKOFF_SECONDS, backoff_seconds
+from blocktrain.client.snapshots import snapshot_route
 from blocktrain.wire.messages import Outcome, StandIn, VerdictReason
 from blocktrain.worker.decisions import (
-    Route,
     Sent,
     asks_for_next,
     batch_of,
-    cheapest_route,
     is_forgotten,
     may_step,
     move_share,
@@ -104,10 +103,9 @@ def test_an_update_without_a_verdict_is_not_given_up() -> None:
 
 
 def test_payloads_are_fetched_while_they_are_smaller_than_the_snapshot() -> None:
-    assert cheapest_route(wanted=5, held=5, chain_bytes=0, snapshot_bytes=100)[0] is Route.HAVE
-    assert cheapest_route(wanted=6, held=5, chain_bytes=10, snapshot_bytes=100)[0] is Route.CHAIN
-    assert cheapest_route(wanted=6, held=5, chain_bytes=200, snapshot_bytes=100)[0] is Route.DOWNLOAD
-    assert cheapest_route(wanted=60, held=5, chain_bytes=0, snapshot_bytes=160)[0] is Route.DOWNLOAD
+    assert snapshot_route(wanted=6, held=5, chain_bytes=10, snapshot_bytes=100)[0]
+    assert not snapshot_route(wanted=6, held=5, chain_bytes=200, snapshot_bytes=100)[0]
+    assert not snapshot_route(wanted=60, held=5, chain_bytes=0, snapshot_bytes=160)[0]
 
 
 def test_the_head_is_watched_closely_while_an_update_is_about_to_be_merged() -> None:

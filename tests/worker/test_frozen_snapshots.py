@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.client.traffic import Traffic
 from blocktrain.config import ObjectiveConfig, Recipe
-from blocktrain.coordinator.run import build_objective
 from blocktrain.coordinator.storage.blobs import payload_key, snapshot_key
 from blocktrain.errors import WireError
 from blocktrain.threads import Threads
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, FrozenSnapshot
-from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.desk import Desk
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.standing import Standing
 from blocktrain.worker.state import StateFolder
 from tests.coordinator.conftest import Clock, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, an_assignment
@@ -65,9 +66,7 @@ class Bench:
         self.client.audience = run.run_id
         layouts = [Layout.of(layout) for layout in run.blocks]
         cache = BlobCache(folder / "cache", 1 << 30)
-        self.snapshots = Snapshots(
-            self.client, cache, RECIPE, build_objective(RECIPE), layouts, self.lines.append
-        )
+        self.snapshots = Snapshots(self.client, cache, Setup.of(RECIPE), layouts, self.lines.append)
         self.state = StateFolder(folder, self.lines.append)
         self.frozen = FrozenSnapshots(self.snapshots, self.state, lambda block: None)
         self.progress = Progress(identity.worker_id, self.traffic, self.said)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from blocktrain.client.snapshots import Base
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent
-from blocktrain.worker.standing import Base, Flight, Standing
+from blocktrain.worker.standing import Flight, Standing
 from tests.coordinator.peer import an_assignment
 
 

@@ -6,15 +6,14 @@ import dataclasses
 
 import torch
 
+from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe
-from blocktrain.coordinator.run import build_objective
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.ids import derive_seed
-from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
 from blocktrain.wire.messages import StandIn
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.standing import Standing
 from blocktrain.worker.training import LocalTraining
 from tests.coordinator.conftest import CORPUS, tiny_recipe
 from tests.coordinator.peer import an_assignment
@@ -24,17 +23,17 @@ ASSIGNMENT = an_assignment(steps=5, total_steps=30, stand_in=StandIn(shard=2, st
 
 
 def test_a_worker_trains_its_own_steps_and_then_those_of_the_other() -> None:
-    objective, tokenizer = build_objective(RECIPE), load_tokenizer(RECIPE.data.tokenizer)
-    shards = Shards.of(RECIPE, tokenizer.encode(CORPUS.train), CORPUS.sha256, device=torch.device("cpu"))
-    codebook = build_codebook(RECIPE, tokenizer.vocabulary)
-    block = objective.build(0, derive_seed("init", RECIPE.seed, 0))
+    setup = Setup.of(RECIPE)
+    text = setup.tokenizer.encode(CORPUS.train)
+    shards = Shards.of(RECIPE, text, CORPUS.sha256, device=torch.device("cpu"))
+    codebook, block = setup.codebook(), setup.initial(0)
     weights = tensors_of(block)
-    training = LocalTraining(RECIPE, objective, shards, codebook, torch.device("cpu"))
+    training = LocalTraining(setup, shards, codebook, torch.device("cpu"))
     training.begin(Standing(0, Base(0, snapshot_hash(weights), weights), None, 3), 30, None)
     seen: list[int] = []
     training.run(ASSIGNMENT, lambda step, loss: seen.append(step), lambda: True)
     long = dataclasses.replace(RECIPE, training=dataclasses.replace(RECIPE.training, steps=30))
-    trainer = BlockTrainer(long, objective, block, 0, shards, codebook)
+    trainer = BlockTrainer(long, setup.objective, block, 0, shards, codebook)
     for step, shard in ((0, 0), (1, 0), (2, 0), (0, 2), (1, 2)):
         trainer.step(step, shard)
     assert seen == [1, 2, 3, 4, 5]

@@ -7,7 +7,6 @@ ledger, and from the gateway's own account of one answer.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -39,6 +38,7 @@ from blocktrain.local.swarm import LocalSwarm, SwarmOptions, shown
 from blocktrain.tracking.curves import draw_swarm
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.local import LocalRun
+from blocktrain.training.setup import with_swarm_schedule
 from blocktrain.training.storage import write_json
 from blocktrain.wire.messages import StatusAnswer
 
@@ -124,9 +124,8 @@ class Demo:
     def train_end_to_end(self) -> tuple[float, list[tuple[int, float]]]:
         """The reference: the same layers in one piece, as many steps as each block gets; and its curve."""
         self.say("[bold]1. For comparison[/bold]: the same layers end to end, in one process.")
-        training = dataclasses.replace(self.recipe.training, steps=self.recipe.swarm.total_steps)
         with TrainingProgress(self.console) as progress:
-            recipe = dataclasses.replace(self.recipe, training=training)
+            recipe = with_swarm_schedule(self.recipe)
             run = LocalRun(recipe, self.out / "end-to-end", find_device(self.device), progress, self.stop)
             run.units = [unit for unit in run.units if unit.index is None]
             try:

@@ -17,10 +17,10 @@ from blocktrain.config import Recipe, SwarmConfig, with_defaults
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
-from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import RecipeError, UserError
-from blocktrain.ids import CorpusHash, derive_seed
+from blocktrain.errors import UserError
+from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
 from blocktrain.wire.codec import CodecSpec, Schema, frame_length
 from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, content_hash
@@ -51,26 +51,12 @@ class Run:
         return max(layout.payload_bytes for layout in self.layouts)
 
 
-def check_swarm_recipe(recipe: Recipe) -> None:
-    if recipe.objective.codebook != "fixed":
-        raise RecipeError(
-            'a swarm needs objective.codebook = "fixed": a learned one would be shared by blocks on '
-            "different machines"
-        )
-
-
-def build_objective(recipe: Recipe) -> Objective:
-    vocabulary = load_tokenizer(recipe.data.tokenizer).vocabulary
-    return Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-
-
 def open_run(
     store: Store, blobs: Blobs, identity: Identity, recipe: Recipe, corpus_sha256: CorpusHash, now: float
 ) -> Run:
     """The run in this database, which is made if there is none; another recipe, text or key is refused."""
-    check_swarm_recipe(recipe)
-    objective = build_objective(recipe)
-    layouts = tuple(_layout(recipe, objective, blobs, block) for block in range(recipe.model.blocks))
+    setup = Setup.of_swarm(recipe)
+    layouts = tuple(_layout(setup, blobs, block) for block in range(recipe.model.blocks))
     key = identity.public_key.hex()
     try:
         run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
@@ -78,7 +64,7 @@ def open_run(
         run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
     schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
     codec = CodecSpec.parse(recipe.swarm.codec)
-    return Run(run_id, recipe, corpus_sha256, key, codec, schemas, layouts, objective)
+    return Run(run_id, recipe, corpus_sha256, key, codec, schemas, layouts, setup.objective)
 
 
 def _open_row(
@@ -99,10 +85,10 @@ def _open_row(
         return row.run_id
 
 
-def _layout(recipe: Recipe, objective: Objective, blobs: Blobs, block: int) -> BlockLayout:
+def _layout(setup: Setup, blobs: Blobs, block: int) -> BlockLayout:
     """Also writes version 0 where it is not stored yet: blobs come before rows."""
-    module = objective.build(block, derive_seed("init", recipe.seed, block))
-    schema, tensors, codec = schema_of(module), tensors_of(module), CodecSpec.parse(recipe.swarm.codec)
+    module, codec = setup.initial(block), CodecSpec.parse(setup.recipe.swarm.codec)
+    schema, tensors = schema_of(module), tensors_of(module)
     digest = snapshot_hash(tensors)
     if blobs.size(snapshot_key(digest)) is None:
         blobs.put(snapshot_key(digest), to_safetensors(tensors))

@@ -18,14 +18,11 @@ from sqlalchemy.exc import IntegrityError
 
 from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.operator_notes import Display
-from blocktrain.coordinator.run import build_objective
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.corpora import Corpus
-from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import BlocktrainError
-from blocktrain.ids import derive_seed
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
-from blocktrain.training.inner import build_codebook
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.messages import EvaluationState, ReferenceState
@@ -46,18 +43,14 @@ class Scoring:
         self._context, self._every = context, recipe.swarm.evaluate_every_seconds
         self._corpus, self._display = corpus, display
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._objective = build_objective(recipe)
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
-        self._tokenizer = tokenizer
-        codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
+        setup = Setup.of(recipe)
+        self._objective, self._tokenizer = setup.objective, setup.tokenizer
+        codebook = setup.codebook().to(device)
         self._evaluator = Evaluator(self._objective, codebook(), recipe.evaluation, seed=recipe.seed)
         limit = min(recipe.evaluation.max_bytes or MAX_SCORED_BYTES, MAX_SCORED_BYTES)
-        self._held_out = tokenizer.encode(corpus.valid[:limit])
-        self._pool = tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
-        self._blocks = [
-            self._objective.build(block, derive_seed("init", recipe.seed, block)).to(device).eval()
-            for block in range(recipe.model.blocks)
-        ]
+        self._held_out = setup.tokenizer.encode(corpus.valid[:limit])
+        self._pool = setup.tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
+        self._blocks = [setup.initial(block).to(device).eval() for block in range(recipe.model.blocks)]
 
     def run(self, stop: threading.Event) -> None:
         lower_priority()

@@ -21,6 +21,7 @@ import httpx2
 from cryptography import x509
 from pydantic import ValidationError
 
+from blocktrain.client.run import load_run_corpus, run_setup
 from blocktrain.doctor.findings import Certificate, Coordinator, Need, StageProbe
 from blocktrain.doctor.machine import need_of
 from blocktrain.errors import BlocktrainError, RecipeError, UserError, WireError
@@ -28,7 +29,6 @@ from blocktrain.serving.transport import Address, ConnectionLostError, connect
 from blocktrain.wire.frame_metadata import Failure, Hello, ModelShape, decode_metadata, encode_metadata
 from blocktrain.wire.frames import GREETING_LIMITS, FrameType, Header, encode_frame
 from blocktrain.wire.messages import RunAnswer
-from blocktrain.worker.program import load_run_corpus, swarm_recipe
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 20.0
@@ -169,7 +169,7 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
 
 def run_need(run: RunAnswer) -> Need:
     """What one block of the run takes."""
-    recipe = swarm_recipe(run)
+    recipe = run_setup(run).recipe
     if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
         raise RecipeError(
             f"the run asks for blocks of {recipe.model.layers_per_block} layers and width "
@@ -180,7 +180,7 @@ def run_need(run: RunAnswer) -> Need:
 
 def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:
     try:
-        load_run_corpus(swarm_recipe(run), run, corpus)
+        load_run_corpus(run_setup(run), run, corpus)
     except BlocktrainError as error:
         return str(error)
     return None

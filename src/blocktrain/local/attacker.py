@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.run import Layout
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import WireError
 from blocktrain.threads import Stopped
@@ -29,7 +30,6 @@ from blocktrain.wire.messages import (
     RunAnswer,
     Verdict,
 )
-from blocktrain.worker.snapshots import Layout
 
 LABEL = "attacker"
 PAUSE_SECONDS = 0.3

@@ -103,7 +103,7 @@ class LaunchConfig:
 
 def stage_programs(config: LaunchConfig) -> list[Program]:
     described = Description.of(read_config(config.checkpoint), config.checkpoint)
-    objective, num_blocks = described.objective(), described.recipe.model.blocks
+    objective, num_blocks = described.setup().objective, described.recipe.model.blocks
     together = any(objective.upstream(block) for block in range(num_blocks))
     threads = max(1, (os.cpu_count() or 1) // config.num_stages)
     groups = block_groups(num_blocks, config.num_stages, together=together)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from blocktrain.client.snapshots import Base
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, ruling
 from blocktrain.coordinator.decisions.deadlines import (
@@ -47,7 +48,6 @@ from blocktrain.training.update import Weights
 from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
-from blocktrain.worker.standing import Base
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,22 @@ from typing import Any, Literal
 
 import torch
 
+from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import BlocktrainError, RecipeError
+from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import BlockState, SimulatedCoordinator
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
-from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import load_into, schema_of, snapshot_hash, tensors_of
 from blocktrain.wire.codec import CodecSpec
-from blocktrain.worker.standing import Base
 
 Policy = Literal["drop", "carry"]
 KEPT_VERSIONS = 3
@@ -67,8 +66,7 @@ class Scenario:
     def seeded_recipe(self) -> Recipe:
         """With the run's seed and the length of the swarm's schedule."""
         seed = derive_seed("simulation", self.recipe.seed, self.seed)
-        training = dataclasses.replace(self.recipe.training, steps=self.recipe.swarm.total_steps)
-        return dataclasses.replace(self.recipe, seed=seed, training=training)
+        return dataclasses.replace(with_swarm_schedule(self.recipe), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,6 @@ Watcher = Callable[[ScoredRound], None]
 
 class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
-        check_recipe(scenario.recipe)
         self.scenario, self.watch = scenario, watch
         self._frozen: dict[str, Block] = {}
         self.recipe = scenario.seeded_recipe
@@ -102,18 +99,16 @@ class Simulation:
 
     def _build_training(self) -> None:
         recipe, device = self.recipe, self.scenario.device
-        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
-        vocabulary = self.tokenizer.vocabulary
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-        self.codebook = build_codebook(recipe, vocabulary).to(device)
+        self.setup = Setup.of_swarm(recipe)
+        self.tokenizer, self.objective = self.setup.tokenizer, self.setup.objective
+        self.codebook = self.setup.codebook().to(device)
         text = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, text, self.corpus.sha256, device)
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
         self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
 
     def _build_block(self, block: int) -> Block:
-        seed = derive_seed("init", self.recipe.seed, block)
-        return self.objective.build(block, seed).to(self.scenario.device)
+        return self.setup.initial(block).to(self.scenario.device)
 
     def _build_trainer(self, block: int) -> BlockTrainer:
         return BlockTrainer(
@@ -231,11 +226,3 @@ class Simulation:
 def participation(num_updates: int, rounds: int, num_workers: int) -> float:
     """Share of the (worker, round) pairs of a run that gave an update."""
     return num_updates / (rounds * num_workers)
-
-
-def check_recipe(recipe: Recipe) -> None:
-    if recipe.objective.codebook != "fixed":
-        raise RecipeError(
-            "a simulated swarm trains blocks with objective.codebook 'fixed', found "
-            f"{recipe.objective.codebook!r}"
-        )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from blocktrain.client.snapshots import Base, snapshot_route
 from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
 from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.model.block import Block
@@ -34,16 +35,14 @@ from blocktrain.wire.messages import Assignment, Outcome
 from blocktrain.worker.decisions import (
     IDLE_WATCH_SECONDS,
     MAX_UNSENT,
-    Route,
     Sent,
     batch_of,
-    cheapest_route,
     may_step,
     move_share,
     own_steps,
     share_to_return,
 )
-from blocktrain.worker.standing import Base, Flight, Standing
+from blocktrain.worker.standing import Flight, Standing
 
 Frozen = dict[int, Base]
 """Other blocks' snapshots by block, in the order they run."""
@@ -81,10 +80,10 @@ class Site:
         merges = self.coordinator.blocks[block].merges[held:wanted]
         others = sum(one.worker != self.index for merge in merges for one in merge.inputs)
         chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block)
-        route, _ = cheapest_route(
+        rebuild, _ = snapshot_route(
             wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
         )
-        return snapshot if route is Route.DOWNLOAD else chain
+        return chain if rebuild else snapshot
 
     def bring(self, assignment: Assignment, *, whole: bool) -> tuple[Frozen, float]:
         """What an assignment just lent names, and the bytes it takes; with `whole` no deltas are used."""

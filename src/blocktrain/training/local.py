@@ -25,12 +25,9 @@ import blocktrain
 from blocktrain.config import Recipe, with_defaults
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import CheckpointError, DivergedError, StoppedError, UserError
-from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import load_weights, save_checkpoint
 from blocktrain.training.cost import (
     PeakMemory,
@@ -39,11 +36,11 @@ from blocktrain.training.cost import (
 )
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
-from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
+from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.setup import REFERENCE, Setup
 from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
 
-REFERENCE = "reference"
 LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 
@@ -91,26 +88,20 @@ class LocalRun:
         self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
         self.stop = stop or threading.Event()
         self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self.setup = setup = Setup.of(recipe)
+        self.tokenizer, self.objective = setup.tokenizer, setup.objective
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
-        vocabulary = self.tokenizer.vocabulary
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-        self.codebook: Codebook = build_codebook(recipe, vocabulary).to(device)
+        self.codebook: Codebook = setup.codebook().to(device)
         self.units = self._build_units()
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
     def _build_units(self) -> list[Unit]:
-        seed = self.recipe.seed
-        units = [
-            Unit(f"block {b}", b, self.objective.build(b, derive_seed("init", seed, b)))
-            for b in range(self.recipe.model.blocks)
-        ]
+        units = [Unit(f"block {b}", b, self.setup.initial(b)) for b in range(self.recipe.model.blocks)]
         if self.recipe.training.reference:
-            reference = self.objective.build_reference(derive_seed("init", seed, REFERENCE))
-            units.append(Unit(REFERENCE, None, reference))
+            units.append(Unit(REFERENCE, None, self.setup.initial_reference()))
         return units
 
     @property

@@ -19,13 +19,12 @@ from torch import Tensor
 from blocktrain.config import Recipe
 from blocktrain.data.corpora import Corpus, read_text
 from blocktrain.data.shards import window_offsets
-from blocktrain.data.tokenizer import Tokens, load_tokenizer
+from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.training.frozen import upstream_features
-from blocktrain.training.inner import build_codebook
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import Tensors, load_into
 from blocktrain.validation.evidence import (
     Budget,
@@ -67,9 +66,9 @@ class Scorer:
 
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
         self.recipe, self.device = recipe, device or torch.device("cpu")
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
-        self._objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        self._codebook: Tensor = build_codebook(recipe, tokenizer.vocabulary).to(self.device)()
+        setup = Setup.of(recipe)
+        tokenizer, self._objective = setup.tokenizer, setup.objective
+        self._codebook: Tensor = setup.codebook().to(self.device)()
         self._corpus_hash = corpus.sha256
         self._train = _compact(tokenizer.encode(corpus.train))
         private = recipe.trust.private_text

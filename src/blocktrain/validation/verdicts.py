@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from blocktrain.config import Recipe, TrustConfig
 from blocktrain.training.optimizer import learning_rate_factor
+from blocktrain.training.setup import with_swarm_schedule
 from blocktrain.validation.duplicates import Likeness
 from blocktrain.validation.evidence import FINAL_ERRORS, Evidence, Gain
 from blocktrain.validation.reputation import Mark
@@ -38,7 +39,7 @@ class Finding:
 def schedule_factor(recipe: Recipe, round_: int) -> float:
     """Mean learning rate of a round as a share of the peak."""
     steps = recipe.swarm.steps_per_round
-    config = dataclasses.replace(recipe.training, steps=recipe.swarm.total_steps)
+    config = with_swarm_schedule(recipe).training
     return sum(learning_rate_factor(round_ * steps + step, config) for step in range(steps)) / steps
 
 

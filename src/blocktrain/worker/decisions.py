@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
 
@@ -20,7 +19,6 @@ OPTIMIZER_SAVING_SECONDS = 120.0
 """The trainer pauses while its state is copied; and state two minutes old is about as good, because the
 momenta forget within some twenty steps."""
 SNAPSHOT_SAVING_SECONDS = 5.0
-MERGES_PER_DOWNLOAD = 16
 MOVE_DAMPING = 2.0
 FIRST_WATCH_SECONDS = 0.05
 IDLE_WATCH_SECONDS = 2.0
@@ -141,26 +139,6 @@ def settle(sent: Sequence[Sent], merged: Iterable[str], version: int, max_age: i
             return Settlement(index, tuple(given_up))
         given_up.append(index)
     return Settlement(len(sent), tuple(given_up))
-
-
-class Route(StrEnum):
-    HAVE = "have"
-    CHAIN = "chain"
-    DOWNLOAD = "download"
-
-
-def cheapest_route(*, wanted: int, held: int, chain_bytes: int, snapshot_bytes: int) -> tuple[Route, str]:
-    """How to get snapshot `wanted` when `held` is at hand; `chain_bytes` are the payloads still to fetch.
-
-    A merge also costs time to redo,
-    about as much as fetching a sixteenth of the snapshot at 100 Mbit/s.
-    """
-    if held == wanted:
-        return Route.HAVE, f"version {wanted} is here"
-    cost = chain_bytes + (wanted - held) * snapshot_bytes // MERGES_PER_DOWNLOAD
-    if cost > snapshot_bytes:
-        return Route.DOWNLOAD, f"{wanted - held} merges cost more than a snapshot of {snapshot_bytes} B"
-    return Route.CHAIN, f"{chain_bytes} B of payloads instead of {snapshot_bytes} B"
 
 
 def verdict_wait_seconds(asked: int) -> float:

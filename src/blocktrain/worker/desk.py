@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.snapshots import Base
 from blocktrain.errors import BlocktrainError, WireError
 from blocktrain.wire.messages import (
     Assignment,
@@ -25,7 +26,7 @@ from blocktrain.wire.messages import (
 )
 from blocktrain.worker.decisions import MAX_UNSENT, asks_for_next, slept_seconds
 from blocktrain.worker.progress import Progress
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.standing import Standing
 
 TICK_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0

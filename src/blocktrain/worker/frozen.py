@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.errors import WireError
 from blocktrain.wire.messages import Assignment, FrozenSnapshot
 from blocktrain.worker.decisions import SNAPSHOT_SAVING_SECONDS, saving_is_due
-from blocktrain.worker.snapshots import Snapshots
-from blocktrain.worker.standing import Base
 from blocktrain.worker.state import StateFolder
 
 
@@ -39,7 +38,7 @@ class FrozenSnapshots:
         return found
 
     def _check(self, assignment: Assignment) -> None:
-        wanted = self.snapshots.objective.upstream(assignment.block)
+        wanted = self.snapshots.setup.objective.upstream(assignment.block)
         named = tuple(one.block for one in assignment.frozen)
         if named != wanted:
             raise WireError(

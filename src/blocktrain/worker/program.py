@@ -7,7 +7,6 @@ steps, and what it had done since its last update is kept as error feedback.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import platform
 import threading
@@ -20,28 +19,26 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.run import Layout, load_run_corpus, run_setup
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.client.traffic import Spent, Traffic
-from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import BlocktrainError, DataError, RecipeError, StoppedError, UserError
-from blocktrain.model.objective import Objective
+from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
-from blocktrain.training.inner import build_codebook
+from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
 from blocktrain.wire.tokens import find_stamp
-from blocktrain.worker.cache import BlobCache
 from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
 from blocktrain.worker.desk import Desk, Task
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.progress import Progress, make_progress
 from blocktrain.worker.sender import Sender
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.standing import Standing
 from blocktrain.worker.state import StateFolder
 from blocktrain.worker.training import LocalTraining
 from blocktrain.worker.watcher import Watcher
@@ -77,11 +74,11 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
             with unless_stopped(stop, f"{options.coordinator} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            recipe = swarm_recipe(run)
-            corpus = load_run_corpus(recipe, run, options.corpus)
+            setup = run_setup(run)
+            corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], progress.line)
             with state.locked():
-                worker = Worker(options, client, progress, stop, state, recipe, corpus, run)
+                worker = Worker(options, client, progress, stop, state, setup, corpus, run)
                 try:
                     worker.train()
                 finally:
@@ -115,13 +112,13 @@ class Worker:
         progress: Progress,
         stop: threading.Event,
         state: StateFolder,
-        recipe: Recipe,
+        setup: Setup,
         corpus: Corpus,
         run: RunAnswer,
     ) -> None:
         self.client, self.progress, self.stop, self.state = client, progress, stop, state
         self.traffic, self.identity, self.device = client.traffic, client.identity, options.device
-        self.recipe, self.corpus = recipe, corpus
+        self.setup, self.recipe, self.corpus = setup, setup.recipe, corpus
         self.invite, self.label = options.invite, options.label
         self.threads = Threads(stop)
         self._standings: dict[int, Standing] = {}
@@ -134,20 +131,16 @@ class Worker:
         self._build_services(run, options.cache_bytes)
 
     def _build_training(self) -> None:
-        tokenizer = ByteTokenizer()
-        recipe = self.recipe
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        text = tokenizer.encode(self.corpus.train)
-        shards = Shards.of(recipe, text, self.corpus.sha256, self.device)
-        codebook = build_codebook(recipe, tokenizer.vocabulary).to(self.device)
-        self.training = LocalTraining(recipe, self.objective, shards, codebook, self.device)
+        setup = self.setup
+        text = setup.tokenizer.encode(self.corpus.train)
+        shards = Shards.of(self.recipe, text, self.corpus.sha256, self.device)
+        codebook = setup.codebook().to(self.device)
+        self.training = LocalTraining(setup, shards, codebook, self.device)
 
     def _build_services(self, run: RunAnswer, cache_bytes: int) -> None:
         cache = BlobCache(self.state.folder / "cache", cache_bytes)
         layouts = [Layout.of(layout) for layout in run.blocks]
-        self.snapshots = Snapshots(
-            self.client, cache, self.recipe, self.objective, layouts, self.progress.line
-        )
+        self.snapshots = Snapshots(self.client, cache, self.setup, layouts, self.progress.line)
         self.sender = Sender(
             self.client,
             self.snapshots,
@@ -382,46 +375,6 @@ class Worker:
                 "verdicts": dict(self.progress.doing.verdicts),
             }
         )
-
-
-def swarm_recipe(run: RunAnswer) -> Recipe:
-    try:
-        recipe = resolve_recipe(run.recipe)
-    except RecipeError as error:
-        raise RecipeError(
-            f"cannot read the run's recipe ({error}); it is of another version of blocktrain: use the "
-            "coordinator's"
-        ) from None
-    if recipe.objective.codebook != "fixed":
-        raise RecipeError(
-            f"this run's recipe has objective.codebook={recipe.objective.codebook!r}; a swarm trains blocks "
-            "with a 'fixed' codebook only"
-        )
-    return recipe
-
-
-def load_run_corpus(recipe: Recipe, run: RunAnswer, path: str | None) -> Corpus:
-    """The run's text from this machine, or an explanation of how it differs.
-
-    A recipe comes from a stranger, so a file, folder or dataset it names is opened only where the person at
-    this machine named it too.
-    """
-    if path is None and recipe.data.corpus != "builtin":
-        raise DataError(
-            f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
-            "file that a stranger names: get the same text from whoever runs it, and say where it lies here "
-            "with --corpus PATH (or --corpus hf:NAME)"
-        )
-    data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
-    corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
-    if corpus.sha256 != run.corpus_sha256:
-        builtin = "; the builtin text differs between Python versions" if data.corpus == "builtin" else ""
-        raise DataError(
-            f"this machine's text is not the run's: expected sha256 {run.corpus_sha256[:16]}…, found "
-            f"{corpus.sha256[:16]}… in {data.corpus!r} ({len(corpus.train)} training bytes){builtin}. Get "
-            "the same files from whoever runs the coordinator and name them with --corpus"
-        )
-    return corpus
 
 
 def _device_memory(device: torch.device) -> int | None:

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.threads import Stopped
 from blocktrain.training.update import Weights, decoded_delta, encode_update
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Receipt, Verdict
 from blocktrain.worker.decisions import Sent, is_forgotten, share_to_return, verdict_wait_seconds
 from blocktrain.worker.progress import Progress
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Flight, Standing
+from blocktrain.worker.standing import Flight, Standing
 from blocktrain.worker.state import StateFolder, Unsettled
 
 TICK_SECONDS = 0.2

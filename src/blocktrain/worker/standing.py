@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from blocktrain.client.snapshots import Base
 from blocktrain.training.update import Weights, difference, fold_back, is_finite, is_same, moved
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import Sent, settle
@@ -47,15 +48,6 @@ class Flight:
     loss: float
     sent: Sent | None = None
     """None until its payload is formed."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """A snapshot this worker has in full."""
-
-    version: int
-    hash: str
-    weights: Weights = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from blocktrain.config import Recipe
+from blocktrain.client.snapshots import Base
 from blocktrain.data.shards import Shards
-from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.training.inner import BlockTrainer, Codebook
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, move
 from blocktrain.wire.messages import Assignment
 from blocktrain.worker.decisions import batch_of, may_step, move_share, own_steps
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.standing import Standing
 
 WAIT_SECONDS = 0.1
 LOSS_SECONDS = 0.5
@@ -31,10 +30,8 @@ LOSS_SECONDS = 0.5
 
 
 class LocalTraining:
-    def __init__(
-        self, recipe: Recipe, objective: Objective, shards: Shards, codebook: Codebook, device: torch.device
-    ) -> None:
-        self.recipe, self.objective, self.shards = recipe, objective, shards
+    def __init__(self, setup: Setup, shards: Shards, codebook: Codebook, device: torch.device) -> None:
+        self.setup, self.recipe, self.objective, self.shards = setup, setup.recipe, setup.objective, shards
         self.codebook, self.device = codebook, device
         self.standing: Standing | None = None
         self.waiting_seconds = 0.0
@@ -48,7 +45,7 @@ class LocalTraining:
         """Make `standing`'s block the one being trained."""
         training = dataclasses.replace(self.recipe.training, steps=total_steps)
         recipe = dataclasses.replace(self.recipe, training=training)
-        block = self.objective.build(standing.block, derive_seed("init", recipe.seed, standing.block))
+        block = self.setup.initial(standing.block)
         block.to(self.device)
         load_into(block, standing.begin())
         self._trainer = BlockTrainer(
@@ -68,8 +65,7 @@ class LocalTraining:
 
     def _loaded(self, block: int, base: Base) -> Block:
         if block not in self._others:
-            built = self.objective.build(block, derive_seed("init", self.recipe.seed, block))
-            self._others[block] = built.eval()
+            self._others[block] = self.setup.initial(block).eval()
         load_into(self._others[block], base.weights)
         return self._others[block]
 

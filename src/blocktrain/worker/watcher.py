@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.wire.identity import WorkerId
 from blocktrain.worker.decisions import SNAPSHOT_SAVING_SECONDS, saving_is_due, watch_seconds
 from blocktrain.worker.progress import Progress
 from blocktrain.worker.sender import Sender
-from blocktrain.worker.snapshots import Snapshots
-from blocktrain.worker.standing import Base, Flight, Standing
+from blocktrain.worker.standing import Flight, Standing
 from blocktrain.worker.state import StateFolder
 
 

@@ -616,9 +616,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
 
 
-Handler = Callable[[Request, Exception], JSONResponse]
-
-
 def _json(refusal: Refusal, headers: Mapping[str, str] | None = None) -> JSONResponse:
     answer = ErrorAnswer(error=refusal.body)
     return JSONResponse(answer.model_dump(mode="json", exclude_none=True), refusal.status, headers)

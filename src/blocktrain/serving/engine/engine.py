@@ -75,7 +75,7 @@ class StageRefusedError(ServingError):
 class Engine:
     def __init__(self, checkpoint_path: Path, config: EngineConfig) -> None:
         described = Description.of(read_config(checkpoint_path), checkpoint_path)
-        self._draft_blocks = blocks_for_drafts(described.objective(), config.draft_blocks)
+        self._draft_blocks = blocks_for_drafts(described.setup().objective, config.draft_blocks)
         checkpoint = load_checkpoint(checkpoint_path, torch.device("cpu"), only=self._draft_blocks)
         self.config = config
         self.shape: ModelShape = fingerprint(checkpoint_path, checkpoint)

@@ -38,7 +38,7 @@ def load_stage(path: Path, blocks: Sequence[int], device: torch.device, config: 
     unknown = [block for block in blocks if not 0 <= block < num_blocks]
     if unknown or not blocks:
         raise UserError(f"{path} has blocks 0 to {num_blocks - 1}, found {list(blocks)}; change --blocks")
-    upstream = {one for block in blocks for one in described.objective().upstream(block)}
+    upstream = {one for block in blocks for one in described.setup().objective.upstream(block)}
     if lacking := sorted(upstream - set(blocks)):
         raise UserError(
             f"blocks {list(blocks)} need blocks {lacking} upstream (objective.kind is "
