@@ -24,8 +24,9 @@ def run_blocks(
     tokens_BT: Tensor,
     caches: Sequence[Cache] | None = None,
 ) -> Iterator[BlockOutput]:
-    """Every block's output with the null hint, one after another. A block that has others upstream takes the
-    features of the one before it, as it did in training."""
+    """Every block's output with the null hint, one after another: the first blocks of a model in order, or
+    any that are independent. A block that has others upstream takes the features of the one before it, as it
+    did in training."""
     features_BTD: Tensor | None = None
     for index, block in enumerate(blocks):
         upstream_BTD = features_BTD if objective.upstream(index) else None
