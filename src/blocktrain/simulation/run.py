@@ -116,7 +116,7 @@ class Simulation:
         )
 
     def _build_frozen(self, block: int, base: Base) -> Block:
-        """In host memory, and the same for all workers that hear this version."""
+        """In host memory, and the same for all workers that take input from this version."""
         if base.hash not in self._frozen:
             built = self.objective.build(block, 0).eval()
             load_into(built, base.weights)

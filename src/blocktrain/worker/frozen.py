@@ -38,8 +38,7 @@ class FrozenSnapshots:
         return found
 
     def _check(self, assignment: Assignment) -> None:
-        progress = assignment.first_step / max(1, assignment.total_steps)
-        wanted = self.snapshots.setup.objective.frozen(assignment.block, progress)
+        wanted = self.snapshots.setup.objective.upstream(assignment.block)
         named = tuple(one.block for one in assignment.frozen)
         if named != wanted:
             raise WireError(
