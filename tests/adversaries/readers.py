@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import RecipeError

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from blocktrain.cli.status_view import status_tables
-from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.operator_notes import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import UserError

@@ -209,7 +209,7 @@ class SimulatedCoordinator:
 
     def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
         """The heads of the blocks that the objective needs for this round's steps."""
-        for block in self.objective.frozen(offer.block, offer.round / self.swarm.rounds):
+        for block in self.objective.upstream(offer.block):
             head = self.blocks[block].head
             yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
 

@@ -22,8 +22,7 @@ class FrozenSnapshots:
     def bring(self, assignment: Assignment) -> dict[int, Base]:
         """The snapshots by block, in the order named; a Refusal where the coordinator has one no longer."""
         snapshots = self.keeper.snapshots
-        progress = assignment.first_step / max(1, assignment.total_steps)
-        wanted = snapshots.setup.objective.frozen(assignment.block, progress)
+        wanted = snapshots.setup.objective.upstream(assignment.block)
         named = tuple(one.block for one in assignment.frozen)
         if named != wanted:
             raise WireError(
