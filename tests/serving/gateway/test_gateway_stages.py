@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from blocktrain.serving.engine.engine import StageRefusedError
+from blocktrain.serving.engine.remote import StageRefusedError
 
 from .conftest import Served, cost_of, served_by, stages, wait_until
 

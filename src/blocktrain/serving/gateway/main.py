@@ -14,21 +14,21 @@ from pathlib import Path
 import uvicorn
 
 from blocktrain.listening import open_port, url_of
-from blocktrain.serving.engine.api import TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
 from blocktrain.serving.transport import Address
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10
+SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
 BACKLOG = 2048
 Announce = Callable[[str], None]
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn without its signal handlers, which raise the signal again before we can close the engine."""
 
     @contextmanager
@@ -39,21 +39,21 @@ class Server(uvicorn.Server):
         yield
 
 
-def new_server(engine: TextEngine, config: GatewayConfig) -> Server:
-    return Server(
+def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
+    return GatewayServer(
         uvicorn.Config(
             create_app(engine, config),
             log_config=None,
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
 
 
 async def serve_gateway(
-    engine: TextEngine, server: Server, opened: socket.socket, announce: Announce
+    engine: TextEngine, server: GatewayServer, opened: socket.socket, announce: Announce
 ) -> None:
     """Serve until the server is told to exit; `announce` gets the readiness line."""
     await engine.start()
@@ -84,7 +84,7 @@ def run_gateway(
     engine: TextEngine
     if stages:
         addresses = [Address.parse(stage) for stage in stages]
-        engine = Engine(checkpoint, EngineConfig(stages=addresses, token=token))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
     else:
         engine = LocalEngine(checkpoint)
     server = new_server(engine, config or GatewayConfig())
@@ -115,4 +115,4 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         yield url_of(opened)
     finally:
         server.should_exit = True
-        thread.join(GRACE_SECONDS)
+        thread.join(SHUTDOWN_SECONDS)
