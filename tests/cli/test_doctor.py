@@ -37,8 +37,8 @@ from blocktrain.doctor.findings import (
 from blocktrain.doctor.machine import read_device, read_disk, read_proxy, shipped_needs
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
-from blocktrain.serving.stage.main import load_stage
-from blocktrain.serving.stage.stage import StageConfig
+from blocktrain.serving.stage.main import load_blocks
+from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.training.cost import PeakMemory, estimated_training_bytes
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer
@@ -348,8 +348,8 @@ def running_stage(checkpoint: Path) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    stage = load_stage(checkpoint, [0], torch.device("cpu"), StageConfig())
-    asyncio.run_coroutine_threadsafe(stage.start(), loop).result(20)
+    opening = Stage.open(*load_blocks(checkpoint, [0], torch.device("cpu")), StageConfig())
+    stage = asyncio.run_coroutine_threadsafe(opening, loop).result(20)
     try:
         yield str(stage.address)
     finally:

@@ -11,7 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 
-from blocktrain.coordinator.http.app import router
+from blocktrain.coordinator.http.app import API
 from blocktrain.coordinator.http.pages import pages
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.wire.messages import (
@@ -42,7 +42,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 def test_every_route_is_documented() -> None:
-    for route in (*router.routes, *pages.routes):
+    for route in (route for router in (*API, pages) for route in router.routes):
         assert isinstance(route, APIRoute)
         path = route.path.replace("{assignment_id}", "{id}").replace("{snapshot_hash}", "{hash}")
         for method in route.methods:

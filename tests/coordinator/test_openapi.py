@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from blocktrain.coordinator.http.app import router
+from blocktrain.coordinator.http.app import API
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
@@ -68,6 +68,7 @@ def sign(case: Any, peer: Peer) -> dict[str, str]:
 def routes() -> list[tuple[str, str]]:
     found = [
         (method, route.path)
+        for router in API
         for route in router.routes
         if isinstance(route, APIRoute)
         for method in sorted(route.methods)

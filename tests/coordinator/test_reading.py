@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from rich.console import Console
 
-from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.operator_notes import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import UserError

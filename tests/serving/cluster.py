@@ -11,8 +11,9 @@ from pathlib import Path
 from proxy import Proxy
 from stages import start_stage
 
-from blocktrain.serving.engine.api import Generation, GenerationRequest, GenerationStats, TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.engine import Generation, TextEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
 from blocktrain.serving.stage.stage import Stage
 
 PROMPTS = [
@@ -28,7 +29,7 @@ PROMPTS = [
 
 @dataclass
 class Cluster:
-    engine: Engine
+    engine: RemoteEngine
     stages: list[Stage]
     proxies: list[Proxy]
 
@@ -44,7 +45,7 @@ async def cluster(
     """A stage per group of blocks, each behind a proxy."""
     stages = [await start_stage(path, blocks, **(stage or {})) for blocks in groups]
     proxies = [await Proxy(stage.address).start() for stage in stages]
-    engine = Engine(path, EngineConfig(stages=[p.address for p in proxies], **config))  # type: ignore[arg-type]
+    engine = RemoteEngine(path, EngineConfig(stages=[p.address for p in proxies], **config))  # type: ignore[arg-type]
     try:
         await engine.start()
         yield Cluster(engine, stages, proxies)

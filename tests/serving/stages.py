@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
 
@@ -28,9 +28,8 @@ main()
 
 
 async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
-    stage = load_stage(path, blocks, torch.device("cpu"), StageConfig(**settings))  # type: ignore[arg-type]
-    await stage.start()
-    return stage
+    held, shape = load_blocks(path, blocks, torch.device("cpu"))
+    return await Stage.open(held, shape, StageConfig(**settings))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -17,9 +17,9 @@ from cluster import PROMPTS, text_of, until
 from stages import spawn, start_stage, wait_ready
 
 from blocktrain.errors import CheckpointError, UserError
-from blocktrain.serving.engine.engine import Engine, EngineConfig
-from blocktrain.serving.stage.main import load_stage
-from blocktrain.serving.stage.stage import Stage, StageConfig
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.stage.main import load_blocks
+from blocktrain.serving.stage.stage import Stage
 from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
 from blocktrain.wire.frame_metadata import (
     Ask,
@@ -32,16 +32,16 @@ from blocktrain.wire.frame_metadata import (
 from blocktrain.wire.frames import (
     Codec,
     Frame,
+    FrameLimits,
     FrameType,
     Header,
-    Limits,
     decode_rows,
     encode_frame,
     encode_ids,
     prefix_checksum,
 )
 
-LIMITS = Limits(payload_bytes=1 << 20)
+LIMITS = FrameLimits(payload_bytes=1 << 20)
 
 
 @asynccontextmanager
@@ -256,9 +256,9 @@ def test_a_damaged_block_file_is_refused_at_start(checkpoint: Path, tmp_path: Pa
     raw[-5] ^= 1
     (copy / "block-01.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match="sha256"):
-        load_stage(copy, [1], torch.device("cpu"), StageConfig())
+        load_blocks(copy, [1], torch.device("cpu"))
     with pytest.raises(UserError, match="blocks 0 to 2"):
-        load_stage(checkpoint, [3], torch.device("cpu"), StageConfig())
+        load_blocks(checkpoint, [3], torch.device("cpu"))
 
 
 def test_the_verb_serves_metrics_tls_and_drains(checkpoint: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_verb_serves_metrics_tls_and_drains(checkpoint: Path, tmp_path: Path
 
         async def served() -> None:
             address = replace(stage.address, pin=words["pin"])
-            engine = Engine(checkpoint, EngineConfig(stages=[address]))
+            engine = RemoteEngine(checkpoint, EngineConfig(stages=[address]))
             await engine.start()
             tokens, _ = await text_of(engine, PROMPTS[0], 5)
             assert len(tokens) == 5

@@ -16,7 +16,7 @@ import uvicorn
 
 from blocktrain.config import load_recipe
 from blocktrain.coordinator.http.app import create_app
-from blocktrain.coordinator.http.connections import front_of
+from blocktrain.coordinator.http.connections import limited_protocol
 from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
@@ -109,7 +109,7 @@ def run_coordinator(
 def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None) -> Server:
     config = uvicorn.Config(
         create_app(coordinator),
-        http=front_of(max_connections()),
+        http=limited_protocol(max_connections()),
         ws="none",
         log_config=None,
         access_log=False,

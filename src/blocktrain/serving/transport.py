@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from blocktrain.errors import UserError, WireError
-from blocktrain.wire.frames import HEADER_BYTES, Frame, Limits, decode_body, decode_header
+from blocktrain.wire.frames import HEADER_BYTES, Frame, FrameLimits, decode_body, decode_header
 from blocktrain.wire.identity import Identity, worker_id_of
 
 BODY_SECONDS = 30.0
@@ -72,7 +72,7 @@ class FrameStream:
         name = self._writer.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if name else "unknown"
 
-    async def read(self, limits: Limits) -> Frame:
+    async def read(self, limits: FrameLimits) -> Frame:
         """The next frame, or ConnectionLostError, or ServingFrameError for bytes that are none."""
         try:
             header = decode_header(await self._reader.readexactly(HEADER_BYTES), limits)

@@ -76,13 +76,6 @@ class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     begun: bool
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of LOG_PROBS: what the stage spent, to tell computing from the network."""
-
-    queue_ms: float
-    compute_ms: float
-
-
 class FailureCode(enum.Enum):
     LATE = "late"
     BUSY = "busy"

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import blocktrain
-from blocktrain.serving.engine.api import TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.main import background_gateway
-from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
 
@@ -67,8 +67,9 @@ class StageThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.stage: Stage = load_stage(checkpoint, blocks, torch.device("cpu"), StageConfig())
-        asyncio.run_coroutine_threadsafe(self.stage.start(), self.loop).result(20)
+        held, shape = load_blocks(checkpoint, blocks, torch.device("cpu"))
+        opening = Stage.open(held, shape, StageConfig())
+        self.stage = asyncio.run_coroutine_threadsafe(opening, self.loop).result(20)
         self.address = self.stage.address
 
     def kill(self) -> None:
@@ -90,7 +91,7 @@ def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
 
 @contextmanager
 def served_by(checkpoint: Path, addresses: list[Address], seconds: float = 10.0) -> Iterator[Served]:
-    engine = Engine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
+    engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
     with background_gateway(engine) as url:
         yield Served(url)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from blocktrain.serving.engine.engine import StageRefusedError
+from blocktrain.serving.engine.remote import StageRefusedError
 
 from .conftest import Served, served_by, stages, wait_until
 

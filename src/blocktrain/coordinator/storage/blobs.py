@@ -101,10 +101,6 @@ class Blobs:
             for piece in obstore.get(self._store, key).stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(piece)
 
-    def copy(self, source: str, target: str) -> None:
-        with _translated(source):
-            obstore.copy(self._store, source, target)
-
     def delete(self, key: str) -> None:
         with _translated(key):
             obstore.delete(self._store, key)

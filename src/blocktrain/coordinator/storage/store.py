@@ -150,9 +150,6 @@ class AssignmentRow(Table):
     )
 
 
-PENDING_STATES = ("accepted", "late")
-
-
 class UpdateRow(Table):
     """`state`: committed, then judging (where there are judges), then accepted, late or refused, then merged;
     or withheld."""

@@ -15,7 +15,8 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blocktrain.serving.engine.api import DeadlineError, Mode, TextEngine
+from blocktrain.serving.engine.engine import TextEngine
+from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
 from blocktrain.serving.gateway.formats import Format, usage_of

@@ -12,7 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from blocktrain.serving.engine.api import DeadlineError, RequestError, ServingError, StagesUnavailableError
+from blocktrain.serving.engine.requests import (
+    DeadlineError,
+    RequestError,
+    ServingError,
+    StagesUnavailableError,
+)
 from blocktrain.serving.gateway.limits import Refusal
 from blocktrain.serving.gateway.openai_messages import ErrorAnswer, ErrorBody
 

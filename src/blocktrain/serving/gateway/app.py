@@ -24,7 +24,8 @@ from starlette.responses import Response
 
 import blocktrain
 from blocktrain.errors import BlocktrainError
-from blocktrain.serving.engine.api import GenerationRequest, Mode, TextEngine
+from blocktrain.serving.engine.engine import TextEngine
+from blocktrain.serving.engine.requests import GenerationRequest, Mode
 from blocktrain.serving.gateway.access import Doorkeeper
 from blocktrain.serving.gateway.answering import Answerer, EventStream, Job
 from blocktrain.serving.gateway.api_errors import ApiError, as_api_error, printable

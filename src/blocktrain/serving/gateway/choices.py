@@ -14,14 +14,8 @@ from typing import Literal
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.serving.engine.api import (
-    Chunk,
-    Generation,
-    GenerationRequest,
-    GenerationStats,
-    TextEngine,
-    TokenLogprob,
-)
+from blocktrain.serving.engine.engine import Generation, TextEngine
+from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
 from blocktrain.serving.gateway.text import Offsets, TextStream
 
 FinishReason = Literal["stop", "length"]

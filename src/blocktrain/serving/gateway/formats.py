@@ -11,7 +11,7 @@ from typing import Protocol
 from pydantic import BaseModel
 
 from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.serving.engine.api import Mode, TokenLogprob
+from blocktrain.serving.engine.requests import Mode, TokenLogprob
 from blocktrain.serving.gateway.choices import Piece, ScoredToken, Totals
 from blocktrain.serving.gateway.openai_messages import (
     AssistantMessage,

@@ -14,9 +14,9 @@ from pathlib import Path
 import uvicorn
 
 from blocktrain.listening import open_port, url_of
-from blocktrain.serving.engine.api import TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
 from blocktrain.serving.transport import Address
 
@@ -84,7 +84,7 @@ def run_gateway(
     engine: TextEngine
     if stages:
         addresses = [Address.parse(stage) for stage in stages]
-        engine = Engine(checkpoint, EngineConfig(stages=addresses, token=token))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
     else:
         engine = LocalEngine(checkpoint)
     server = new_server(engine, config or GatewayConfig())

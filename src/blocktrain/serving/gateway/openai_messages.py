@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from blocktrain.serving.engine.api import MAX_DRAFT_TOKENS, Mode
+from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS, Mode
 from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Overflow = Literal["refuse", "slide"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from blocktrain.errors import CheckpointError
-from blocktrain.serving.engine.api import ModelInfo
+from blocktrain.serving.engine.requests import ModelInfo
 from blocktrain.training.checkpoint import Checkpoint, read_config
 from blocktrain.wire.frame_metadata import MAX_NAME, ModelShape
 from blocktrain.wire.hashing import canonical_json, content_hash, snapshot_hash
