@@ -178,7 +178,7 @@ def counted_bytes(recipe: Recipe) -> int:
     hint = objective.draw_hint(0, tokens, codebook, torch.Generator())
     assert hint is not None
     with memory.count_activations():
-        loss = objective.loss(block, tokens, tokens, codebook, hint.z_PTD, hint.sigma_P)
+        loss = objective.loss(block, tokens, tokens, codebook, hint)
     loss.total.backward()
     optimizer = Optimizer(block, recipe.training)
     optimizer.step(0)

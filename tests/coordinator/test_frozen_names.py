@@ -105,16 +105,3 @@ def test_independent_blocks_name_nothing_and_their_ledger_is_as_before(running: 
     assert peer.lend().frozen == ()
     assigned = [entry.body for entry in entries_of(running) if entry.kind == "assign"]
     assert [set(body) for body in assigned] == [KEYS]
-
-
-@pytest.mark.parametrize(("rounds", "named"), [(2, [1, 2]), (4, [])])
-def test_who_is_named_follows_the_place_of_the_round_in_the_run(
-    local: Place, rounds: int, named: list[int]
-) -> None:
-    """`composed` needs all others, in the second half of the run only."""
-    with local.serve(recipe_of("composed", rounds=rounds)) as running:
-        peers, lent = seated(running, 3)
-        assert [one.frozen for one in lent] == [(), (), ()]
-        peers[0].deliver(lent[0])
-        running.wait_for_version(0, 1)
-        assert names(peers[0].lend(after=lent[0].assignment_id)) == heads(running, *named)

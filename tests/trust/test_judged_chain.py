@@ -1,4 +1,4 @@
-"""Updates of blocks that hear others are judged beside the snapshots that their assignment named."""
+"""Updates of chained blocks are judged beside the snapshots that their assignment named."""
 
 from __future__ import annotations
 

@@ -100,8 +100,7 @@ class Context:
 
     def frozen(self, session: Session, block: int, round_: int) -> list[FrozenSnapshot]:
         """The heads of the blocks that the objective needs for training `block` in this round."""
-        progress = round_ / self.run.swarm.rounds
-        heads = [self.block(session, one) for one in self.run.objective.frozen(block, progress)]
+        heads = [self.block(session, one) for one in self.run.objective.upstream(block)]
         return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]
 
     def seats(self, session: Session, now: float, *, without: str | None = None) -> dict[int, int]:

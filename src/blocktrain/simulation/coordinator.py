@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, ruling
@@ -45,34 +46,25 @@ from blocktrain.simulation.networks import Machine
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.training.update import Weights
-from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
+from blocktrain.wire.codec import decode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
-
-
-@dataclass(frozen=True)
-class Update:
-    """A payload on its way to the coordinator."""
-
-    worker: int
-    assignment: Assignment
-    base: Base
-    payload: bytes
-    payload_hash: str
+from blocktrain.worker.block_progress import PendingUpdate
 
 
 @dataclass(frozen=True)
 class Accepted:
     """An update that waits for the next merge."""
 
-    update: Update
+    worker: int
+    update: PendingUpdate
     verdict: Lateness
     norm: float
     tensors: Weights
 
     @property
     def update_id(self) -> str:
-        return content_hash(f"{self.update.assignment.assignment_id}/{self.update.payload_hash}".encode())
+        return content_hash(f"{self.update.assignment_id}/{self.update.payload_hash}".encode())
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,6 @@ class Merge:
 @dataclass
 class BlockState:
     head: Base
-    schema: Schema
     begun: float | None = None
     pending: list[Accepted] = field(default_factory=list)
     merges: list[Merge] = field(default_factory=list)
@@ -129,7 +120,7 @@ class BlockState:
 @dataclass
 class SimulatedCoordinator:
     swarm: SwarmConfig
-    codec: CodecSpec
+    layouts: Sequence[Layout]
     clock: VirtualClock
     blocks: list[BlockState]
     machines: Sequence[Machine]
@@ -218,21 +209,22 @@ class SimulatedCoordinator:
 
     def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
         """The heads of the blocks that the objective needs for this round's steps."""
-        for block in self.objective.frozen(offer.block, offer.round / self.swarm.rounds):
+        for block in self.objective.upstream(offer.block):
             head = self.blocks[block].head
             yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
 
     # --- commit and reveal
 
-    def commit(self, update: Update) -> Refusal | None:
-        assignment, state = update.assignment, self.blocks[update.assignment.block]
-        base = (update.worker, update.base.version)
+    def commit(self, worker: int, update: PendingUpdate) -> Refusal | None:
+        state, layout = self.blocks[update.block], self.layouts[update.block]
+        assert update.base is not None
+        base = (worker, update.base.version)
         view = AssignmentView(
-            block=assignment.block,
-            round=assignment.round,
+            block=update.block,
+            round=update.round,
             returned=False,
             committed_hash=None,
-            payload_bytes=frame_length(self.codec, state.schema),
+            payload_bytes=layout.payload_bytes,
             base_version=update.base.version,
             base_used=base in state.used_bases,
             head_version=state.version,
@@ -247,9 +239,11 @@ class SimulatedCoordinator:
             state.used_bases.add(base)
         return refusal
 
-    def reveal(self, update: Update) -> Lateness:
+    def reveal(self, worker: int, update: PendingUpdate) -> Lateness:
         """The verdict on a payload that has arrived."""
-        state, now = self.blocks[update.assignment.block], self.clock.now
+        state, layout, now = self.blocks[update.block], self.layouts[update.block], self.clock.now
+        assert update.assignment is not None
+        assert update.base is not None
         age = state.version - update.base.version
         verdict = ruling(age, state.version >= self.swarm.rounds, None, self.swarm)
         state.verdicts.append((age, verdict))
@@ -258,12 +252,12 @@ class SimulatedCoordinator:
             stand_in = update.assignment.stand_in
             share = own_share(0 if stand_in is None else stand_in.steps, self.swarm)
             state.offsets.append((update.base.version, max(0.0, now - begun) * share))
-            state.own_seconds[update.worker] = state.offsets[-1][1]
+            state.own_seconds[worker] = state.offsets[-1][1]
         if verdict.outcome is not Outcome.REFUSED:
-            tensors = decode(self.codec, state.schema, update.payload)
-            norm = update_norm(self.codec, tensors, update.base.weights)
-            state.pending.append(Accepted(update, verdict, norm, tensors))
-        self._await_deadline(update.assignment.block)
+            tensors = decode(layout.codec, layout.schema, update.payload)
+            norm = update_norm(layout.codec, tensors, update.base.weights)
+            state.pending.append(Accepted(worker, update, verdict, norm, tensors))
+        self._await_deadline(update.block)
         return verdict
 
     # --- closing rounds
@@ -295,8 +289,8 @@ class SimulatedCoordinator:
     def _close_if_due(self, block: int) -> bool:
         state, now = self.blocks[block], self.clock.now
         deadline = self._deadline(state)
-        late = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.LATE}
-        on_time = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.ACCEPTED}
+        late = {one.worker for one in state.pending if one.verdict.outcome is Outcome.LATE}
+        on_time = {one.worker for one in state.pending if one.verdict.outcome is Outcome.ACCEPTED}
         live = self._live(block)
         wanted = wanted_updates(len(live), len(on_time - live), self.swarm)
         closing = should_close(now, len(on_time), len(late), wanted, deadline)
@@ -324,9 +318,10 @@ class SimulatedCoordinator:
         self._await_deadline(block)
 
     def _merged(self, state: BlockState, inputs: Sequence[Accepted]) -> Weights:
-        scales = clip_scales(self.codec, [one.norm for one in inputs], state.running_median())
+        codec = self.layouts[0].codec
+        scales = clip_scales(codec, [one.norm for one in inputs], state.running_median())
         values = [_merge_input(one, scale, state.head) for one, scale in zip(inputs, scales, strict=True)]
-        return merge_updates(self.codec, state.head.weights, values, self.swarm.outer_lr)
+        return merge_updates(codec, state.head.weights, values, self.swarm.outer_lr)
 
     @property
     def finished(self) -> bool:
@@ -335,6 +330,7 @@ class SimulatedCoordinator:
 
 def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
     own_base = one.update.base
+    assert own_base is not None
     return MergeInput(
         update_id=one.update_id,
         weight=one.verdict.weight,
@@ -346,5 +342,6 @@ def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
 
 def _merged(one: Accepted, version: int) -> Merged:
     update = one.update
+    assert update.base is not None
     age = version - update.base.version
-    return Merged(update.worker, update.payload_hash, age, one.verdict.weight, one.norm)
+    return Merged(one.worker, update.payload_hash, age, one.verdict.weight, one.norm)

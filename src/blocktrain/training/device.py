@@ -43,29 +43,29 @@ def best_device(*, cuda: bool, mps: bool) -> str:
     return "cuda" if cuda else "mps" if mps else "cpu"
 
 
-class Seat:
+class DeviceRoom:
     """Room on a device for the weights of one block at a time; the others wait in host memory."""
 
-    def __init__(self, device: torch.device, occupant: Block | None = None) -> None:
-        self.device, self.occupant = device, occupant
+    def __init__(self, device: torch.device, block: Block | None = None) -> None:
+        self.device, self.block = device, block
 
     def take(self, block: Block) -> None:
-        """Whoever is there leaves first: two blocks are never on the device together."""
-        if self.occupant is not block:
+        """Bring a block to the device. The one that is there leaves first: never two at once."""
+        if self.block is not block:
             self.leave()
             block.to(self.device)
-            self.occupant = block
+            self.block = block
 
     def leave(self) -> None:
-        if self.occupant is not None:
-            self.occupant.to(HOST)
-        self.occupant = None
+        if self.block is not None:
+            self.block.to(HOST)
+        self.block = None
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Others may take the seat meanwhile; afterwards whoever has it now, or nobody, is back."""
-        owner = self.occupant
+        """Let other blocks use the device inside the `with`; restores the current block afterwards."""
+        before = self.block
         try:
             yield
         finally:
-            self.leave() if owner is None else self.take(owner)
+            self.leave() if before is None else self.take(before)

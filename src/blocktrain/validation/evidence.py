@@ -160,8 +160,8 @@ class Windows:
     tokens_BT: Tensor
     targets_BT: Tensor
     hint: Hint | None = None
-    heard: Tensor | None = None
-    """What the block hears of the frozen ones, the same before and after."""
+    upstream_BTD: Tensor | None = None
+    """The features of the frozen blocks upstream, the same before and after."""
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -203,7 +203,7 @@ def with_hints(
 @torch.no_grad()
 def window_losses(objective: Objective, block: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
     """Cross entropy of each window in nats per token."""
-    logits_BTV = objective.predict(block, windows.tokens_BT, codebook_VD, windows.hint, windows.heard)
+    logits_BTV = block(windows.tokens_BT, codebook_VD, windows.hint, windows.upstream_BTD).logits_BTV
     ce_BT = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), windows.targets_BT.flatten(), reduction="none"
     ).view(windows.targets_BT.shape)

@@ -168,7 +168,16 @@ class StageLink:
         pinging = asyncio.get_running_loop().create_task(self._ping(stream))
         try:
             while True:
-                self._deliver(await stream.read(self._limits))
+                frame = await stream.read(self._limits)
+                # Any frame is a sign of life; whoever waits for a suspect link may go on.
+                was_silent, self._asked = self._asked is not None, None
+                self.draining = self.draining or frame.type == FrameType.GOODBYE
+                if was_silent or frame.type == FrameType.GOODBYE:
+                    self.changed()
+                header = frame.header
+                future = self._pending.pop((header.session, header.epoch, header.traversal), None)
+                if future is not None and not future.done():
+                    future.set_result(frame)
         finally:
             self._stream = None
             self._lost = asyncio.get_running_loop().time()
@@ -176,9 +185,9 @@ class StageLink:
             stream.abort()
             await asyncio.gather(pinging, return_exceptions=True)
             pending, self._pending = self._pending, {}
-            for future in pending.values():
-                if not future.done():
-                    future.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
+            for waiting in pending.values():
+                if not waiting.done():
+                    waiting.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
             self.changed()
 
     async def _ping(self, stream: FrameStream) -> None:
@@ -194,19 +203,6 @@ class StageLink:
                     await stream.write(ping)
             elif now - self._asked > self.config.dead_seconds:
                 stream.abort()
-
-    def _deliver(self, frame: Frame) -> None:
-        # Any frame is a sign of life; whoever waits for a suspect link may go on.
-        was_silent, self._asked = self._asked, None
-        if was_silent is not None:
-            self.changed()
-        if frame.type == FrameType.GOODBYE:
-            self.draining = True
-            self.changed()
-        header = frame.header
-        future = self._pending.pop((header.session, header.epoch, header.traversal), None)
-        if future is not None and not future.done():
-            future.set_result(frame)
 
     # ---- requests ----
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.serving.engine.requests import Mode, TokenLogprob
-from blocktrain.serving.gateway.choices import Piece, ScoredToken, Totals
+from blocktrain.serving.engine.requests import Mode, ModelInfo
+from blocktrain.serving.gateway.choices import Piece, Totals
 from blocktrain.serving.gateway.openai_messages import (
     AssistantMessage,
     ChatChoice,
@@ -32,31 +31,32 @@ from blocktrain.serving.gateway.openai_messages import (
 from blocktrain.serving.gateway.text import token_label
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What every chunk of one answer repeats."""
+class AnswerFormat(ABC):
+    prefix: ClassVar[str]
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
+    def __init__(self, model: ModelInfo, top: int | None) -> None:
+        """`top` as the request's log-probs: None for none, or how many alternatives."""
+        self.tokenizer, self.top = model.tokenizer, top
+        self.heading: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": f"bt-{model.model_hash[:16]}",
+        }
+        """What every chunk of one answer repeats."""
 
-
-def new_heading(prefix: str, model: str, model_hash: str) -> Heading:
-    return Heading(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, f"bt-{model_hash[:16]}")
-
-
-class Format(Protocol):
+    @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> BaseModel: ...
 
+    @abstractmethod
     def chunk(self, piece: Piece) -> BaseModel: ...
 
+    @abstractmethod
     def usage_chunk(self, usage: Usage) -> BaseModel: ...
 
 
-class CompletionFormat:
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, top: int | None) -> None:
-        self.heading, self.tokenizer, self.top = vars(heading), tokenizer, top
+class CompletionFormat(AnswerFormat):
+    prefix = "cmpl"
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
         return Completion(**self.heading, choices=[self._choice(piece) for piece in pieces], usage=usage)
@@ -68,66 +68,59 @@ class CompletionFormat:
         return Completion(**self.heading, choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = None if self.top is None else self._logprobs(piece.scored)
+        logprobs = None
+        if self.top is not None:
+            scores = [token.score for token in piece.scored]
+            tops: list[dict[str, float] | None] = []
+            for score in scores:
+                # The most likely tokens and, as OpenAI does, the chosen one.
+                rows = [] if score is None else [*score.top, (score.token, score.logprob)]
+                labels = {token_label(self.tokenizer.decode([token])): value for token, value in rows}
+                tops.append(None if score is None else labels)
+            logprobs = CompletionLogprobs(
+                tokens=[token_label(token.token) for token in piece.scored],
+                token_logprobs=[None if score is None else score.logprob for score in scores],
+                top_logprobs=tops if self.top else None,
+                text_offset=[token.offset for token in piece.scored],
+            )
         return CompletionChoice(
             index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
         )
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            tokens=[token_label(token.token) for token in scored],
-            token_logprobs=[None if token.score is None else token.score.logprob for token in scored],
-            top_logprobs=[self._top(token.score) for token in scored] if self.top else None,
-            text_offset=[token.offset for token in scored],
-        )
 
-    def _top(self, score: TokenLogprob | None) -> dict[str, float] | None:
-        """The most likely tokens and, as OpenAI does, the chosen one."""
-        if score is None:
-            return None
-        rows = [*score.top, (score.token, score.logprob)]
-        return {token_label(self.tokenizer.decode([token])): logprob for token, logprob in rows}
-
-
-class ChatFormat:
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, top: int | None) -> None:
-        self.heading, self.tokenizer, self.top = vars(heading), tokenizer, top
+class ChatFormat(AnswerFormat):
+    prefix = "chatcmpl"
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
         choices = [
-            ChatChoice(
-                index=piece.index,
-                message=AssistantMessage(content=piece.text),
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
-            )
+            ChatChoice(message=AssistantMessage(content=piece.text), **self._ending(piece))
             for piece in pieces
         ]
         return ChatCompletion(**self.heading, choices=choices, usage=usage)
 
     def chunk(self, piece: Piece) -> ChatChunk:
-        choice = ChatChunkChoice(
-            index=piece.index,
-            delta=ChatDelta(role="assistant" if piece.first else None, content=piece.text),
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-        )
-        return ChatChunk(**self.heading, choices=[choice])
+        delta = ChatDelta(role="assistant" if piece.first else None, content=piece.text)
+        return ChatChunk(**self.heading, choices=[ChatChunkChoice(delta=delta, **self._ending(piece))])
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(**self.heading, choices=[], usage=usage)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if self.top is None:
-            return None
-        return ChatLogprobs(content=[self._row(t.score) for t in piece.scored if t.score is not None])
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        """What whole choices and chunks have in common."""
+        logprobs = None
+        if self.top is not None:
+            scores = [token.score for token in piece.scored if token.score is not None]
+            rows = [
+                ChatLogprob(
+                    **vars(self._row(score.token, score.logprob)),
+                    top_logprobs=[self._row(token, value) for token, value in score.top],
+                )
+                for score in scores
+            ]
+            logprobs = ChatLogprobs(content=rows)
+        return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
-    def _row(self, score: TokenLogprob) -> ChatLogprob:
-        own = self._one(score.token, score.logprob)
-        tops = [self._one(token, logprob) for token, logprob in score.top]
-        return ChatLogprob(**vars(own), top_logprobs=tops)
-
-    def _one(self, token: int, logprob: float) -> TopLogprob:
+    def _row(self, token: int, logprob: float) -> TopLogprob:
         raw = self.tokenizer.decode([token])
         return TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))
 
