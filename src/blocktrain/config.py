@@ -24,6 +24,14 @@ from blocktrain.errors import RecipeError
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
 MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
+REMOVED_CHOICES = {
+    (
+        "objective.kind",
+        "composed",
+    ): ", which was removed: it was 0.039 nats behind at equal operations "
+    "(docs/decisions/0008); use denoise, or commit 59aa936 to go on with such a run",
+}
+"""What to tell the owner of an old recipe."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -67,10 +75,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    kind: Literal["denoise", "chain", "composed"] = "denoise"
-    """`denoise`: the published block-local objective; `chain`: frozen earlier blocks feed later ones;
-    `composed`: in the second half of the steps, half of the loss is that of the mean of all blocks'
-    log-probs, the others frozen."""
+    kind: Literal["denoise", "chain"] = "denoise"
+    """`denoise`: the published block-local objective, blocks independent; `chain`: a serial model, in which a
+    block takes the features of the frozen one before it as input."""
     hint_probability: float = 0.15
     """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
     sweep_probability: float = 0.0
@@ -114,11 +121,6 @@ class ObjectiveConfig:
         _require(
             self.sweep_probability == 0 or self.kind == "denoise",
             f'objective.sweep_probability needs objective.kind = "denoise", found {self.kind!r}',
-        )
-        _require(
-            self.kind != "composed" or (self.hint_probability < 1 and self.loss == "ce"),
-            'objective.kind = "composed" needs sequences without a hint (objective.hint_probability below 1) '
-            'and objective.loss = "ce"',
         )
         _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
         for key in ("sigma_data", "p_std", "logit_scale"):
@@ -165,8 +167,8 @@ class TrainingConfig:
     clip_norm: float = 4.0
     """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
     order: Literal["sequential", "turns"] = "sequential"
-    """`sequential`: one block after another; `turns`: one step of each block in turn, where blocks that hear
-    others hear copies refreshed every `swarm.steps_per_round` steps, as stale as in a swarm."""
+    """`sequential`: one block after another; `turns`: one step of each block in turn, where the
+    frozen blocks of a `chain` are copies refreshed every `swarm.steps_per_round` steps, as in a swarm."""
     checkpoint_seconds: float = 60.0
     """How often training state is saved for --resume."""
     reference: bool = True
@@ -174,8 +176,8 @@ class TrainingConfig:
     compile: bool | None = None
     """torch.compile; None means on CUDA only."""
     frozen_host_bytes: int = 1 << 30
-    """Host memory for what frozen blocks hand on to the block in training (`objective.kind` other than
-    `denoise`); less of it means more trips of weights to the device, and the same result."""
+    """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"`); less of it means
+    more trips of weights to the device, and the same result."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch"):
@@ -372,6 +374,26 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+PACKAGED_RECIPES = Path(__file__).parent / "recipes"
+SOURCE_RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """A file as given, or a shipped recipe by name."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
+        shipped = folder / f"{name.removesuffix('.toml')}.toml"
+        if shipped.exists():
+            return shipped
+    known = sorted({f.stem for folder in (PACKAGED_RECIPES, SOURCE_RECIPES) for f in folder.glob("*.toml")})
+    raise RecipeError(
+        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, known)} "
+        f"({', '.join(known)})"
+    )
+
+
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
@@ -481,7 +503,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         value = value.parsed(hint)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        _require(value in choices, f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}")
+        told = f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}"
+        _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
     if isinstance(hint, types.UnionType):
         if value is None:

@@ -129,12 +129,12 @@ def test_targets_that_stand_in_the_known_context_do_not_count() -> None:
     tokens, targets = some_tokens(1, 12), some_tokens(1, 12, seed=1)
     tokens[:, 5:] = objective.unknown_token
     z, sigma = some_noise(1, 12, objective.model.width), torch.tensor([2.0])
-    found = objective.loss(block, tokens, targets, codebook, z, sigma).total
+    found = objective.loss(block, tokens, targets, codebook, Hint(z, sigma)).total
     changed = targets.clone()
     changed[:, :4] = (changed[:, :4] + 1) % VOCABULARY
-    assert torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
+    assert torch.equal(found, objective.loss(block, tokens, changed, codebook, Hint(z, sigma)).total)
     changed[:, 4] = (changed[:, 4] + 1) % VOCABULARY
-    assert not torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
+    assert not torch.equal(found, objective.loss(block, tokens, changed, codebook, Hint(z, sigma)).total)
 
 
 def test_sweep_noise_is_fixed_for_ever_and_differs_by_seed_and_position() -> None:

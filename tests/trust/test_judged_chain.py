@@ -1,4 +1,4 @@
-"""Updates of blocks that hear others are judged beside the snapshots that their assignment named."""
+"""Updates of chained blocks are judged beside the snapshots that their assignment named."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def initial(worker: Trainer, block: int) -> Weights:
 
 
 def last_evidence(running: Running) -> dict[str, object]:
-    with running.coordinator.context.store.read() as session:
+    with running.coordinator.resources.store.read() as session:
         from sqlalchemy import select
 
         from blocktrain.coordinator.storage.store import UpdateRow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,11 @@ def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
     return F.normalize(table, dim=-1).float()
 
 
-@dataclass(frozen=True)
-class Hint:
-    """Noised targets z = e_y + sigma * eps for the first P sequences of a batch, one sigma each."""
+class Hint(NamedTuple):
+    """Noised targets z = e_y + sigma * eps for the first P sequences of a batch, one sigma each.
+
+    A tuple, so that torch.compile sees two tensors and no object of ours.
+    """
 
     z_PTD: Tensor
     sigma_P: Tensor

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
+from blocktrain.model.block import Block, Cache, PackedCache
+from blocktrain.model.composition import run_blocks
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
@@ -64,7 +65,7 @@ class Refinement:
     num_new: int
     seed: int
     position: int
-    """Of the first new token in the whole text."""
+    """Where in the whole text the first new token stands."""
     passes: int
 
 
@@ -86,7 +87,7 @@ class HeldBlocks:
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
-        return sorted({*blocks, *(heard for block in blocks for heard in self.objective.heard(block))})
+        return sorted({*blocks, *(other for block in blocks for other in self.objective.upstream(block))})
 
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
@@ -110,7 +111,7 @@ class HeldBlocks:
                 cache.truncate(work.base)
         device = self.codebook.device
         sums = [torch.zeros(work.num_rows, self.vocabulary, device=device) for work in works]
-        heard: list[Tensor | None] = [None] * len(works)
+        features: list[Tensor | None] = [None] * len(works)
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
             if not chosen:
@@ -121,23 +122,18 @@ class HeldBlocks:
             # One work alone needs no packing, which would cost it a third more.
             packed_cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
             ids = torch.tensor([[token for i in chosen for token in works[i].ids]], device=device)
-            parts = [part for i in chosen if (part := heard[i]) is not None]
-            upstream = torch.cat(parts, dim=1) if parts and self.objective.heard(index) else None
+            parts = [part for i in chosen if (part := features[i]) is not None]
+            upstream = torch.cat(parts, dim=1) if parts and self.objective.upstream(index) else None
             output = self._running[index](ids, self.codebook, upstream_BTD=upstream, cache=packed_cache)
-            handed = self._handed_on(index, output, upstream)
-            handed_parts = [None] * len(chosen) if handed is None else torch.split(handed, lengths, dim=1)
+            feature_parts = torch.split(output.features_BTD, lengths, dim=1)
             logit_parts = torch.split(output.logits_BTV[0], lengths)
-            for i, part, logits in zip(chosen, handed_parts, logit_parts, strict=True):
-                heard[i] = part
+            for i, part, logits in zip(chosen, feature_parts, logit_parts, strict=True):
+                features[i] = part
                 # A block may run only because another takes its output; then it is not in the sum.
                 if index in works[i].blocks:
                     log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
                     sums[i] += self.weights[index] * log_probs
         return [total.cpu().numpy() for total in sums]
-
-    def _handed_on(self, index: int, output: BlockOutput, heard: Tensor | None) -> Tensor | None:
-        """What the next block takes from this one as input; None where blocks run on their own."""
-        return self.objective.relay(output, heard) if self.objective.heard(index + 1) else None
 
     @torch.inference_mode()
     def refine(
@@ -163,14 +159,14 @@ class HeldBlocks:
         tokens = torch.tensor([list(ids)], device=self.codebook.device)
         codebook = self.codebook.double()
         total = torch.zeros(self.vocabulary, dtype=torch.float64, device=codebook.device)
-        heard: Tensor | None = None
-        for index in self.needed(blocks):
-            upstream = heard if self.objective.heard(index) else None
-            # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
+        needed = self.needed(blocks)
+        # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
+        for index in needed:
             if index not in self._exact_blocks:
                 self._exact_blocks[index] = copy.deepcopy(self.blocks[index]).double()
-            output = self._exact_blocks[index](tokens, codebook, upstream_BTD=upstream)
-            heard = self._handed_on(index, output, upstream)
+        chosen = [self._exact_blocks[index] for index in needed]
+        outputs = run_blocks(self.objective, chosen, codebook, tokens)
+        for index, output in zip(needed, outputs, strict=True):
             if index in blocks:
                 total += self.weights[index] * F.log_softmax(output.logits_BTV[0, -1], dim=-1)
         return total.cpu().numpy()

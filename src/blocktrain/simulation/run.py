@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.corpora import Corpus, load_corpus
@@ -26,14 +27,12 @@ from blocktrain.simulation.coordinator import BlockState, SimulatedCoordinator
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
-from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import load_into, schema_of, snapshot_hash, tensors_of
-from blocktrain.wire.codec import CodecSpec
+from blocktrain.wire.codec import CodecSpec, frame_length
+from blocktrain.worker.training import LocalTraining
 
 Policy = Literal["drop", "carry"]
-KEPT_VERSIONS = 3
-"""Of every block, as other workers' frozen one; an older one is made again."""
 
 
 class SimulationError(BlocktrainError):
@@ -85,7 +84,6 @@ Watcher = Callable[[ScoredRound], None]
 class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
         self.scenario, self.watch = scenario, watch
-        self._frozen: dict[str, Block] = {}
         self.recipe = scenario.seeded_recipe
         self.corpus: Corpus = load_corpus(self.recipe.data, self.recipe.evaluation.pooling_bytes)
         self._build_training()
@@ -110,30 +108,16 @@ class Simulation:
     def _build_block(self, block: int) -> Block:
         return self.setup.initial(block).to(self.scenario.device)
 
-    def _build_trainer(self, block: int) -> BlockTrainer:
-        return BlockTrainer(
-            self.recipe, self.objective, self._build_block(block), block, self.shards, self.codebook
-        )
-
-    def _build_frozen(self, block: int, base: Base) -> Block:
-        """In host memory, and the same for all workers that hear this version."""
-        if base.hash not in self._frozen:
-            built = self.objective.build(block, 0).eval()
-            load_into(built, base.weights)
-            self._frozen[base.hash] = built
-        while len(self._frozen) > KEPT_VERSIONS * self.recipe.model.blocks:
-            self._frozen.pop(next(iter(self._frozen)))
-        return self._frozen[base.hash]
-
     def _build_coordinator(self) -> SimulatedCoordinator:
-        states = []
-        for block in self.assembled:
-            weights = tensors_of(block)
-            states.append(BlockState(Base(0, snapshot_hash(weights), weights), schema_of(block)))
         swarm, network, seed = self.scenario.swarm, self.scenario.network, self.scenario.seed
+        states, layouts, codec = [], [], CodecSpec.parse(swarm.codec)
+        for index, block in enumerate(self.assembled):
+            weights, schema = tensors_of(block), schema_of(block)
+            first = Base(0, snapshot_hash(weights), weights)
+            states.append(BlockState(first))
+            layouts.append(Layout(index, codec, schema, frame_length(codec, schema), first.hash))
         machines = [Machine(network, seed, index) for index in range(self.scenario.num_workers)]
-        codec = CodecSpec.parse(swarm.codec)
-        return SimulatedCoordinator(swarm, codec, self.clock, states, machines, self.objective)
+        return SimulatedCoordinator(swarm, layouts, self.clock, states, machines, self.objective)
 
     def _site(self, index: int) -> Site:
         return Site(
@@ -141,8 +125,7 @@ class Simulation:
             machine=self.coordinator.machines[index],
             clock=self.clock,
             coordinator=self.coordinator,
-            build_trainer=self._build_trainer,
-            build_frozen=self._build_frozen,
+            training=LocalTraining(self.setup, self.shards, self.codebook, self.scenario.device),
             stands_for=self.scenario.stands_for,
         )
 

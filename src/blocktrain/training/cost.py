@@ -7,7 +7,7 @@ optimizer are left out, as is usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.training.optimizer import Optimizer, split_parameters
 from blocktrain.training.setup import Setup
 
@@ -34,20 +33,8 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
 
 
 def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens: int) -> int:
-    """Forward and backward of the trained block, and the extra forward passes of frozen ones."""
+    """Forward and backward of the trained block, and the forward passes of the frozen blocks upstream."""
     return tokens * (forward_per_token * (1 + BACKWARD_OVER_FORWARD) + frozen_forward_per_token)
-
-
-def block_training_flops(
-    objective: Objective, block: int, forward: Sequence[int], starts: Sequence[int], tokens: int
-) -> int:
-    """Of one block, where all blocks' forward passes cost `forward` per token and a step has `tokens`.
-
-    `starts` holds, for each step, the step at which the frozen blocks it hears were chosen.
-    """
-    steps = len(starts)
-    frozen = [sum(forward[f] for f in objective.frozen(block, start / steps)) for start in starts]
-    return sum(training_flops(forward[block], extra, tokens) for extra in frozen)
 
 
 def estimated_training_bytes(setup: Setup) -> int:

@@ -31,7 +31,6 @@ from blocktrain.model.generation import LocalModel, generate
 from blocktrain.training.checkpoint import load_weights, save_checkpoint
 from blocktrain.training.cost import (
     PeakMemory,
-    block_training_flops,
     forward_flops_per_token,
     training_flops,
 )
@@ -93,22 +92,11 @@ class LocalRun:
         self.tokenizer, self.objective = setup.tokenizer, setup.objective
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
-        self._check_order()
         self.codebook: Codebook = setup.codebook().to(device)
         self.units = self._build_units()
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
-
-    def _check_order(self) -> None:
-        for block in range(self.recipe.model.blocks):
-            later = [other for other in self.objective.frozen(block) if other > block]
-            if later and self.recipe.training.order == "sequential":
-                raise UserError(
-                    f'objective.kind = "{self.recipe.objective.kind}" needs blocks '
-                    f"{', '.join(map(str, later))} to train block {block}, and in sequential order they "
-                    'come later: set training.order = "turns"'
-                )
 
     def _build_units(self) -> list[Unit]:
         units = [Unit(f"block {b}", b, self.setup.initial(b)) for b in range(self.recipe.model.blocks)]
@@ -202,10 +190,9 @@ class LocalRun:
     def _flops(self, tokens: int) -> dict[str, int | None]:
         model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
         forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
-        starts = [round_start(self.recipe, step) for step in range(self.recipe.training.steps)]
-        per_step = tokens // self.recipe.training.steps
         blocks = sum(
-            block_training_flops(self.objective, b, forward, starts, per_step) for b in range(len(forward))
+            training_flops(own, sum(forward[other] for other in self.objective.upstream(block)), tokens)
+            for block, own in enumerate(forward)
         )
         reference = None
         if self.reference is not None:
@@ -242,8 +229,8 @@ class LocalRun:
 class Group:
     """Units trained side by side, one step each in turn, saved and resumed together.
 
-    Blocks that hear others hear finished ones of earlier groups, or copies of members of this group that are
-    as old as the round, like the snapshots that a worker of a swarm has.
+    A block upstream is a finished one of an earlier group, or a copy of a member of this group that is as old
+    as the round, like the snapshots that a worker of a swarm has.
     """
 
     def __init__(self, run: LocalRun, units: list[Unit], path: Path) -> None:
@@ -269,37 +256,22 @@ class Group:
         )
 
     def _host_copies(self) -> dict[int, Block]:
-        """Of the members that other members hear."""
+        """CPU copies of the blocks that others in this group take as input."""
         members = {unit.index: unit.block for unit in self.units if unit.index is not None}
-        heard = {other for index in members for other in self.run.objective.frozen(index)}
-        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in heard}
+        upstream = {other for index in members for other in self.run.objective.upstream(index)}
+        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in upstream}
 
-    def _refresh(self) -> None:
-        for index, kept in self.copies.items():
-            kept.load_state_dict(self.run.blocks[index].state_dict())
-        self.table = self.run.codebook.copied()
-
-    def _begin_step(self, step: int, start: int) -> bool:
-        """Freeze what a new round hears; returns whether to count this step's memory: that of the first, and
-        where blocks begin to hear others."""
-        first = round_start(self.run.recipe, step)
-        if step == first:
-            self._refresh()
-        if step not in (first, start):
-            return False
-        return self._freeze(first) or step == start
-
-    def _freeze(self, first: int) -> bool:
-        """For the round that began at step `first`; returns whether anyone begins to hear others, or ends."""
+    def _freeze(self, first: int, *, refresh: bool) -> None:
+        """Give every trainer the blocks upstream for the round that began at step `first`."""
         recipe = self.run.recipe
-        before = [bool(trainer.frozen) for trainer in self.trainers]
+        if refresh:
+            for index, kept in self.copies.items():
+                kept.load_state_dict(self.run.blocks[index].state_dict())
+            self.table = self.run.codebook.copied()
         for unit, trainer in zip(self.units, self.trainers, strict=True):
-            needed: tuple[int, ...] = ()
-            if unit.index is not None:
-                needed = self.run.objective.frozen(unit.index, first / recipe.training.steps)
+            needed = () if unit.index is None else self.run.objective.upstream(unit.index)
             trainer.freeze([self.copies.get(i, self.run.blocks[i]) for i in needed], self.table)
             trainer.window_end = min(first + recipe.swarm.steps_per_round, recipe.training.steps)
-        return before != [bool(trainer.frozen) for trainer in self.trainers]
 
     def train(self, start: int, steps: int) -> None:
         config = self.run.recipe.training
@@ -311,9 +283,12 @@ class Group:
         seconds_before = self.seconds
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
-            measured = self._begin_step(step, start)
+            first = round_start(self.run.recipe, step)
+            if step in (first, start):
+                # A resumed run enters a round in the middle, with the copies as they were saved.
+                self._freeze(first, refresh=step == first)
             for unit, trainer, losses in zip(self.units, self.trainers, recent, strict=True):
-                losses.append(self._step(trainer, unit, step, measured=measured))
+                losses.append(self._step(trainer, unit, step, measured=step == start))
                 if (step + 1) % every == 0 or step + 1 == steps:
                     ce = finite(float(torch.stack(losses).mean()), f"{unit.name}, step {step + 1}")
                     losses.clear()
@@ -391,7 +366,11 @@ class Group:
 
 
 def round_start(recipe: Recipe, step: int) -> int:
-    """The step at which what `step` hears from other blocks was chosen: staleness as in a swarm."""
+    """The step at which the frozen blocks that `step` takes input from were copied.
+
+    `swarm.steps_per_round` governs this in `blocktrain train` too (docs/objective.md): under
+    `training.order = "turns"` a serial model's blocks then see neighbours as stale as in a swarm.
+    """
     return step - step % recipe.swarm.steps_per_round
 
 

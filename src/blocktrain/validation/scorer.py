@@ -23,7 +23,7 @@ from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.training.frozen import heard_by
+from blocktrain.training.frozen import upstream_features
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import Tensors, load_into
 from blocktrain.validation.evidence import (
@@ -137,7 +137,7 @@ class Scorer:
         return self.budget(len(frozen))
 
     def _other(self, index: int, weights: Tensors) -> Block:
-        """In host memory: it visits the device when it is heard."""
+        """In host memory: it visits the device for its features."""
         if index not in self._others:
             self._others[index] = self._objective.build(index, 0).eval()
         load_into(self._others[index], weights)
@@ -176,8 +176,8 @@ class Scorer:
         generator = torch.Generator(self.device).manual_seed(seed)
         tokens, targets, objective = windows[:, :-1], windows[:, 1:], self._objective
         drawn = with_hints(objective, block, tokens, targets, self._codebook, generator)
-        heard = heard_by(objective, block, self._frozen, tokens, self._codebook)
-        return dataclasses.replace(drawn, heard=heard)
+        features = upstream_features(self._frozen, tokens, self._codebook)
+        return dataclasses.replace(drawn, upstream_BTD=features)
 
     # --- gains ---
 

@@ -1,4 +1,4 @@
-"""Blocks that hear each other are served by stages that hold all they hear, and write the same text."""
+"""Blocks of a chain are served by stages that hold all blocks upstream, and write the same text."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("chained"), "chain", 3)
 
 
-def test_a_stage_must_hold_the_blocks_that_its_blocks_hear(chained: Path) -> None:
-    with pytest.raises(UserError, match=r"blocks \[2\] hear blocks \[0, 1\] \(objective.kind is chain\)"):
+def test_a_stage_must_hold_the_blocks_upstream_of_its_own(chained: Path) -> None:
+    with pytest.raises(UserError, match=r"blocks \[2\] need blocks \[0, 1\] upstream \(objective.kind is"):
         load_blocks(chained, [2], CPU)
     assert sorted(load_blocks(chained, [0, 1], CPU)[0].blocks) == [0, 1]
 
@@ -66,10 +66,9 @@ def text(client: object, seed: int) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
-    [("denoise", ["0,1", "2,3"]), ("composed", ["0,1", "2,3"]), ("chain", ["0,1,2,3", "0,1,2,3"])],
+    [("denoise", ["0,1", "2,3"]), ("chain", ["0,1,2,3", "0,1,2,3"])],
 )
-def test_serve_groups_blocks_by_who_hears_whom(tmp_path: Path, kind: str, groups: list[str]) -> None:
-    """Blocks trained on the composed loss needed each other in training, and do not at inference."""
+def test_serve_groups_blocks_by_what_is_upstream(tmp_path: Path, kind: str, groups: list[str]) -> None:
     checkpoint = made(tmp_path / kind, kind, 4)
     config = LaunchConfig(checkpoint=checkpoint, num_stages=2, logs=tmp_path)
     named = [program.arguments("x")[3] for program in stage_programs(config)]

@@ -23,8 +23,8 @@ STEPS_AT_MOST = 4
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
-    """The first blocks that take no other block's output as input; block 0 never does."""
-    alone = [block for block in range(objective.model.blocks) if not objective.heard(block)]
+    """The first blocks that have no others upstream; block 0 never has."""
+    alone = [block for block in range(objective.model.blocks) if not objective.upstream(block)]
     return alone[: max(1, most)]
 
 

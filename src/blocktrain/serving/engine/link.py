@@ -18,24 +18,9 @@ from dataclasses import dataclass
 from blocktrain.errors import WireError
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
-from blocktrain.wire.frame_metadata import (
-    Failure,
-    Hello,
-    Welcome,
-    decode_metadata,
-    encode_metadata,
-)
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    Codec,
-    Frame,
-    FrameLimits,
-    FrameType,
-    Header,
-    ServingFrameError,
-    encode_frame,
-    row_bytes,
-)
+from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import Failure, Hello, Welcome, decode_metadata, encode_metadata
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +65,7 @@ class StageLink:
         self._stream: FrameStream | None = None
         self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
         self._credits = asyncio.Semaphore(1)
-        self._limits = GREETING_LIMITS
+        self._limits = frames.GREETING_LIMITS
         self._released: deque[int] = deque(maxlen=REMEMBERED_RELEASES)
         self._asked: float | None = None
         self._lost: float | None = 0.0
@@ -134,8 +119,8 @@ class StageLink:
         stream = await connect(self.address, self.config.connect_seconds)
         try:
             async with asyncio.timeout(self.config.connect_seconds):
-                await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
-                frame = await stream.read(GREETING_LIMITS)
+                await stream.write(frames.encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
+                frame = await stream.read(frames.GREETING_LIMITS)
             if frame.type == FrameType.REFUSED:
                 sentence = decode_metadata(frame, Failure).sentence
                 raise RefusedError(f"stage {self.address} refused: {sentence}")
@@ -151,7 +136,7 @@ class StageLink:
         except BaseException:
             stream.abort()
             raise
-        rows_bytes = model.context * row_bytes(Codec.F32, model.vocabulary)
+        rows_bytes = model.context * frames.row_bytes(Codec.F32, model.vocabulary)
         self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
         self._credits = asyncio.Semaphore(welcome.credits)
         self.blocks = frozenset(welcome.blocks)
@@ -168,7 +153,16 @@ class StageLink:
         pinging = asyncio.get_running_loop().create_task(self._ping(stream))
         try:
             while True:
-                self._deliver(await stream.read(self._limits))
+                frame = await stream.read(self._limits)
+                # Any frame is a sign of life; whoever waits for a suspect link may go on.
+                was_silent, self._asked = self._asked is not None, None
+                self.draining = self.draining or frame.type == FrameType.GOODBYE
+                if was_silent or frame.type == FrameType.GOODBYE:
+                    self.changed()
+                header = frame.header
+                future = self._pending.pop((header.session, header.epoch, header.traversal), None)
+                if future is not None and not future.done():
+                    future.set_result(frame)
         finally:
             self._stream = None
             self._lost = asyncio.get_running_loop().time()
@@ -176,15 +170,15 @@ class StageLink:
             stream.abort()
             await asyncio.gather(pinging, return_exceptions=True)
             pending, self._pending = self._pending, {}
-            for future in pending.values():
-                if not future.done():
-                    future.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
+            for waiting in pending.values():
+                if not waiting.done():
+                    waiting.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
             self.changed()
 
     async def _ping(self, stream: FrameStream) -> None:
         """Ask for a sign of life now and then; silence for too long ends the connection."""
         loop = asyncio.get_running_loop()
-        ping = encode_frame(Header(FrameType.PING))
+        ping = frames.encode_frame(Header(FrameType.PING))
         while True:
             await asyncio.sleep(self.config.ping_seconds)
             now = loop.time()
@@ -194,19 +188,6 @@ class StageLink:
                     await stream.write(ping)
             elif now - self._asked > self.config.dead_seconds:
                 stream.abort()
-
-    def _deliver(self, frame: Frame) -> None:
-        # Any frame is a sign of life; whoever waits for a suspect link may go on.
-        was_silent, self._asked = self._asked, None
-        if was_silent is not None:
-            self.changed()
-        if frame.type == FrameType.GOODBYE:
-            self.draining = True
-            self.changed()
-        header = frame.header
-        future = self._pending.pop((header.session, header.epoch, header.traversal), None)
-        if future is not None and not future.done():
-            future.set_result(frame)
 
     # ---- requests ----
 
@@ -219,7 +200,7 @@ class StageLink:
             key = (header.session, header.epoch, header.traversal)
             future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
             self._pending[key] = future
-            raw = encode_frame(header, metadata, payload)
+            raw = frames.encode_frame(header, metadata, payload)
             try:
                 await stream.write(raw)
                 frame = await future
@@ -252,4 +233,4 @@ class StageLink:
 
 
 def _release_frame(session: int) -> bytes:
-    return encode_frame(Header(FrameType.RELEASE, session=session))
+    return frames.encode_frame(Header(FrameType.RELEASE, session=session))

@@ -145,13 +145,9 @@ class RemoteEngine(TextEngine):
         return StageSession(self, request, stats)
 
     async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
-        return (await self._consensus(FrameType.SCORE, ids, len(ids), deadline, stats)).log_probs
+        return (await self.consensus(FrameType.SCORE, ids, len(ids), deadline, stats)).log_probs
 
-    async def exact_row(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
-        row: Row = (await self._consensus(FrameType.EXACT, ids, 1, deadline, stats)).log_probs[0]
-        return row
-
-    async def _consensus(
+    async def consensus(
         self, kind: FrameType, ids: Sequence[int], num_rows: int, deadline: float, stats: GenerationStats
     ) -> Rows:
         """Rows for ids alone, from all stages at once."""
@@ -229,7 +225,9 @@ class StageSession:
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self.engine.shape.context) :]
-        return await self.engine.exact_row(window, self.deadline, self.stats)
+        rows = await self.engine.consensus(FrameType.EXACT, window, 1, self.deadline, self.stats)
+        row: Row = rows.log_probs[0]
+        return row
 
     async def close(self) -> None:
         """Free the caches wherever the session left some."""

@@ -22,13 +22,13 @@ from blocktrain.serving.transport import Address
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10
+SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
 BACKLOG = 2048
 Announce = Callable[[str], None]
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn without its signal handlers, which raise the signal again before we can close the engine."""
 
     @contextmanager
@@ -39,21 +39,21 @@ class Server(uvicorn.Server):
         yield
 
 
-def new_server(engine: TextEngine, config: GatewayConfig) -> Server:
-    return Server(
+def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
+    return GatewayServer(
         uvicorn.Config(
             create_app(engine, config),
             log_config=None,
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
 
 
 async def serve_gateway(
-    engine: TextEngine, server: Server, opened: socket.socket, announce: Announce
+    engine: TextEngine, server: GatewayServer, opened: socket.socket, announce: Announce
 ) -> None:
     """Serve until the server is told to exit; `announce` gets the readiness line."""
     await engine.start()
@@ -115,4 +115,4 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         yield url_of(opened)
     finally:
         server.should_exit = True
-        thread.join(GRACE_SECONDS)
+        thread.join(SHUTDOWN_SECONDS)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
 
 
 class TextStream:
@@ -84,9 +87,8 @@ class Offsets:
 
     def of(self, tokens: Iterable[bytes]) -> list[int]:
         """Offsets of the tokens that follow those given before."""
-        return [self._advance(token) for token in tokens]
-
-    def _advance(self, token: bytes) -> int:
-        before = self.place
-        self.place += len(self._decoder.decode(token))
-        return before
+        offsets = []
+        for token in tokens:
+            offsets.append(self.place)
+            self.place += len(self._decoder.decode(token))
+        return offsets

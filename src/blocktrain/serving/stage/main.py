@@ -36,10 +36,10 @@ def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tupl
     unknown = [block for block in blocks if not 0 <= block < num_blocks]
     if unknown or not blocks:
         raise UserError(f"{path} has blocks 0 to {num_blocks - 1}, found {list(blocks)}; change --blocks")
-    heard = {one for block in blocks for one in described.setup().objective.heard(block)}
-    if lacking := sorted(heard - set(blocks)):
+    upstream = {one for block in blocks for one in described.setup().objective.upstream(block)}
+    if lacking := sorted(upstream - set(blocks)):
         raise UserError(
-            f"blocks {list(blocks)} hear blocks {lacking} (objective.kind is "
+            f"blocks {list(blocks)} need blocks {lacking} upstream (objective.kind is "
             f"{described.recipe.objective.kind}); give them to the same stage with --blocks"
         )
     checkpoint = load_checkpoint(path, device, only=blocks)
