@@ -22,12 +22,12 @@ from torch import Tensor
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base, snapshot_route
-from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
 from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.update import Weights
+from blocktrain.validation.ruling import Ruling, age_ruling
 from blocktrain.wire.messages import Assignment, Outcome
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate
 from blocktrain.worker.logic import WorkerLogic, may_step, own_steps
@@ -88,7 +88,7 @@ class Site:
         seconds = self.machine.down_seconds(num_bytes) if num_bytes else 0.0
         self.clock.at(self.machine.done_at(self.clock.now, seconds), action)
 
-    def upload(self, update: PendingUpdate, done: Callable[[Lateness | None], None]) -> None:
+    def upload(self, update: PendingUpdate, done: Callable[[Ruling | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
         if self.coordinator.commit(self.index, update) is not None:
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
@@ -296,7 +296,7 @@ class CarryWorker:
             self.logic.blocks[update.block].form(update)
             self.site.upload(update, partial(self._judged, update))
 
-    def _judged(self, update: PendingUpdate, verdict: Lateness | None) -> None:
+    def _judged(self, update: PendingUpdate, verdict: Ruling | None) -> None:
         progress = self.logic.blocks[update.block]
         self._catch_up(progress)
         progress.judged(update, verdict)
@@ -313,7 +313,7 @@ class CarryWorker:
         if steps is not None:
             # What a heartbeat's answer says; the progress stays in the local weights, for the next update.
             age = coordinator.blocks[steps.update.block].version - steps.update.round
-            if lateness(age, coordinator.swarm).outcome is Outcome.REFUSED:
+            if age_ruling(age, coordinator.swarm).outcome is Outcome.REFUSED:
                 steps.catch_up()
                 self.logic.cancel(steps.update)
                 self._steps = None
