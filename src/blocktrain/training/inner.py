@@ -119,7 +119,7 @@ class BlockTrainer:
         tokens, targets = self.shards.batch(shard, step)
         if self.index is None:
             return tokens, targets, None
-        # Seeded for each step and never carried on: this makes --resume exact, and a step repeatable anywhere.
+        # Seeded for each step and never carried on: this makes --resume exact and a step repeatable.
         self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
         hint = self.objective.draw_hint(self.index, targets, table, self.generator)
         return self.objective.hide_context(tokens, self.generator), targets, hint
