@@ -133,8 +133,8 @@ class Sending:
             seconds_computing=spent["computing"],
             seconds_transferring=spent["transferring"],
             seconds_waiting=spent["waiting"],
-            up=messages.Traffic(**up),
-            down=messages.Traffic(**down),
+            up=messages.ByteCounts(**up),
+            down=messages.ByteCounts(**down),
         )
 
 
