@@ -23,7 +23,7 @@ from blocktrain.wire.frames import Frame, FrameLimits, FrameType, Header, encode
 RUN_STAGE = """
 import sys, typer
 from blocktrain.cli.main import app, main
-from blocktrain.cli.serving import stage
+from blocktrain.cli.stage import stage
 if 'stage' not in {c.name or c.callback.__name__ for c in app.registered_commands}:
     app.command()(stage)
 main()
