@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.cli.demo import MARKER, clear_earlier_demo, summary_rows, thinned
 from blocktrain.errors import UserError
 from blocktrain.local.attacker import Fate
+from blocktrain.local.demo import MARKER, clear_earlier_demo, summary_rows, thinned
 from tests.cli.program import run_main
 
 TINY = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.cli.options import best_device
+from blocktrain.training.device import best_device
 from tests.cli.program import Outcome, run_main, run_program
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.local.signals import STOPPING_SIGNALS, stop_on_signals, stopping
+from blocktrain.local.processes import STOPPING_SIGNALS, stop_on_signals, stopping
 from tests.cli.program import ENVIRONMENT
 
 

@@ -19,19 +19,17 @@ from blocktrain.errors import CheckpointError, UserError
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage
-from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
+from blocktrain.serving.transport import ConnectionLostError, connect
 from blocktrain.wire.frame_metadata import (
     Ask,
     Failure,
     FailureCode,
-    Hello,
     decode_metadata,
     encode_metadata,
 )
 from blocktrain.wire.frames import (
     Codec,
     Frame,
-    FrameLimits,
     FrameType,
     Header,
     decode_rows,
@@ -40,9 +38,7 @@ from blocktrain.wire.frames import (
     prefix_checksum,
 )
 from tests.serving.cluster import PROMPTS, text_of, until
-from tests.serving.stages import spawn, start_stage, wait_ready
-
-LIMITS = FrameLimits(payload_bytes=1 << 20)
+from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
 
 
 @asynccontextmanager
@@ -54,14 +50,6 @@ async def running(path: Path, **settings: object) -> AsyncIterator[Stage]:
         await stage.close()
 
 
-async def greeted(stage: Stage, client: str = "test") -> FrameStream:
-    stream = await connect(stage.address, 5)
-    hello = encode_metadata(Hello(client, stage.shape))
-    await stream.write(encode_frame(Header(FrameType.HELLO), hello))
-    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
-    return stream
-
-
 TRAVERSE = Header(FrameType.TRAVERSE, Codec.F32, session=1, epoch=0, traversal=1, base=0, rows=1)
 
 
@@ -70,12 +58,6 @@ def ask(
 ) -> bytes:
     metadata = encode_metadata(Ask([0, 1, 2] if blocks is None else blocks, prefix_checksum(prefix or [])))
     return encode_frame(header, metadata, encode_ids(ids, 256))
-
-
-async def reply(stream: FrameStream, raw: bytes) -> Frame:
-    async with asyncio.timeout(10):
-        await stream.write(raw)
-        return await stream.read(LIMITS)
 
 
 def failure(frame: Frame) -> Failure:

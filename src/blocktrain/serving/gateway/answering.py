@@ -19,10 +19,10 @@ from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
-from blocktrain.serving.gateway.formats import AnswerFormat, usage_of
+from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
-from blocktrain.serving.gateway.openai_messages import Usage
+from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +46,26 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.totals, self.prompt_tokens, self.mode)
+        totals = self.totals
+        traversals, tokens = totals.sum("traversals"), totals.completion_tokens
+        cost = TraversalUsage(
+            mode=self.mode,
+            traversals=traversals,
+            scoring_traversals=totals.sum("scoring_traversals"),
+            text_bytes=totals.text_bytes,
+            bytes_per_traversal=round(totals.text_bytes / traversals, 3) if traversals else 0.0,
+            drafted_tokens=totals.sum("drafted"),
+            accepted_tokens=totals.sum("accepted"),
+            wire_bytes_sent=totals.sum("wire_bytes_sent"),
+            wire_bytes_received=totals.sum("wire_bytes_received"),
+            degraded_blocks=totals.degraded_blocks,
+        )
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=tokens,
+            total_tokens=self.prompt_tokens + tokens,
+            blocktrain=cost,
+        )
 
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""
@@ -93,8 +112,10 @@ class Answerer:
                 f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"
             ) from None
         except ExceptionGroup as several:
+            # Choices fail together, mostly for one reason; the client gets one error object.
             raise several.exceptions[0] from None
         finally:
+            # Also when the client went away: what was computed for it was spent.
             self.metrics.count_usage(job.usage)
 
     async def whole(self, job: Job, receive: Receive) -> Response:
@@ -120,7 +141,7 @@ class EventStream(Response):
 
     def __init__(self, answerer: Answerer, job: Job) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # Response sets it to 0, and nobody knows the length yet
         self.answerer, self.job = answerer, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,6 +186,7 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # Starlette tells nobody that a client left; one must read its messages.
     working, watching = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -28,6 +28,7 @@ from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.stage.metrics import StageMetrics
 from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
+from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
     Ask,
     Failure,
@@ -40,22 +41,7 @@ from blocktrain.wire.frame_metadata import (
     encode_metadata,
     sentence,
 )
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    NO_DEADLINE,
-    Codec,
-    Frame,
-    FrameLimits,
-    FrameType,
-    Header,
-    ServingFrameError,
-    decode_ids,
-    decode_rows,
-    encode_frame,
-    encode_rows,
-    id_dtype,
-    row_bytes,
-)
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -125,8 +111,8 @@ class Stage:
         self._batcher = Batcher(held, max_waiting=config.max_waiting, observe=self.metrics.observe_forward)
         # A context's ids; with sweep, also a row for each new token.
         swept = held.objective.trained_for_sweep
-        position_bytes = id_dtype(shape.vocabulary).itemsize
-        position_bytes += row_bytes(Codec.F32, shape.vocabulary) if swept else 0
+        position_bytes = frames.id_dtype(shape.vocabulary).itemsize
+        position_bytes += frames.row_bytes(Codec.F32, shape.vocabulary) if swept else 0
         self._limits = FrameLimits(payload_bytes=shape.context * position_bytes)
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
@@ -158,6 +144,7 @@ class Stage:
         """Stop at once."""
         self._server.close()
         self._expiry.cancel()
+        # Before the tasks: what they would still write goes nowhere.
         for connection in list(self._connections):
             connection.stream.abort()
         for task in (*self._requests, *self._talks):
@@ -170,7 +157,8 @@ class Stage:
         self._draining = True
         self._server.close()
         log.info("draining connections=%d", len(self._connections))
-        goodbye = encode_frame(Header(FrameType.GOODBYE))
+        # Engines that read GOODBYE ask a spare from now on, so nothing is lost by closing after this.
+        goodbye = frames.encode_frame(Header(FrameType.GOODBYE))
         for connection in list(self._connections):
             with contextlib.suppress(ConnectionLostError):
                 await connection.stream.write(goodbye)
@@ -184,6 +172,7 @@ class Stage:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.config.idle_seconds / 4)
+            # A client that died sent no RELEASE; its caches would stay until others push them out.
             self.sessions.expire(loop.time())
 
     # ---- connections ----
@@ -222,9 +211,10 @@ class Stage:
         config, stream = self.config, connection.stream
         try:
             async with asyncio.timeout(config.hello_seconds):
-                frame = await stream.read(GREETING_LIMITS)
+                frame = await stream.read(frames.GREETING_LIMITS)
         except TimeoutError:
             return False
+        # Nothing has been allocated for this peer but 4 KiB of metadata.
         hello = decode_metadata(frame, Hello) if frame.type == FrameType.HELLO else None
         refusal: str | None
         if hello is None:
@@ -243,11 +233,12 @@ class Stage:
             self.metrics.refused.labels(reason="hello").inc()
             log.warning("refused connection peer=%s reason=%r", stream.peer, refusal)
             failure = encode_metadata(Failure(FailureCode.BAD_REQUEST, sentence(refusal or "")))
-            await stream.write(encode_frame(Header(FrameType.REFUSED), failure))
+            await stream.write(frames.encode_frame(Header(FrameType.REFUSED), failure))
             return False
         connection.client = hello.client
+        # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
-        await stream.write(encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
+        await stream.write(frames.encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
         return True
 
     # ---- requests ----
@@ -255,13 +246,14 @@ class Stage:
     async def _take(self, connection: _Connection, frame: Frame) -> None:
         """Answer what takes no computing at once; the rest gets a task each, as many as there are credits."""
         if frame.type == FrameType.PING:
-            await connection.stream.write(encode_frame(replace(frame.header, type=FrameType.PONG)))
+            await connection.stream.write(frames.encode_frame(replace(frame.header, type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
             asyncio.get_running_loop().call_soon(self._release, (connection.client, frame.header.session))
         elif frame.type not in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
+        # A well-behaved client waits for a credit; this bounds the tasks of one that does not.
         elif connection.in_flight >= self.config.credits:
             await self._fail(connection, frame, FailureCode.BUSY, "more requests in flight than credits")
         else:
@@ -287,12 +279,13 @@ class Stage:
                     await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
                     return
                 rows = found
+            # Said here with a sentence; the engine would take such a row for a broken stage.
             if not np.isfinite(rows).all():
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
             codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            await self._reply(connection, frame, header, "ok", payload=encode_rows(rows, codec))
+            await self._reply(connection, frame, header, "ok", payload=frames.encode_rows(rows, codec))
         except ConnectionLostError:
             pass
         except asyncio.CancelledError:
@@ -312,14 +305,14 @@ class Stage:
             connection.in_flight -= 1
 
     def _deadline(self, header: Header) -> float:
-        if header.deadline_ms == NO_DEADLINE:
+        if header.deadline_ms == frames.NO_DEADLINE:
             return float("inf")
         return asyncio.get_running_loop().time() + header.deadline_ms / 1000
 
     async def _rows(self, connection: _Connection, frame: Frame) -> NDArray[Any] | None:
         """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
         header, ask = frame.header, decode_metadata(frame, Ask)
-        ids = decode_ids(frame.payload, self.shape.vocabulary)
+        ids = frames.decode_ids(frame.payload, self.shape.vocabulary)
         blocks = tuple(ask.blocks)
         problem = None
         if not blocks or not set(blocks) <= set(self.blocks):
@@ -349,6 +342,7 @@ class Stage:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND:
             return None
+        # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
                 session = Session(header.epoch, blocks, self.held.new_caches(blocks))
@@ -389,9 +383,9 @@ class Stage:
                 f"expected known and new tokens of at most {shape.context + 1} in all and rows as F32, "
                 f"found {ask.num_known} and {header.rows} as {header.codec.name}",
             )
-        end = ask.num_known * id_dtype(shape.vocabulary).itemsize
-        known, rest = decode_ids(frame.payload[:end], shape.vocabulary), frame.payload[end:]
-        rows = decode_rows(rest, Codec.F32, header.rows, shape.vocabulary) if ask.begun else None
+        end = ask.num_known * frames.id_dtype(shape.vocabulary).itemsize
+        known, rest = frames.decode_ids(frame.payload[:end], shape.vocabulary), frame.payload[end:]
+        rows = frames.decode_rows(rest, Codec.F32, header.rows, shape.vocabulary) if ask.begun else None
         if len(known) != ask.num_known or (rest and not ask.begun):
             raise RequestRefusedError(FailureCode.BAD_REQUEST, "the payload does not fit its metadata")
         task = Refinement(
@@ -423,4 +417,4 @@ class Stage:
             header, session=asked.session, epoch=asked.epoch, traversal=asked.traversal, base=asked.base
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
-        await connection.stream.write(encode_frame(named, metadata, payload))
+        await connection.stream.write(frames.encode_frame(named, metadata, payload))

@@ -1,4 +1,4 @@
-"""The verbs `export` and `import`: a checkpoint as a Hugging Face folder, and back."""
+"""`blocktrain export`: a checkpoint as a Hugging Face folder, uploaded if asked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blocktrain.cli.options import CheckpointArgument
 from blocktrain.errors import BlocktrainError, UserError
-from blocktrain.tracking.model_card import model_card
+from blocktrain.tracking.model_card import AnyReport, model_card
 from blocktrain.training.checkpoint import Description, read_config
-from blocktrain.training.exchange import export_checkpoint, import_checkpoint
+from blocktrain.training.exchange import export_checkpoint
+from blocktrain.training.report import TrainingReport
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -24,7 +26,7 @@ class UploadError(BlocktrainError):
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder (with config.json).")],
+    checkpoint: CheckpointArgument,
     to: Annotated[Path, typer.Option("--to", help="Folder to write; must be new or empty.")],
     report: Annotated[
         Path | None,
@@ -46,16 +48,7 @@ def export(
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")
 
 
-def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder that `export` wrote.")],
-    to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write; must be new or empty.")],
-) -> None:
-    """Read an exported folder back into a checkpoint, every file checked. Nothing in it is executed."""
-    import_checkpoint(folder, to)
-    typer.echo(f"imported {folder} to {to}\nblocktrain generate {to} --prompt 'The '")
-
-
-def find_report(checkpoint: Path, named: Path | None, described: Description) -> dict[str, Any] | None:
+def find_report(checkpoint: Path, named: Path | None, described: Description) -> AnyReport | None:
     """The report of this checkpoint; a neighbour that belongs to another run is left out."""
     path = named or checkpoint.absolute().parent / "report.json"
     try:
@@ -69,7 +62,7 @@ def find_report(checkpoint: Path, named: Path | None, described: Description) ->
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if belongs(report, described):
-        return dict(report)
+        return TrainingReport.of_json(report) if "composed" in report else dict(report)
     if named is None:
         return None
     raise UserError(f"{path} is not the report of {checkpoint}: another run's name or text")
