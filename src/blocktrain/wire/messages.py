@@ -384,7 +384,8 @@ class Outcome(StrEnum):
     PENDING = "pending"
     """Arrived and waiting for a judge: ask again, GET /v1/updates/{payload_hash}/verdict."""
     REFUSED = "refused"
-    """Does not count: the worker puts the whole delta back into its error feedback."""
+    """Does not count. Refused for its age alone (dropped, too_old, run_finished) its delta goes back into the
+    worker's error feedback; otherwise the update is discarded and the error feedback reset."""
 
 
 class VerdictReason(StrEnum):
