@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy.exc import IntegrityError
 
-from blocktrain.config import Recipe, SwarmConfig, with_defaults
+from blocktrain.config import Recipe, SwarmConfig, changed_settings
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
@@ -125,9 +125,13 @@ def _open_row(
                 session.add(SnapshotRow(block=one.block, version=0, hash=head, num_bytes=0, made=now))
             return run_id
         name = row.run_id[:12]
-        if found := _differences(with_defaults(json.loads(row.recipe)), recipe.to_dict()):
+        changed = changed_settings(json.loads(row.recipe), recipe)
+        changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
+        if changed:
+            told = [f"{setting} was {old!r} and is {new!r}" for setting, (old, new) in changed.items()]
+            shown = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
             raise UserError(
-                f"this data directory holds run {name} of another recipe: {found}; use that recipe, or a new "
+                f"this data directory holds run {name} of another recipe: {shown}; use that recipe, or a new "
                 "--data-dir"
             )
         if row.corpus_sha256 != corpus:
@@ -141,20 +145,3 @@ def _open_row(
                 f"one has {key[:12]}…; copy coordinator.key from the first coordinator's --data-dir"
             )
         return row.run_id
-
-
-def _differences(stored: dict[str, Any], given: dict[str, Any]) -> str:
-    """In words. Each machine may keep the text elsewhere; its hash is compared instead."""
-    old, new = _flat(stored), _flat(given)
-    keys = sorted(
-        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "data.corpus"
-    )
-    shown = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:3])
-    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat

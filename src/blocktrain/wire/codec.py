@@ -128,6 +128,7 @@ def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
 
 def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memoryview) -> dict[str, Floats]:
     """The tensors of a frame, every byte of it checked, or FrameError."""
+    # The length first: a wrong one costs no memory and no time, whatever it claims to be.
     frame = np.frombuffer(payload, np.uint8)
     expected = frame_length(codec, schema)
     if len(frame) != expected:
@@ -256,6 +257,7 @@ class _Region:
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    # A chunk has 4,096 values, tile or row, so that an index takes 12 bits.
     if len(shape) == 2 and min(shape) >= TILE_SIDE:
         return shape[0], shape[1]
     return 1, math.prod(shape)
