@@ -49,13 +49,13 @@ class Work:
     steps: int
 
 
-Text = NDArray[np.uint16]
+CompactTokens = NDArray[np.uint16]
 Others = Mapping[int, Tensors]
 """Frozen blocks by index, in the order they run."""
 NO_OTHERS: Others = {}
 
 
-def _compact(tokens: Tokens) -> Text:
+def _compact(tokens: Tokens) -> CompactTokens:
     """A quarter of the memory; vocabularies have fewer than 65,536 tokens here."""
     assert tokens.max(initial=0) < 1 << 16
     return tokens.astype(np.uint16)
@@ -170,7 +170,7 @@ class Scorer:
         choices = len(self._train) - self.recipe.model.context
         return np.random.default_rng(derive_seed("other", seed)).integers(0, choices, count)
 
-    def _cut(self, text: Text, starts: Tokens, block: int, seed: int) -> Windows:
+    def _cut(self, text: CompactTokens, starts: Tokens, block: int, seed: int) -> Windows:
         reach = np.arange(self.budget().length + 1)
         windows = torch.from_numpy(text[starts[:, None] + reach].astype(np.int64)).to(self.device)
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -181,7 +181,7 @@ class Scorer:
 
     # --- gains ---
 
-    def _differences(self, block: int, text: Text, starts: Tokens, seed: int) -> list[float]:
+    def _differences(self, block: int, text: CompactTokens, starts: Tokens, seed: int) -> list[float]:
         found: list[float] = []
         size = self.recipe.evaluation.batch
         for first in range(0, len(starts), size):
@@ -199,7 +199,7 @@ class Scorer:
             found += window_losses(self._objective, module, self._codebook, windows)
         return found
 
-    def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:
+    def _gain(self, block: int, starts: Tokens, text: CompactTokens, seed: int) -> Gain:
         def score(first: int, end: int) -> list[float]:
             return self._differences(block, text, starts[first:end], derive_seed("look", seed, first))
 

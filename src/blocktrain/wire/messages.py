@@ -480,7 +480,7 @@ class BlockAnswer(Answer):
 
 
 class MergeInputRecord(BaseModel):
-    """One update in a merge; `order` is the position in which it was added."""
+    """One update in a merge. A merge adds its inputs in the order listed: sorted update ids."""
 
     update_id: Hash
     payload_hash: Hash
@@ -603,9 +603,9 @@ class StatusAnswer(Answer):
     ages: dict[str, Count]
     """Merged updates by age in rounds."""
     up: Traffic
-    """Bytes of bodies received by this coordinator process."""
+    """Bytes of requests, headers included, received by this coordinator process."""
     down: Traffic
-    """Bytes of bodies sent by this coordinator process."""
+    """Bytes of answers, headers included, sent by this coordinator process."""
     full_checkpoint_bytes: Count
     """What the updates that arrived would have moved as full fp32 checkpoints: for each, its whole block once
     down to the worker and once up. `up` and `down` of `workers` are what was moved instead."""
