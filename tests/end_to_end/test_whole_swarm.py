@@ -43,7 +43,7 @@ def one_process_ce(recipe: Recipe, out: Path) -> float:
     training = dataclasses.replace(recipe.training, steps=recipe.swarm.total_steps)
     run = LocalRun(dataclasses.replace(recipe, training=training), out, torch.device("cpu"), Silent())
     run.train(resume=False)
-    return float(run.evaluate()["composed"]["consensus"]["ce"])
+    return run.evaluate().consensus.ce
 
 
 def test_a_swarm_ends_with_a_checkpoint_and_a_report(kit: Kit, text: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def local_run(text: Path, out: Path, *overrides: str, observer: StopAt | None = 
 
 def finished(run: LocalRun, *, resume: bool = False) -> dict[str, Any]:
     run.train(resume=resume)
-    return run.finish()
+    return run.finish().to_json()
 
 
 def comparable(report: dict[str, Any]) -> dict[str, Any]:

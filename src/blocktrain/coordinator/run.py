@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from blocktrain.config import Recipe, SwarmConfig, with_defaults
+from blocktrain.config import Recipe, SwarmConfig, changed_settings
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
@@ -141,10 +141,13 @@ def _create(
 
 
 def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: str) -> None:
-    differences = _differences(with_defaults(json.loads(row.recipe)), recipe.to_dict())
-    if differences:
+    changed = changed_settings(json.loads(row.recipe), recipe)
+    changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
+    if changed:
+        told = [f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items()]
+        shown = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
         raise UserError(
-            f"this data directory holds run {row.run_id[:12]} of another recipe: {differences}; use that "
+            f"this data directory holds run {row.run_id[:12]} of another recipe: {shown}; use that "
             "recipe, or a new --data-dir"
         )
     if row.corpus_sha256 != corpus:
@@ -157,20 +160,3 @@ def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: st
             f"run {row.run_id[:12]} in this database belongs to coordinator key {row.coordinator_key[:12]}…, "
             f"this one has {key[:12]}…; copy coordinator.key from the first coordinator's --data-dir"
         )
-
-
-def _differences(stored: dict[str, Any], given: dict[str, Any]) -> str:
-    """In words; where the text lies is each machine's own affair, its hash is compared instead."""
-    old, new = _flat(stored), _flat(given)
-    keys = sorted(
-        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "data.corpus"
-    )
-    shown = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:3])
-    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat

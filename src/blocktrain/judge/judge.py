@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.run import Layout, load_run_corpus, run_setup
 from blocktrain.errors import DataError
 from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
@@ -69,7 +69,7 @@ class Judge:
             after = applied(layout.codec, base, own_base, decoded, task.step)
             evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.reason != "lease_lost":
                 raise
             self._say(f"lost update={task.update_id[:12]}: {refusal}")
