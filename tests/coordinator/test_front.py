@@ -93,7 +93,8 @@ def test_a_head_of_many_small_lines_is_too_long_however_it_arrives(running: Runn
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n")
         answer = all_of(connection)
-    assert b" 200 " not in answer[:100]
+    # Either the refusal arrives, or the reset of the closed connection overtakes it; never a 200.
+    assert answer == b"" or b" 400 " in answer.split(b"\r\n", 1)[0]
 
 
 @pytest.mark.usefixtures("hasty")

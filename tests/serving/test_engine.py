@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import PROMPTS, cluster, drain, text_of, until
-from stages import start_stage
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
@@ -30,6 +28,8 @@ from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.wire.frames import Codec
 from blocktrain.wire.identity import Identity
+from tests.serving.cluster import PROMPTS, cluster, drain, text_of, until
+from tests.serving.stages import start_stage
 
 LENGTHS = [None, 0, 1, 2, 3, 7, 16, 32]
 
