@@ -5,9 +5,9 @@ it. This protocol closes slow ones. Where connections run out it closes the one 
 longest, so that a crowd of silent or dribbling sockets cannot keep others out.
 
 Covered: sockets that never begin TLS or a request, slow or unfinished heads (408), bytes that are not HTTP
-(400), bodies that go on after their answer, readers that do not read, and more connections than the caps, from
-one network or in all. Not covered: how long a body may take in all (the application's), and floods that fill
-the line itself.
+(400), bodies that go on after their answer, readers that do not read, and more connections than the caps,
+from one network or in all. Not covered: how long a body may take in all (the application's), and floods that
+fill the line itself.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LimitedConnection(H11Protocol):
             self.connections.discard(self)
             transport.abort()
             return
-        self._open(secured)  # type: ignore[arg-type]
+        self._open(secured)
         early, self._early = self._early, b""
         if early:
             self.data_received(early)

@@ -19,9 +19,11 @@ from blocktrain.coordinator.decisions.scheduling import (
     Pause,
     WorkerView,
     next_assignment,
+    pause_after_giving_up,
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import (
+    keep_or_ban,
     keep_standing,
     present_worker,
     refuse_banned,
@@ -35,12 +37,13 @@ from blocktrain.coordinator.storage.queries import (
     block_row,
     frozen_heads,
     frozen_of,
+    given_up,
     lock_run,
     round_facts,
     seats,
 )
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
-from blocktrain.validation.reputation import after_withholding
+from blocktrain.validation.reputation import after_giving_up, after_withholding
 from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
@@ -129,6 +132,8 @@ class Assignments:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
                 return self._message(lease, block, self._state(session, block, now), now)
+            if (pause := pause_after_giving_up(given_up(session, worker_id, now), now)) is not None:
+                return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
                 blocks = session.scalars(
@@ -167,6 +172,17 @@ class Assignments:
             assignment = session.get(AssignmentRow, update.assignment_id)
             assert assignment is not None
             self._free(session, assignment, AssignmentState.WITHHELD, now)
+            self._mark_giving_up(session, worker, now)
+
+    def _mark_giving_up(self, session: Session, worker: WorkerRow, now: float) -> None:
+        """A bad mark for an assignment that was given up where the worker may give up no more."""
+        resources = self._resources
+        session.flush()
+        pause = pause_after_giving_up(given_up(session, worker.worker_id, now), now)
+        if pause is not None and resources.run.recipe.trust.judge != "off":
+            standing = after_giving_up(standing_of(worker))
+            trust = resources.run.recipe.trust
+            keep_or_ban(session, resources.ledger, worker, standing, trust, pause.reason, now)
 
     def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
         """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
@@ -330,7 +346,7 @@ class Assignments:
                 cancel, reason = True, f"the assignment was {row.state}"
             elif not cancel and self._waits_for_own_retry(session, row, block, state):
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
-                self._free(session, row, AssignmentState.RETURNED, now)
+                self._free(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
@@ -365,6 +381,7 @@ class Assignments:
             if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
             self._free(session, row, AssignmentState.RETURNED, now)
+            self._mark_giving_up(session, worker, now)
             if _open_lease(session, worker_id, None) is None:
                 worker.block = None
         self._resources.changes.notify()

@@ -269,6 +269,9 @@ class SimulatedCoordinator:
             on_time=workers(Outcome.ACCEPTED),
             late=workers(Outcome.LATE),
             history=earlier[-HISTORY_ARRIVALS:],
+            before=[offset for version, offset in state.offsets if version < state.version - 1][
+                -HISTORY_ARRIVALS:
+            ],
             this_round=[offset for version, offset in state.offsets if version == state.version],
         )
 
