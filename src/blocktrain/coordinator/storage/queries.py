@@ -108,7 +108,7 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
         history=offsets(counted, UpdateRow.base_version < row.version),
         before=offsets(counted, UpdateRow.base_version < row.version - 1),
-        # Where nothing counts yet nobody can be cut off, and a lone worker that was refused may try again soon.
+        # Where nothing counts nobody can be cut off, and a lone worker that was refused may try again soon.
         this_round=offsets(counted, on_head) or offsets(on_head),
         merging=row.closing_version is not None,
         claimed_until=row.claim_until,
