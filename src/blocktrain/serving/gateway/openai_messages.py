@@ -16,7 +16,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     StringConstraints,
     model_validator,
@@ -42,13 +41,13 @@ def _unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1), FailFast()]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # The first element that does not fit ends a list. Otherwise each of a million makes an error for every arm of
 # a union: `"prompt": [-1, -1, ...]` of 2 MB cost 14 s of one core and 3 GB.
 MAX_KEYS = 1024
 """Keys of one object of a request; far more than are known, and each unknown one makes an error."""
 StopText = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
-Stops = StopText | Annotated[list[StopText], Field(max_length=16), FailFast()] | None
+Stops = StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
 
@@ -136,8 +135,8 @@ class CompletionRequest(SamplingRequest):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1), FailFast()]
-        | Annotated[list[TokenIds], Field(min_length=1), FailFast()]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     """A text, a list of token ids (for a byte model: its bytes), or a list of either."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -176,7 +175,7 @@ class TextPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], FailFast()]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     """Ignored."""
     refusal: None = None
@@ -194,7 +193,7 @@ class ResponseFormat(StrictModel):
 
 
 class ChatRequest(SamplingRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     """The conversation so far, oldest first."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens to generate."""
