@@ -12,6 +12,7 @@ import typer
 
 import blocktrain
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.data import data_verbs
 from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate, generate
@@ -49,6 +50,7 @@ app.command()(status)
 app.command()(judge)
 app.command()(invite)
 app.command()(contributions)
+app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)

@@ -23,8 +23,8 @@ Hashes = NDArray[np.uint32]
 SHINGLE_BYTES = 32
 KEPT_ONE_IN = 16
 SAME_SHARE = 0.8
-"""At 0.5 to 0.7 three in four finds on 115 MB of documentation were pages that share a licence of 1.5 kB (up to
-0.79 of a short page); from 0.8 on they were copies."""
+"""At 0.5 to 0.7 most finds on 115 MB of documentation were pages that share a licence of 1.5 kB (up to 0.79
+of a short page); from 0.8 on they were copies."""
 MIN_SHARED = 4
 """Fewer kept shingles in common (about 100 bytes of text) are a stock phrase, not a copy."""
 

@@ -47,7 +47,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """One file or one Hugging Face dataset, in the order in which its documents count."""
 
     name: str
@@ -68,13 +68,13 @@ class Source:
         return [self.name, status.st_size, status.st_mtime_ns, self.held_out]
 
 
-def find_sources(names: list[str], *, held_out: bool = False) -> list[Source]:
+def find_sources(names: list[str], *, held_out: bool = False) -> list[TextSource]:
     """The files behind names of files, folders and datasets. Files of a folder are sorted by their path in
     it, so the order is the same on every machine."""
-    found: list[Source] = []
+    found: list[TextSource] = []
     for name in names:
         if name.startswith("hf:"):
-            found.append(Source(name, None, held_out))
+            found.append(TextSource(name, None, held_out))
             continue
         path = Path(name).expanduser()
         if path.is_dir():
@@ -85,9 +85,9 @@ def find_sources(names: list[str], *, held_out: bool = False) -> list[Source]:
                     f"{path} has no files to read ({known}, each also with {', '.join(PACKED_SUFFIXES)})"
                 )
             ordered = sorted(inside, key=lambda one: one.relative_to(path).as_posix())
-            found += [Source(str(one), one, held_out) for one in ordered]
+            found += [TextSource(str(one), one, held_out) for one in ordered]
         elif path.is_file():
-            found.append(Source(str(path), path, held_out))
+            found.append(TextSource(str(path), path, held_out))
         elif path.exists():
             raise DataError(f"{path} is neither a file nor a folder; expected text, jsonl or parquet")
         else:
@@ -96,7 +96,7 @@ def find_sources(names: list[str], *, held_out: bool = False) -> list[Source]:
 
 
 def read_documents(
-    source: Source, reading: Reading, watch: Callable[[int], None] | None = None
+    source: TextSource, reading: Reading, watch: Callable[[int], None] | None = None
 ) -> Iterator[bytes]:
     """The source's documents as UTF-8, none of them empty, always the same ones in the same order. `watch`
     hears how many bytes of the file on disk were read so far."""
@@ -145,9 +145,11 @@ def _stream_documents(path: Path, reading: Reading, watch: Callable[[int], None]
 def _unpacked(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     suffix = path.suffix.lower()
     if suffix == ".gz":
-        yield gzip.open(raw)  # type: ignore[misc]
+        with gzip.GzipFile(fileobj=raw) as unpacked:
+            yield unpacked  # type: ignore[misc]
     elif suffix == ".xz":
-        yield lzma.open(raw)
+        with lzma.LZMAFile(raw) as stream:
+            yield stream
     elif suffix == ".zst":
         try:
             import zstandard
