@@ -289,11 +289,13 @@ def scan_sources(sources: list[TextSource], options: PrepareOptions, watch: Watc
     keys = list(reserved)
     pooling_below = reserve.below
     held_below = int(pooling_below * (held_share / (held_share + options.pooling)))
-    # Few documents: the smallest key is held out and the next one pools, whatever the shares say.
-    if not forced and not (keys and keys[0] < held_below):
+    # Few documents: the smallest key is held out and the largest reserved one pools, whatever the shares say.
+    if not forced and keys[0] >= held_below:
         held_below = keys[0] + 1
+    elif keys[-1] < held_below:
+        held_below = keys[-1]
     pooled = [key for key in keys if key >= held_below]
-    if not pooled:
+    if not pooled or (not forced and keys[0] >= held_below):
         raise DataError(
             f"found {documents} documents, too few different ones for three splits; use more text"
         )
