@@ -2,9 +2,10 @@
 
     python benchmarks/data.py TEXT [--vocabulary 16384] [--tokenizer FILE] [--megabytes 115] [--json FILE]
 
-Both have the same cores, tokenizer and documents, one after the other. The library encodes in batches with all
-its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes, near-duplicates,
-writing and start included. Memory is the sum over its processes (proportional set size, sampled).
+Both have the same cores, tokenizer and documents, one after the other. The library encodes in batches with
+all its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes,
+near-duplicates, writing and start included. Memory is the sum over its processes (proportional set size,
+sampled).
 
 Exit code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
 """

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -24,9 +26,9 @@ from blocktrain.data.prepare import PrepareOptions, Reserve, document_keys, prep
 from blocktrain.errors import DataError, StorageError, UserError
 
 SUBJECTS = (
-    "river bridge stone water flood bank current ferry harbour tide".split(),
-    "engine piston valve exhaust gear clutch throttle ignition axle brake".split(),
-    "violin concerto melody tempo chord orchestra soprano rhythm sonata choir".split(),
+    ["river", "bridge", "stone", "water", "flood", "bank", "current", "ferry", "harbour", "tide"],
+    ["engine", "piston", "valve", "exhaust", "gear", "clutch", "throttle", "ignition", "axle", "brake"],
+    ["violin", "concerto", "melody", "tempo", "chord", "orchestra", "soprano", "rhythm", "sonata", "choir"],
 )
 
 
@@ -35,7 +37,7 @@ def essay(number: int, words: int = 150) -> str:
     raw = hashlib.shake_128(f"essay {number}".encode()).digest(2 * words)
     subject = SUBJECTS[number % 3]
     told = [f"{subject[a % 10]}{'' if b > 99 else b}" for a, b in zip(raw[::2], raw[1::2], strict=True)]
-    return f"Essay {number}.\n" + " ".join(told) + " fin é.\n"
+    return f"Essay {number}.\n" + " ".join(told) + " fin é."
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,8 @@ def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(out: Path, *sources: Path | str, processes: int = 1, **options: object) -> Manifest:
+    if "tokenizer" in options:
+        options["tokenizer"] = str(options["tokenizer"])
     named = {"shard_tokens": 20_000, "held_out": 0.05, "pooling": 0.03, **options}
     chosen = PrepareOptions(sources=tuple(map(str, sources)), **named)  # type: ignore[arg-type]
     return prepare(chosen, out, processes=processes, watch=lambda *_: None)
@@ -115,9 +119,6 @@ def test_processes_and_packing_change_nothing(tmp_path: Path, lines: Path, token
 
 
 def test_parquet_and_folders_of_text_give_the_same_documents(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     for i in range(60):
         (tmp_path / "folder" / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(essay(i))
@@ -192,15 +193,15 @@ def test_clusters_follow_the_subjects(tmp_path: Path, lines: Path) -> None:
 
 def test_a_sorted_source_is_mixed_over_the_shards(tmp_path: Path) -> None:
     path = tmp_path / "sorted.jsonl"
-    ordered = sorted(range(600), key=lambda i: i % 3)
+    ordered = sorted(range(450), key=lambda i: i % 3)
     path.write_text("".join(json.dumps({"text": essay(i)}) + "\n" for i in ordered))
-    make(tmp_path / "set", path, shard_tokens=8192)
+    make(tmp_path / "set", path, shard_tokens=20_000)
     dataset = Dataset.open(tmp_path / "set")
-    first = bytes(dataset.tokens(dataset.manifest.training[0]).astype(np.uint8)).decode()
-    last = bytes(dataset.tokens(dataset.manifest.training[-1]).astype(np.uint8)).decode()
-    assert first.count("river") or first.count("engine")
-    assert len(dataset.manifest.training) > 16
-    assert last
+    mixed = 0
+    for entry in dataset.manifest.training:
+        text = bytes(dataset.tokens(entry).astype(np.uint8)).decode()
+        mixed += sum(any(word in text for word in subject) for subject in SUBJECTS) > 1
+    assert mixed > len(dataset.manifest.training) / 3
 
 
 KILLED = """
@@ -337,22 +338,22 @@ def test_missing_and_empty_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no files to read"):
         make(tmp_path / "set", tmp_path / "empty")
+    (tmp_path / "a.txt").write_text(essay(1))
     with pytest.raises(DataError, match="cannot read the tokenizer"):
-        (tmp_path / "a.txt").write_text(essay(1))
         make(tmp_path / "set", tmp_path / "a.txt", tokenizer=tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match="is no tokenizer.json"):
         make(tmp_path / "other", tmp_path / "a.txt", tokenizer=tmp_path / "bad.json")
 
 
-def test_a_long_text_becomes_many_documents_cut_at_blank_lines(tmp_path: Path) -> None:
+def test_a_long_text_becomes_many_documents_cut_at_blank_lines(tmp_path: Path, tokenizer: Path) -> None:
     paragraphs = [essay(i, 60) for i in range(700)]
-    (tmp_path / "book.txt").write_text("\n".join(paragraphs))
-    make(tmp_path / "set", tmp_path / "book.txt")
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    make(tmp_path / "set", tmp_path / "book.txt", tokenizer=tokenizer)
     found = [text for texts in texts_of(tmp_path / "set").values() for text in texts]
     assert all(text.startswith("Essay") and len(text) <= 16 << 10 for text in found)
-    assert sum(map(len, found)) == len("\n".join(paragraphs))
-    make(tmp_path / "marked", tmp_path / "book.txt", document_start="Essay")
+    assert sum(map(len, found)) == len("\n\n".join(paragraphs))
+    make(tmp_path / "marked", tmp_path / "book.txt", tokenizer=tokenizer, document_start="Essay")
     assert sum(map(len, texts_of(tmp_path / "marked").values())) == 700
 
 
