@@ -3,11 +3,11 @@
     python benchmarks/depth.py --corpus W [--device cuda] [--seeds 0] [--jobs 4] [--json FILE]
     python benchmarks/depth.py --quick            # CPU, builtin text, about a minute
 
-*Depth*: consensus of B = 1, 2, 4, 8 blocks beside end-to-end models of the same number of layers, at equal
+Consensus of B = 1, 2, 4, 8 blocks beside end-to-end models of the same number of layers, at equal
 bytes per unit; shallow end-to-end models get the better of two learning rates. Blocks are trained once:
 independent blocks of a larger B contain those of a smaller one, so the table pools prefixes.
-*Ideas*: one row per objective of depth_ideas.py at B = 4, all with `--idea-steps` steps.
-Units are independent and train in `--jobs` processes.
+Units are independent and train in `--jobs` processes. Objectives that need other blocks were measured too and
+lost: docs/decisions/0008, with the program at commit 59aa936.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import depth_ideas
 import torch
 from torch import Tensor
 
@@ -43,7 +42,6 @@ QUICK = {"width": 48, "heads": 2, "layers_per_block": 1, "context": 64}
 BLOCK_LR, DEEP_LR = 3e-3, 1e-3
 SHALLOW_LAYERS = 6
 """Up to here an end-to-end model may prefer the blocks' learning rate; 12 layers were 0.028 worse with it."""
-QUICK_IDEAS = ("independent blocks (control)", "end to end (control)", "beliefs, residual logits")
 
 
 @dataclass(frozen=True)
@@ -167,11 +165,6 @@ def depth_rows(composed: dict[int, dict[int, float]], found: list[Any]) -> list[
     ]
 
 
-def measure_idea(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return depth_ideas.measure(name, seed, arguments)
-
-
 def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
     def mean(key: str, count: int) -> float:
         known = [row[key] for row in rows if row["blocks"] == count and row[key] is not None]
@@ -194,12 +187,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", default="0", type=lambda text: [int(seed) for seed in text.split(",")])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--idea-steps", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--stale", type=int, help="age of an idea's neighbours in rounds; default: its own")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--tables", default="depth,ideas")
-    parser.add_argument("--ideas", help="names of ideas, separated by semicolons; default: all")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -209,47 +198,22 @@ def main() -> None:
     counts = [1, 2, 4] if arguments.quick else [1, 2, 4, 8]
     layers = (QUICK if arguments.quick else FULL)["layers_per_block"]
     setting = Setting(arguments.corpus, arguments.device, arguments.steps, arguments.quick)
-    names = tuple(arguments.ideas.split(";")) if arguments.ideas else tuple(depth_ideas.IDEAS)
-    names = QUICK_IDEAS if arguments.quick and not arguments.ideas else names
-    options = argparse.Namespace(
-        corpus=arguments.corpus,
-        device=torch.device(arguments.device),
-        steps=arguments.idea_steps,
-        quick=arguments.quick,
-        stale=arguments.stale,
-    )
     depth: list[Any] = []
-    ideas: list[dict[str, Any]] = []
     composed: dict[int, dict[int, float]] = {}
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        waiting: dict[Future[Any], str] = {}
-        for seed in arguments.seeds:
-            if "depth" in arguments.tables:
-                for unit in units_of(seed, counts, layers):
-                    waiting[pool.submit(train_unit, setting, unit)] = "unit"
-            if "ideas" in arguments.tables:
-                for name in names:
-                    waiting[pool.submit(measure_idea, name, seed, options)] = "idea"
-        for future in as_completed(waiting):
-            found, seconds = future.result(), f"{time.monotonic() - began:.0f} s"
-            if waiting[future] == "unit":
-                depth.append(found)
-                print(f"{seconds} {found[0]} {found[1]:.4f}", flush=True)
-                seed = found[0].seed
-                if seed not in composed and len(blocks_of(seed, depth)) == max(counts):
-                    composed[seed] = compose(setting, seed, counts, depth)
-                    print(f"composed: {composed[seed]}", flush=True)
-            else:
-                ideas.append(found)
-                print(f"{seconds} {json.dumps(found)}", flush=True)
+        units = [unit for seed in arguments.seeds for unit in units_of(seed, counts, layers)]
+        for future in as_completed([pool.submit(train_unit, setting, unit) for unit in units]):
+            unit, ce, weights = future.result()
+            depth.append((unit, ce, weights))
+            print(f"{time.monotonic() - began:.0f} s {unit} {ce:.4f}", flush=True)
+            if unit.seed not in composed and len(blocks_of(unit.seed, depth)) == max(counts):
+                composed[unit.seed] = compose(setting, unit.seed, counts, depth)
+                print(f"composed: {composed[unit.seed]}", flush=True)
             if arguments.json is not None:
-                units = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
-                report = {"depth": depth_rows(composed, depth), "units": units, "ideas": ideas}
+                found = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
+                report = {"depth": depth_rows(composed, depth), "units": found}
                 arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if depth:
-        print_depth(depth_rows(composed, depth), counts)
-    if ideas:
-        print("\n".join(["", *depth_ideas.table(ideas)]))
+    print_depth(depth_rows(composed, depth), counts)
 
 
 if __name__ == "__main__":

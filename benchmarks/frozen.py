@@ -1,4 +1,4 @@
-"""What hearing frozen blocks costs: device memory, host memory and time of one block's training, by kind.
+"""What frozen blocks upstream cost: device memory, host memory and time of one block's training, by kind.
 
     python benchmarks/frozen.py [--device cuda] [--width 384 --layers 3 --blocks 4 --batch 64 --context 512]
     python benchmarks/frozen.py --quick           # CPU, a batch of 4
@@ -25,7 +25,7 @@ from blocktrain.training.cost import PeakMemory, forward_flops_per_token, traini
 from blocktrain.training.inner import BlockTrainer, build_codebook
 
 VOCABULARY = 256
-KINDS = ("denoise", "chain", "composed")
+KINDS = ("denoise", "chain")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def trainer_of(recipe: Recipe, device: torch.device) -> BlockTrainer:
         last,
         Shards.of(recipe, tokens, CorpusHash("random"), device),
         build_codebook(recipe, VOCABULARY).to(device),
-        frozen=[objective.build(b, seed=b) for b in objective.frozen(last)],
+        frozen=[objective.build(b, seed=b) for b in objective.upstream(last)],
     )
 
 
@@ -82,7 +82,7 @@ def flops_of(trainer: BlockTrainer) -> int:
     config = trainer.recipe.model
     forward = [
         forward_flops_per_token(config, block, VOCABULARY)
-        for block in (trainer.block, *(block for _, block in trainer.frozen.numbered))
+        for block in (trainer.block, *trainer.frozen.blocks)
     ]
     return training_flops(forward[0], sum(forward[1:]), 1)
 

@@ -48,9 +48,9 @@ from blocktrain.wire.frames import (
     HEADER_BYTES,
     Codec,
     Frame,
+    FrameLimits,
     FrameType,
     Header,
-    Limits,
     code_range,
     decode_body,
     decode_header,
@@ -124,7 +124,7 @@ class Wire:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.delay = connection, delay
         self.bytes_sent = 0
-        self.limits = Limits(payload_bytes=CONTEXT * (4 + row_bytes(Codec.F32, VOCABULARY)))
+        self.limits = FrameLimits(payload_bytes=CONTEXT * (4 + row_bytes(Codec.F32, VOCABULARY)))
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         raw = encode_frame(header, b"", payload)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, Mode
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, Mode
 from blocktrain.serving.transport import Address
 
 DRAFTS_PER_PROMPT = 3
@@ -83,7 +83,7 @@ class Tally:
 
 
 class Check:
-    def __init__(self, engine: Engine, prompts: list[list[int]], tokens: int) -> None:
+    def __init__(self, engine: RemoteEngine, prompts: list[list[int]], tokens: int) -> None:
         self.engine, self.prompts, self.tokens = engine, prompts, tokens
         self.gate = asyncio.Semaphore(AT_ONCE)
         self.tally = Tally()
@@ -134,7 +134,7 @@ async def keep_killing(stages: list[StageProcess], tally: Tally) -> None:
 
 async def check(checkpoint: Path, stages: list[StageProcess], prompts: list[list[int]], tokens: int) -> Tally:
     addresses = [Address("127.0.0.1", stage.port) for stage in stages]
-    engine = Engine(checkpoint, EngineConfig(stages=addresses))
+    engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses))
     await engine.start()
     run = Check(engine, prompts, tokens)
     began = time.monotonic()

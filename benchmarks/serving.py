@@ -168,7 +168,7 @@ def parse_mode(entry: str) -> tuple[str, int | None, str]:
 async def engine_role(arguments: argparse.Namespace) -> None:
     import torch
 
-    from blocktrain.serving.engine.engine import Engine, EngineConfig
+    from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
     from blocktrain.serving.transport import Address
     from blocktrain.wire.frames import Codec
 
@@ -179,7 +179,7 @@ async def engine_role(arguments: argparse.Namespace) -> None:
     for entry in arguments.modes.split(","):
         mode, draft, codec = parse_mode(entry)
         config = EngineConfig(stages=addresses, codec=Codec[codec.upper()])
-        engine = Engine(arguments.checkpoint, config)
+        engine = RemoteEngine(arguments.checkpoint, config)
         await engine.start()
         await write(engine, prompts[0], 24, mode, draft, arguments.temperature)
         samples = [
@@ -197,7 +197,7 @@ async def engine_role(arguments: argparse.Namespace) -> None:
 async def write(
     engine: Any, prompt: list[int], tokens: int, mode: str, draft: int | None, temperature: float
 ) -> tuple[list[int], Any, list[float]]:
-    from blocktrain.serving.engine.api import GenerationRequest, Mode
+    from blocktrain.serving.engine.requests import GenerationRequest, Mode
 
     request = GenerationRequest(
         prompt,

@@ -41,9 +41,9 @@ from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.composition import block_log_probs, pool
-from blocktrain.model.generation import gumbel_noise
 from blocktrain.model.objective import Objective
-from blocktrain.model.sweep import sweep_log_probs, sweep_noise
+from blocktrain.model.sampling import gumbel_noise
+from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from blocktrain.training.device import autocast
 from blocktrain.training.evaluation import Evaluator
@@ -148,9 +148,9 @@ def write_by_sweep(
     width = model.recipe.model.width
     noise = [sweep_noise(seed, prompts_NP.shape[1], length, width) for seed in range(len(prompts_NP))]
     z0 = torch.stack(noise).to(prompts_NP.device)
-    log_probs = sweep_log_probs(
-        model.objective, model.blocks, model.codebook_VD, prompts_NP, count, z0, passes, sharpness
-    )
+    sweep = begin_sweep(model.objective, prompts_NP, count, z0)
+    blocks = dict(enumerate(model.blocks))
+    _, log_probs = refine(model.objective, blocks, model.codebook_VD, sweep, passes, sharpness)
     return choose(log_probs, prompts_NP.shape[1], temperature)
 
 
@@ -160,7 +160,7 @@ def choose(log_probs_NWV: Tensor, position: int, temperature: float) -> Tensor:
         return log_probs_NWV.argmax(dim=-1)
     rows, count, vocabulary = log_probs_NWV.shape
     noise = [[gumbel_noise(seed, position + i, vocabulary) for i in range(count)] for seed in range(rows)]
-    keyed = torch.stack([torch.stack(row) for row in noise]).to(log_probs_NWV.device)
+    keyed = torch.from_numpy(np.array(noise)).to(log_probs_NWV.device)
     return (log_probs_NWV.double() / temperature + keyed).argmax(dim=-1)
 
 

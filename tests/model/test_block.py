@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.noise import precondition
 from blocktrain.model.objective import Objective
+from tests.tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 SHAPES = ["model.convolution=0", "model.convolution=1", "model.convolution=4", "model.layers_per_block=2"]
@@ -75,7 +75,7 @@ def test_an_mlp_block_sees_only_its_own_token() -> None:
 
 
 @torch.no_grad()
-def test_a_block_hears_its_hint_and_its_noise_level() -> None:
+def test_a_block_reads_its_hint_and_its_noise_level() -> None:
     block, codebook = block_and_codebook()
     tokens, hint = some_tokens(2, LENGTH), some_hint(2)
     plain = block(tokens, codebook).logits_BTV
@@ -100,7 +100,7 @@ def test_sequences_of_a_batch_do_not_see_one_another_hinted_or_not() -> None:
 def test_the_null_hint_is_the_limit_of_infinite_noise() -> None:
     block, codebook = block_and_codebook()
     tokens, sigma = some_tokens(2, LENGTH), torch.full((2,), 1e9)
-    # The noise level itself is heard through the condition; the null hint has a learned one of its own.
+    # The noise level itself comes through the condition; the null hint has a learned one of its own.
     level = precondition(sigma, block.sigma_data).c_noise
     block.condition.null.copy_(block.condition(level)[0])
     far = block(tokens, codebook, Hint(some_noise(2, LENGTH, 32), sigma))
@@ -237,7 +237,7 @@ def test_truncating_beyond_the_end_changes_nothing() -> None:
 
 
 @torch.no_grad()
-def test_a_block_downstream_hears_upstream_features() -> None:
+def test_a_block_downstream_takes_upstream_features() -> None:
     objective = tiny_objective("objective.kind=chain", "objective.hint_probability=0")
     block, codebook = shaken(objective.build(1, seed=0)), tiny_codebook(objective)
     tokens, features = some_tokens(1, LENGTH), some_noise(1, LENGTH, 32)
@@ -251,7 +251,7 @@ def test_the_smallest_shapes_train(overrides: tuple[str, ...]) -> None:
     objective = tiny_objective(*overrides)
     block, codebook = objective.build(0, seed=0), tiny_codebook(objective)
     tokens = some_tokens(2, 8)
-    objective.loss(block, tokens, tokens, codebook).total.backward()
+    objective.loss(block, tokens, tokens, codebook).total.backward()  # type: ignore[no-untyped-call]
     assert block.out.weight.grad is not None
     assert bool(block.out.weight.grad.abs().sum() > 0)
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.model.composition import block_log_probs, pool
-from blocktrain.model.generation import LocalModel, choose_token, generate, gumbel_noise, visible_context
+from blocktrain.model.generation import LocalModel, generate, visible_context
+from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, gumbel_noise
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 CONTEXT = 32
+
+
+def choose_token(
+    log_probs: torch.Tensor, *, seed: int, position: int, temperature: float = 1.0, top_p: float = 1.0
+) -> int:
+    row = log_probs.double().numpy()
+    return choose(row, Sampler(seed, temperature, top_p), position, EXACT_TOLERANCE).token
 
 
 def local_model(*overrides: str) -> LocalModel:
@@ -131,7 +140,7 @@ def test_keyed_noise_is_the_same_for_ever() -> None:
 
 
 def test_keyed_noise_is_standard_gumbel() -> None:
-    noise = torch.cat([gumbel_noise(0, position, 256) for position in range(100)])
+    noise = np.concatenate([gumbel_noise(0, position, 256) for position in range(100)])
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.05)
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCABULARY, shaken, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint
 from blocktrain.model.noise import training_interval
 from blocktrain.model.objective import Objective
+from tests.tiny import (
+    VOCABULARY,
+    shaken,
+    shaken_blocks,
+    some_noise,
+    some_tokens,
+    tiny_codebook,
+    tiny_objective,
+)
 
 LENGTH = 24
 
@@ -30,7 +38,7 @@ def test_loss_weights_are_per_sequence() -> None:
     objective, block, codebook = parts()
     tokens, targets = some_tokens(3, LENGTH, seed=1), some_tokens(3, LENGTH, seed=2)
     z, sigma = some_noise(2, LENGTH, 32), torch.tensor([1.0, 10.0])
-    found = objective.loss(block, tokens, targets, codebook, z, sigma)
+    found = objective.loss(block, tokens, targets, codebook, Hint(z, sigma))
     entropies = [
         cross_entropy_by_hand(block(tokens[i : i + 1], codebook, hint).logits_BTV[0], targets[i])
         for i, hint in enumerate([Hint(z[:1], sigma[:1]), Hint(z[1:], sigma[1:]), None])
@@ -44,7 +52,7 @@ def test_the_reported_cross_entropy_is_that_of_all_sequences_where_all_have_hint
     objective, block, codebook = parts()
     tokens, targets = some_tokens(2, LENGTH, seed=1), some_tokens(2, LENGTH, seed=2)
     z, sigma = some_noise(2, LENGTH, 32), torch.tensor([1.0, 10.0])
-    found = objective.loss(block, tokens, targets, codebook, z, sigma)
+    found = objective.loss(block, tokens, targets, codebook, Hint(z, sigma))
     logits = block(tokens, codebook, Hint(z, sigma)).logits_BTV
     by_hand = cross_entropy_by_hand(logits.flatten(0, 1), targets.flatten())
     assert found.ce.item() == pytest.approx(by_hand.item(), rel=1e-5)
@@ -54,7 +62,7 @@ def test_the_embedding_regression_loss_is_the_weighted_squared_distance() -> Non
     objective, block, codebook = parts("objective.loss=mse")
     tokens, targets = some_tokens(2, LENGTH, seed=1), some_tokens(2, LENGTH, seed=2)
     z, sigma = some_noise(1, LENGTH, 32), torch.tensor([2.0])
-    found = objective.loss(block, tokens, targets, codebook, z, sigma)
+    found = objective.loss(block, tokens, targets, codebook, Hint(z, sigma))
     output = block(tokens, codebook, Hint(z, sigma))
     distance = (output.z_hat_BTD - codebook[targets]).square().sum(dim=-1).mean(dim=1)
     entropy = F.cross_entropy(output.logits_BTV.transpose(1, 2), targets, reduction="none").mean(dim=1)
@@ -69,8 +77,8 @@ def test_every_weight_of_a_block_gets_a_finite_gradient(loss: str) -> None:
     hint = objective.draw_hint(0, targets, codebook, torch.Generator().manual_seed(0))
     assert hint is not None
     assert 0 < len(hint.sigma_P) < 4
-    result = objective.loss(block, tokens, targets, codebook, hint.z_PTD, hint.sigma_P)
-    result.total.backward()
+    result = objective.loss(block, tokens, targets, codebook, hint)
+    result.total.backward()  # type: ignore[no-untyped-call]
     assert bool(result.total.isfinite())
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
@@ -83,7 +91,7 @@ def test_the_scale_of_the_regression_ablation_learns_without_steering_the_block(
     tokens, targets = some_tokens(2, LENGTH, seed=1), some_tokens(2, LENGTH, seed=2)
     before = torch.autograd.grad(objective.loss(block, tokens, targets, codebook).total, block.out.weight)[0]
     with torch.no_grad():
-        block.logit_scale *= 3
+        block.logit_scale.mul_(3)
     after = torch.autograd.grad(objective.loss(block, tokens, targets, codebook).total, block.out.weight)[0]
     torch.testing.assert_close(before, after)
 
@@ -142,76 +150,24 @@ def test_the_same_generator_draws_the_same_hint() -> None:
 
 
 def test_published_blocks_need_no_other_and_chained_blocks_the_earlier_ones() -> None:
-    assert [tiny_objective().frozen(b) for b in range(3)] == [(), (), ()]
-    chained = tiny_objective("objective.kind=chain")
-    assert [chained.frozen(b) for b in range(3)] == [(), (0,), (0, 1)]
-    assert [chained.frozen(b, progress=0.0) for b in range(3)] == [(), (0,), (0, 1)]
-    assert [chained.heard(b) for b in range(3)] == [(), (0,), (0, 1)]
+    assert [tiny_objective().upstream(b) for b in range(3)] == [(), (), ()]
+    assert [tiny_objective("objective.kind=chain").upstream(b) for b in range(3)] == [(), (0,), (0, 1)]
 
 
-def test_composed_blocks_need_all_others_from_half_time_on_and_hear_none_as_input() -> None:
-    composed = tiny_objective("objective.kind=composed", "model.blocks=3")
-    assert [composed.frozen(b) for b in range(3)] == [(1, 2), (0, 2), (0, 1)]
-    assert [composed.frozen(1, progress) for progress in (0.0, 0.49, 0.5, 1.0)] == [(), (), (0, 2), (0, 2)]
-    assert [composed.heard(b) for b in range(3)] == [(), (), ()]
-    assert composed.build(1, seed=0).upstream is None
-
-
-def composed_parts() -> tuple[Objective, list[Block], Tensor, Tensor, Tensor]:
-    objective = tiny_objective("objective.kind=composed", "model.blocks=3")
-    return (
-        objective,
-        shaken_blocks(objective),
-        tiny_codebook(objective),
-        some_tokens(3, LENGTH, seed=1),
-        some_tokens(3, LENGTH, seed=2),
-    )
-
-
-def mean_log_probs(blocks: list[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor:
-    return torch.stack([F.log_softmax(b(tokens_BT, codebook_VD).logits_BTV, dim=-1) for b in blocks]).mean(0)
-
-
-def relayed(objective: Objective, blocks: list[Block], tokens_BT: Tensor, codebook_VD: Tensor) -> Tensor:
-    heard: Tensor | None = None
-    for block in blocks:
-        heard = objective.relay(block(tokens_BT, codebook_VD), heard)
-    assert heard is not None
-    return heard.detach()
-
-
-def test_the_composed_loss_is_half_its_own_and_half_that_of_the_mean_of_log_probs() -> None:
-    """One of three sequences has a hint; only the other two count for the mean."""
-    objective, blocks, codebook, tokens, targets = composed_parts()
-    z, sigma = some_noise(1, LENGTH, 32), torch.tensor([2.0])
-    heard = relayed(objective, [blocks[0], blocks[2]], tokens, codebook)
-    found = objective.loss(blocks[1], tokens, targets, codebook, z, sigma, heard)
-    own = objective.loss(blocks[1], tokens, targets, codebook, z, sigma)
-    mean = mean_log_probs(blocks, tokens, codebook)
-    pooled = cross_entropy_by_hand(mean[1:].flatten(0, 1), targets[1:].flatten())
-    assert found.total.item() == pytest.approx(0.5 * own.total.item() + 0.5 * 4 * pooled.item(), rel=1e-5)
-    assert found.ce.item() == own.ce.item()
-
-
-def test_a_composed_block_is_judged_by_the_composed_model() -> None:
-    objective, blocks, codebook, tokens, _ = composed_parts()
-    heard = relayed(objective, [blocks[0], blocks[2]], tokens, codebook)
-    judged = objective.predict(blocks[1], tokens, codebook, heard=heard).log_softmax(dim=-1)
-    expected = mean_log_probs(blocks, tokens, codebook).log_softmax(dim=-1)
-    torch.testing.assert_close(judged, expected)
-    alone = objective.predict(blocks[1], tokens, codebook)
-    assert torch.equal(alone, blocks[1](tokens, codebook).logits_BTV)
-
-
-def test_a_chained_block_is_judged_on_what_it_hears() -> None:
+def test_upstream_features_reach_the_loss_of_a_chained_block() -> None:
     objective = tiny_objective("objective.kind=chain")
     first, second = shaken_blocks(objective)
-    tokens, codebook = some_tokens(2, LENGTH), tiny_codebook(objective)
-    heard = relayed(objective, [first], tokens, codebook)
-    assert torch.equal(heard, first(tokens, codebook).features_BTD)
-    judged = objective.predict(second, tokens, codebook, heard=heard)
-    assert torch.equal(judged, second(tokens, codebook, upstream_BTD=heard).logits_BTV)
-    assert not torch.equal(judged, objective.predict(second, tokens, codebook))
+    tokens, targets, codebook = (
+        some_tokens(2, LENGTH),
+        some_tokens(2, LENGTH, seed=2),
+        tiny_codebook(objective),
+    )
+    features = first(tokens, codebook).features_BTD.detach()
+    found = objective.loss(second, tokens, targets, codebook, upstream_BTD=features)
+    logits = second(tokens, codebook, upstream_BTD=features).logits_BTV
+    by_hand = cross_entropy_by_hand(logits.flatten(0, 1), targets.flatten())
+    assert found.ce.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert found.ce != objective.loss(second, tokens, targets, codebook).ce
 
 
 def test_the_loss_falls_when_the_target_is_the_models_own_choice() -> None:

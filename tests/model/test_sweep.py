@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.errors import RecipeError
 from blocktrain.model.block import Hint, expected_target
 from blocktrain.model.composition import euler_log_probs
 from blocktrain.model.noise import levels, noise_share, owner
 from blocktrain.model.objective import Objective
-from blocktrain.model.sweep import begin_sweep, refine, sweep_log_probs, sweep_noise
+from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 SWEEP = ("objective.hint_probability=0.5", "objective.sweep_probability=0.25", "objective.sigma_min=0.15")
 
@@ -72,7 +72,7 @@ def test_the_mixture_carried_between_blocks_is_the_state_of_the_euler_chain() ->
         z = z + (sigmas[i + 1] - sigma) * (z - denoised) / sigma
     found = begin_sweep(objective, known, 5, z0)
     for index, block in enumerate(blocks):
-        found, _ = refine(objective, index, block, codebook, found, passes=2)
+        found, _ = refine(objective, {index: block}, codebook, found, passes=2)
     state = noise_share(sigmas[0], sigmas[-1]) * z0 + found.p_bar_BTV @ codebook
     assert torch.allclose(state[:, 5:], z[:, 5:], atol=1e-5)
 
@@ -85,7 +85,8 @@ def test_one_new_token_without_known_hints_is_the_published_composition() -> Non
     known = some_tokens(1, 1)
     z0 = torch.randn((1, 1, objective.model.width), generator=torch.Generator().manual_seed(3))
     expected = euler_log_probs(objective, blocks, codebook, known, generator)
-    assert torch.allclose(sweep_log_probs(objective, blocks, codebook, known, 1, z0), expected, atol=1e-5)
+    _, found = refine(objective, dict(enumerate(blocks)), codebook, begin_sweep(objective, known, 1, z0), 1)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 8])
@@ -100,10 +101,12 @@ def test_new_tokens_are_refined_in_the_light_of_later_ones() -> None:
     objective = tiny_objective(*SWEEP)
     blocks, codebook = shaken_blocks(objective), tiny_codebook(objective)
     known, z0 = known_and_noise(objective, 8)
-    before = sweep_log_probs(objective, blocks, codebook, known, 8, z0, passes=2)
     changed = z0.clone()
     changed[:, -1] += 1.0
-    after = sweep_log_probs(objective, blocks, codebook, known, 8, changed, passes=2)
+    before, after = (
+        refine(objective, dict(enumerate(blocks)), codebook, begin_sweep(objective, known, 8, noise), 2)[1]
+        for noise in (z0, changed)
+    )
     assert not torch.allclose(before[:, 0], after[:, 0], atol=1e-4)
 
 
@@ -126,12 +129,12 @@ def test_targets_that_stand_in_the_known_context_do_not_count() -> None:
     tokens, targets = some_tokens(1, 12), some_tokens(1, 12, seed=1)
     tokens[:, 5:] = objective.unknown_token
     z, sigma = some_noise(1, 12, objective.model.width), torch.tensor([2.0])
-    found = objective.loss(block, tokens, targets, codebook, z, sigma).total
+    found = objective.loss(block, tokens, targets, codebook, Hint(z, sigma)).total
     changed = targets.clone()
     changed[:, :4] = (changed[:, :4] + 1) % VOCABULARY
-    assert torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
+    assert torch.equal(found, objective.loss(block, tokens, changed, codebook, Hint(z, sigma)).total)
     changed[:, 4] = (changed[:, 4] + 1) % VOCABULARY
-    assert not torch.equal(found, objective.loss(block, tokens, changed, codebook, z, sigma).total)
+    assert not torch.equal(found, objective.loss(block, tokens, changed, codebook, Hint(z, sigma)).total)
 
 
 def test_sweep_noise_is_fixed_for_ever_and_differs_by_seed_and_position() -> None:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 
 from blocktrain.serving.transport import Address
-from blocktrain.wire.frames import HEADER_BYTES, FrameType, Limits, decode_header
+from blocktrain.wire.frames import HEADER_BYTES, FrameLimits, FrameType, decode_header
 
 Trouble = Callable[[FrameType, bytes], list[bytes] | None]
 
@@ -122,7 +122,7 @@ class Proxy:
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[FrameType, bytes]:
     head = await reader.readexactly(HEADER_BYTES)
-    header = decode_header(head, Limits(payload_bytes=1 << 24))
+    header = decode_header(head, FrameLimits(payload_bytes=1 << 24))
     return header.type, head + await reader.readexactly(header.body_bytes)
 
 

@@ -10,26 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import PROMPTS, cluster, drain, text_of, until
-from stages import start_stage
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.serving.engine import remote
-from blocktrain.serving.engine.api import (
+from blocktrain.serving.engine import fanout
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
+from blocktrain.serving.engine.requests import (
     DeadlineError,
     GenerationRequest,
     GenerationStats,
     RequestError,
     StagesUnavailableError,
 )
-from blocktrain.serving.engine.engine import Engine, EngineConfig, StageRefusedError
-from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.wire.frames import Codec
 from blocktrain.wire.identity import Identity
+from tests.serving.cluster import PROMPTS, cluster, drain, text_of, until
+from tests.serving.stages import start_stage
 
 LENGTHS = [None, 0, 1, 2, 3, 7, 16, 32]
 
@@ -143,7 +143,7 @@ def test_exact_passes_settle_near_ties_to_the_same_text(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def text(tolerance: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(remote, "FLOAT32_TOLERANCE", tolerance)
+        monkeypatch.setattr(fanout, "FLOAT32_TOLERANCE", tolerance)
         async with cluster(checkpoint, [[0, 1, 2]]) as c:
             tokens, stats = await text_of(c.engine, PROMPTS[0], 60, seed=1)
             return tokens, stats.exact_passes
@@ -209,7 +209,7 @@ def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: not any(len(stage.sessions) for stage in c.stages))
-            assert c.engine.num_running == 0
+            assert len(c.engine.running) == 0
 
     asyncio.run(served())
 
@@ -225,7 +225,7 @@ def test_a_forgotten_generation_frees_its_caches(checkpoint: Path) -> None:
             await forget()
             gc.collect()
             await until(lambda: not any(len(stage.sessions) for stage in c.stages))
-            assert c.engine.num_running == 0
+            assert len(c.engine.running) == 0
 
     asyncio.run(served())
 
@@ -245,7 +245,7 @@ def test_many_requests_leak_nothing(checkpoint: Path) -> None:
             await until(lambda: len(asyncio.all_tasks()) <= tasks)
             assert open_files() <= files
             assert not c.engine.links[0]._pending
-            assert c.engine.num_running == 0
+            assert len(c.engine.running) == 0
 
     asyncio.run(served())
 
@@ -293,7 +293,7 @@ def test_bad_requests_are_refused_with_a_sentence(
 def test_a_stage_with_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:
     async def served() -> None:
         stage = await start_stage(other_checkpoint, [0, 1, 2])
-        engine = Engine(checkpoint, EngineConfig(stages=[stage.address]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address]))
         with pytest.raises(StageRefusedError, match=r"'other'.*'tiny'.*same checkpoint"):
             await engine.start()
         await stage.close()
@@ -316,7 +316,7 @@ def test_a_missing_block_is_named(checkpoint: Path) -> None:
 def test_a_dead_spare_does_not_hold_up_the_start(checkpoint: Path) -> None:
     async def served() -> None:
         stage = await start_stage(checkpoint, [0, 1, 2])
-        engine = Engine(checkpoint, EngineConfig(stages=[stage.address, Address("127.0.0.1", 1)]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address, Address("127.0.0.1", 1)]))
         async with asyncio.timeout(5):
             await engine.start()
         assert engine.ready == (True, "ready")
@@ -328,7 +328,7 @@ def test_a_dead_spare_does_not_hold_up_the_start(checkpoint: Path) -> None:
 
 def test_an_unreachable_stage_is_named(checkpoint: Path) -> None:
     async def served() -> None:
-        engine = Engine(checkpoint, EngineConfig(stages=[Address("127.0.0.1", 1)], start_seconds=0.3))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[Address("127.0.0.1", 1)], start_seconds=0.3))
         await engine.start()
         ready, sentence = engine.ready
         assert not ready
@@ -341,10 +341,10 @@ def test_an_unreachable_stage_is_named(checkpoint: Path) -> None:
 def test_a_token_is_asked_for(checkpoint: Path) -> None:
     async def served() -> None:
         stage = await start_stage(checkpoint, [0, 1, 2], token="correct horse battery")
-        wrong = Engine(checkpoint, EngineConfig(stages=[stage.address], token="guess"))
+        wrong = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address], token="guess"))
         with pytest.raises(StageRefusedError, match="token"):
             await wrong.start()
-        right = Engine(checkpoint, EngineConfig(stages=[stage.address], token="correct horse battery"))
+        right = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address], token="correct horse battery"))
         await right.start()
         assert right.ready == (True, "ready")
         await right.close()
@@ -359,8 +359,10 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
         stage = await start_stage(checkpoint, [0, 1, 2], identity=identity)
         host, port = stage.address.host, stage.address.port
 
-        def engine(pin: str | None) -> Engine:
-            return Engine(checkpoint, EngineConfig(stages=[Address(host, port, pin)], start_seconds=0.5))
+        def engine(pin: str | None) -> RemoteEngine:
+            return RemoteEngine(
+                checkpoint, EngineConfig(stages=[Address(host, port, pin)], start_seconds=0.5)
+            )
 
         pinned = engine(identity.worker_id)
         await pinned.start()

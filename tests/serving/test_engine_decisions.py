@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_objective
 
 from blocktrain.errors import UserError
 from blocktrain.serving.engine.draft_length import AdaptiveLength
 from blocktrain.serving.engine.drafting import blocks_for_drafts
-from blocktrain.serving.engine.routing import Candidate, cheapest_route
-from blocktrain.serving.engine.scoring import windows
+from blocktrain.serving.engine.engine import windows
+from blocktrain.serving.engine.fanout import Candidate, stage_route
 from blocktrain.serving.stage.main import parse_blocks
 from blocktrain.serving.stage.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address
 from blocktrain.wire.frames import prefix_checksum
+from tests.tiny import tiny_objective
 
 
 def session(**changes: object) -> Session:
@@ -77,7 +77,7 @@ links = st.lists(st.frozensets(st.integers(0, 4), max_size=5), max_size=6)
 @given(links, st.integers(0, 2**63))
 def test_a_route_asks_every_reachable_block_once(blocks: list[frozenset[int]], spread: int) -> None:
     candidates = [Candidate(i, held) for i, held in enumerate(blocks)]
-    route = cheapest_route(range(5), candidates, spread)
+    route = stage_route(range(5), candidates, spread)
     served = [block for _, part in route.legs for block in part]
     assert sorted([*served, *route.missing]) == list(range(5))
     reachable = frozenset().union(*blocks) if blocks else frozenset()
@@ -92,13 +92,13 @@ def test_a_route_prefers_quick_then_warm_stages() -> None:
         Candidate(1, everything),
         Candidate(2, everything, warm=True),
     )
-    assert cheapest_route([0, 1], [slow, cold, warm]).legs == [(2, (0, 1))]
-    assert cheapest_route([0, 1], [slow, cold]).legs == [(1, (0, 1))]
+    assert stage_route([0, 1], [slow, cold, warm]).legs == [(2, (0, 1))]
+    assert stage_route([0, 1], [slow, cold]).legs == [(1, (0, 1))]
 
 
 def test_sessions_spread_over_equal_stages() -> None:
     candidates = [Candidate(i, frozenset({0})) for i in range(3)]
-    used = {cheapest_route([0], candidates, spread).legs[0][0] for spread in range(30)}
+    used = {stage_route([0], candidates, spread).legs[0][0] for spread in range(30)}
     assert used == {0, 1, 2}
 
 

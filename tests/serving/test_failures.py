@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster import PROMPTS, Cluster, cluster, text_of, until
-from proxy import Reorder, Trouble, flip_a_byte, half_then_close, lose, once_in, twice
-from stages import StageProcess, spawn, start_stage, wait_ready
 
-from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, StagesUnavailableError
-from blocktrain.serving.engine.engine import Engine, EngineConfig
 from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
 from blocktrain.wire.frames import FrameType
+from tests.serving.cluster import PROMPTS, Cluster, cluster, text_of, until
+from tests.serving.proxy import Reorder, Trouble, flip_a_byte, half_then_close, lose, once_in, twice
+from tests.serving.stages import StageProcess, spawn, start_stage, wait_ready
 
 SPARES = [[0], [1, 2], [0], [1, 2]]
-QUICK = {
+QUICK: dict[str, Any] = {
     "fanout": FanoutConfig(degrade_seconds=0.5, hedge_seconds=0.3),
     "link": LinkConfig(ping_seconds=0.1, suspect_seconds=0.5, dead_seconds=2.0),
 }
@@ -40,13 +41,13 @@ def expected(checkpoint: Path) -> list[int]:
     return asyncio.run(local())
 
 
-async def write(c: Cluster | Engine, **settings: object) -> tuple[list[int], GenerationStats]:
-    engine = c if isinstance(c, Engine) else c.engine
+async def write(c: Cluster | RemoteEngine, **settings: object) -> tuple[list[int], GenerationStats]:
+    engine = c if isinstance(c, RemoteEngine) else c.engine
     return await text_of(engine, PROMPTS[0], 40, seed=9, draft_tokens=2, **settings)
 
 
 async def write_disturbed(
-    engine: Engine, disturb: Callable[[], None], *, after: int = 3
+    engine: RemoteEngine, disturb: Callable[[], None], *, after: int = 3
 ) -> tuple[list[int], GenerationStats]:
     """The same text, with something happening after a few traversals."""
     request = GenerationRequest(list(PROMPTS[0]), 40, seed=9, draft_tokens=2, deadline_seconds=20)
@@ -204,7 +205,7 @@ def test_a_draining_stage_hands_over_to_its_spare(checkpoint: Path, expected: li
     async def served() -> None:
         async with cluster(checkpoint, [[0, 1, 2]]) as c:
             spare = await start_stage(checkpoint, [0, 1, 2])
-            engine = Engine(checkpoint, EngineConfig(stages=[c.stages[0].address, spare.address]))
+            engine = RemoteEngine(checkpoint, EngineConfig(stages=[c.stages[0].address, spare.address]))
             await engine.start()
             stopping: list[asyncio.Task[None]] = []
 
@@ -223,11 +224,11 @@ def test_a_draining_stage_hands_over_to_its_spare(checkpoint: Path, expected: li
 
 
 @pytest.fixture(scope="module")
-def processes(checkpoint: Path) -> list[StageProcess]:
+def processes(checkpoint: Path) -> Iterator[list[StageProcess]]:
     """Stages as processes: all blocks twice."""
     started = [spawn(checkpoint, "0-2", "--metrics-port", "0") for _ in range(2)]
     ready = [wait_ready(process) for process in started]
-    yield ready  # type: ignore[misc]
+    yield ready
     for stage in ready:
         stage.stop()
 
@@ -236,7 +237,7 @@ def test_kill_9_mid_generation_changes_nothing_with_a_spare(
     checkpoint: Path, expected: list[int], processes: list[StageProcess]
 ) -> None:
     async def served() -> None:
-        engine = Engine(checkpoint, EngineConfig(stages=[p.address for p in processes]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[p.address for p in processes]))
         await engine.start()
         assert engine.ready == (True, "ready")
 
@@ -259,7 +260,7 @@ def test_kill_9_of_each_stage_with_and_without_a_spare(checkpoint: Path, expecte
     async def served(victim: int, *, spare: bool) -> None:
         groups = ["0", "1", "2"] + (["0-2"] if spare else [])
         running = [wait_ready(process) for process in [spawn(checkpoint, group) for group in groups]]
-        engine = Engine(checkpoint, EngineConfig(stages=[p.address for p in running]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[p.address for p in running]))
         try:
             await engine.start()
             # The spare holds most blocks and would be asked for all of them: make it the last resort.

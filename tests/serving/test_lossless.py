@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from cluster import cluster, drain, text_of, until
-from stages import StageProcess, spawn, wait_ready
 
 from blocktrain.config import DataConfig
 from blocktrain.data.corpora import load_corpus
-from blocktrain.serving.engine.api import GenerationRequest
-from blocktrain.serving.engine.engine import Engine, EngineConfig
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest
+from tests.serving.cluster import cluster, drain, text_of, until
+from tests.serving.stages import StageProcess, spawn, wait_ready
 
 NUM_PROMPTS = 200
 TOKENS = 40
@@ -27,7 +27,7 @@ def held_out_prompts(count: int) -> list[bytes]:
 
 
 async def write_all(
-    engine: Engine | LocalEngine, prompts: list[bytes], **settings: object
+    engine: RemoteEngine | LocalEngine, prompts: list[bytes], **settings: object
 ) -> list[list[int]]:
     """A few at a time, so that texts are written among each other's rows."""
     gate = asyncio.Semaphore(6)
@@ -64,7 +64,7 @@ def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) 
         return texts
 
     async def served(stages: list[StageProcess]) -> tuple[list[list[int]], list[list[int]]]:
-        engine = Engine(checkpoint, EngineConfig(stages=[stage.address for stage in stages]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address for stage in stages]))
         await engine.start()
         ar = await write_all(engine, prompts, mode="ar")
         writing = asyncio.create_task(write_all(engine, prompts, mode="verify"))
@@ -104,9 +104,9 @@ def test_a_thousand_requests_leak_nothing(checkpoint: Path) -> None:
             await until(lambda: not any(len(stage.sessions) for stage in c.stages))
             await until(lambda: len(asyncio.all_tasks()) <= tasks)
             await until(lambda: open_files() <= files)
-            assert c.engine.num_running == 0
+            assert len(c.engine.running) == 0
 
-    async def one(engine: Engine, chance: random.Random, seed: int) -> None:
+    async def one(engine: RemoteEngine, chance: random.Random, seed: int) -> None:
         generation = engine.generate(GenerationRequest(list(b"The value"), 8, seed=seed))
         if chance.random() < 0.3:
             await anext(generation)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
-from cluster import PROMPTS, text_of, until
-from stages import spawn, start_stage, wait_ready
 
 from blocktrain.errors import CheckpointError, UserError
-from blocktrain.serving.engine.engine import Engine, EngineConfig
-from blocktrain.serving.stage.main import load_stage
-from blocktrain.serving.stage.stage import Stage, StageConfig
-from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.stage.main import load_blocks
+from blocktrain.serving.stage.stage import Stage
+from blocktrain.serving.transport import ConnectionLostError, connect
 from blocktrain.wire.frame_metadata import (
     Ask,
     Failure,
     FailureCode,
-    Hello,
     decode_metadata,
     encode_metadata,
 )
@@ -34,14 +32,13 @@ from blocktrain.wire.frames import (
     Frame,
     FrameType,
     Header,
-    Limits,
     decode_rows,
     encode_frame,
     encode_ids,
     prefix_checksum,
 )
-
-LIMITS = Limits(payload_bytes=1 << 20)
+from tests.serving.cluster import PROMPTS, text_of, until
+from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
 
 
 @asynccontextmanager
@@ -53,14 +50,6 @@ async def running(path: Path, **settings: object) -> AsyncIterator[Stage]:
         await stage.close()
 
 
-async def greeted(stage: Stage, client: str = "test") -> FrameStream:
-    stream = await connect(stage.address, 5)
-    hello = encode_metadata(Hello(client, stage.shape))
-    await stream.write(encode_frame(Header(FrameType.HELLO), hello))
-    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
-    return stream
-
-
 TRAVERSE = Header(FrameType.TRAVERSE, Codec.F32, session=1, epoch=0, traversal=1, base=0, rows=1)
 
 
@@ -69,12 +58,6 @@ def ask(
 ) -> bytes:
     metadata = encode_metadata(Ask([0, 1, 2] if blocks is None else blocks, prefix_checksum(prefix or [])))
     return encode_frame(header, metadata, encode_ids(ids, 256))
-
-
-async def reply(stream: FrameStream, raw: bytes) -> Frame:
-    async with asyncio.timeout(10):
-        await stream.write(raw)
-        return await stream.read(LIMITS)
 
 
 def failure(frame: Frame) -> Failure:
@@ -127,7 +110,7 @@ def test_a_stage_that_closes_reports_no_errors_of_its_own(checkpoint: Path) -> N
 
 
 NOT_AN_ASK = Failure(FailureCode.BUSY, "")
-BAD = {
+BAD: dict[str, Callable[[], Any]] = {
     "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),
     "no block": lambda: ask(TRAVERSE, [1], blocks=[]),
     "no ids": lambda: ask(TRAVERSE, []),
@@ -256,9 +239,9 @@ def test_a_damaged_block_file_is_refused_at_start(checkpoint: Path, tmp_path: Pa
     raw[-5] ^= 1
     (copy / "block-01.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match="sha256"):
-        load_stage(copy, [1], torch.device("cpu"), StageConfig())
+        load_blocks(copy, [1], torch.device("cpu"))
     with pytest.raises(UserError, match="blocks 0 to 2"):
-        load_stage(checkpoint, [3], torch.device("cpu"), StageConfig())
+        load_blocks(checkpoint, [3], torch.device("cpu"))
 
 
 def test_the_verb_serves_metrics_tls_and_drains(checkpoint: Path, tmp_path: Path) -> None:
@@ -270,7 +253,7 @@ def test_the_verb_serves_metrics_tls_and_drains(checkpoint: Path, tmp_path: Path
 
         async def served() -> None:
             address = replace(stage.address, pin=words["pin"])
-            engine = Engine(checkpoint, EngineConfig(stages=[address]))
+            engine = RemoteEngine(checkpoint, EngineConfig(stages=[address]))
             await engine.start()
             tokens, _ = await text_of(engine, PROMPTS[0], 5)
             assert len(tokens) == 5

@@ -9,22 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import cluster, text_of
-from stages import start_stage
 
-from blocktrain.model.sweep import sweep_log_probs, sweep_noise
+from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.serving.blocks import Refinement
-from blocktrain.serving.engine.api import GenerationRequest, GenerationStats, StagesUnavailableError
 from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.local import LocalEngine
-from blocktrain.serving.engine.sweeping import RemoteRefiner, run_of_blocks
-from blocktrain.serving.stage.stage import Stage
-from blocktrain.serving.transport import FrameStream, connect
+from blocktrain.serving.engine.questions import run_of_blocks
+from blocktrain.serving.engine.requests import GenerationStats, StagesUnavailableError
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.wire.frame_metadata import (
     Failure,
     FailureCode,
-    Hello,
     Refine,
     decode_metadata,
     encode_metadata,
@@ -34,11 +29,12 @@ from blocktrain.wire.frames import (
     Frame,
     FrameType,
     Header,
-    Limits,
     encode_frame,
     encode_ids,
     encode_rows,
 )
+from tests.serving.cluster import cluster, text_of
+from tests.serving.stages import greeted, reply, start_stage
 
 PROMPT = b"The function returns "
 
@@ -60,16 +56,15 @@ def test_a_chain_over_stages_is_the_local_composition(sweep_checkpoint: Path, pa
     z0 = sweep_noise(5, len(PROMPT), len(PROMPT) + 39, loaded.recipe.model.width)[None]
     known = torch.tensor([list(PROMPT)])
     with torch.no_grad():
-        expected = sweep_log_probs(
-            loaded.objective, loaded.blocks, loaded.codebook_VD, known, 40, z0, passes
-        )[0]
+        sweep = begin_sweep(loaded.objective, known, 40, z0)
+        blocks = dict(enumerate(loaded.blocks))
+        expected = refine(loaded.objective, blocks, loaded.codebook_VD, sweep, passes)[1][0]
     task = Refinement(known=list(PROMPT), num_new=40, seed=5, position=len(PROMPT), passes=passes)
 
     async def served() -> np.ndarray:
         async with cluster(sweep_checkpoint) as c:
-            request = GenerationRequest(list(PROMPT), 40, mode="sweep")
-            refiner = RemoteRefiner(c.engine.fanout, c.engine.shape, request, GenerationStats())
-            return await refiner.log_probs(task)
+            deadline = asyncio.get_running_loop().time() + 60
+            return await c.engine.refine(task, deadline, GenerationStats())
 
     assert np.abs(asyncio.run(served()) - expected.numpy()).max() < 1e-4
 
@@ -129,33 +124,23 @@ def test_a_lost_block_without_a_spare_is_named(sweep_checkpoint: Path) -> None:
 
 
 def test_a_run_of_blocks_ends_at_the_first_gap() -> None:
-    assert run_of_blocks(0, {0, 1, 3}) == (0, 1)
-    assert run_of_blocks(3, {0, 1, 3}) == (3,)
+    assert run_of_blocks(0, frozenset({0, 1, 3})) == (0, 1)
+    assert run_of_blocks(3, frozenset({0, 1, 3})) == (3,)
 
 
 # ---- what a stage says to clumsy clients ----
 
-LIMITS = Limits(payload_bytes=1 << 20)
 HEADER = Header(FrameType.REFINE, Codec.F32, session=1, rows=4)
 GOOD = Refine([0, 1], 3, 1, 3, 1, False)
 IDS = encode_ids([1, 2, 3], 256)
 ROWS = encode_rows(np.full((4, 256), 0.1), Codec.F32)
 
 
-async def greeted(stage: Stage) -> FrameStream:
-    stream = await connect(stage.address, 5)
-    await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(Hello("test", stage.shape))))
-    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
-    return stream
-
-
 def ask_one(path: Path, header: Header, metadata: bytes, payload: bytes) -> Frame:
     async def asked() -> Frame:
         stage = await start_stage(path, [0, 1])
         stream = await greeted(stage)
-        async with asyncio.timeout(10):
-            await stream.write(encode_frame(header, metadata, payload))
-            frame = await stream.read(LIMITS)
+        frame = await reply(stream, encode_frame(header, metadata, payload))
         await stream.close()
         await stage.close()
         return frame
@@ -192,7 +177,7 @@ def test_a_refinement_that_makes_no_sense_is_refused(
     sweep_checkpoint: Path, change: dict[str, object], payload: bytes
 ) -> None:
     values = {name: getattr(GOOD, name) for name in Refine.__struct_fields__} | change
-    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)  # type: ignore[arg-type]
+    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)
     assert frame.type == FrameType.FAILED
     assert decode_metadata(frame, Failure).code == FailureCode.BAD_REQUEST
 

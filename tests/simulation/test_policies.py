@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation_kit import LATE, MakeRecipe, MakeScenario
+from torch import Tensor
 
 from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.errors import RecipeError
-from blocktrain.simulation.coordinator import Update
 from blocktrain.simulation.networks import NETWORKS
-from blocktrain.simulation.run import Simulation, check_recipe, participation
-from blocktrain.simulation.workers import CarryWorker, Steps
-from blocktrain.training.snapshot import tensors_of
+from blocktrain.simulation.run import Simulation, participation
+from blocktrain.simulation.workers import CarryWorker, Site, TimedSteps
+from blocktrain.training.setup import Setup
 from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
 from blocktrain.wire.messages import Assignment, Outcome
+from blocktrain.worker.block_progress import PendingUpdate
+from tests.simulation.simulation_kit import LATE, MakeRecipe, MakeScenario
 
 
 def same(left: Weights, right: Weights) -> bool:
@@ -61,7 +62,7 @@ def test_drop_loses_what_is_late(make_scenario: MakeScenario) -> None:
     revealed = watch_reveals(simulation)
     simulation.run()
     (state,) = simulation.coordinator.blocks
-    late = [update for update, outcome, _ in revealed if outcome is Outcome.REFUSED]
+    late = [update for _, update, outcome, _ in revealed if outcome is Outcome.REFUSED]
     assert late
     assert all(one.age == 0 and one.weight == 1.0 for merge in state.merges for one in merge.inputs)
     merged = {one.payload_hash for merge in state.merges for one in merge.inputs}
@@ -71,15 +72,18 @@ def test_drop_loses_what_is_late(make_scenario: MakeScenario) -> None:
         assert not same(initial, state.head.weights)
 
 
-def watch_reveals(simulation: Simulation) -> list[tuple[Update, Outcome, float]]:
-    """Every update that arrives, with its outcome and weight."""
-    seen: list[tuple[Update, Outcome, float]] = []
+Revealed = tuple[int, PendingUpdate, Outcome, float]
+
+
+def watch_reveals(simulation: Simulation) -> list[Revealed]:
+    """Every update that arrives, with its worker, outcome and weight."""
+    seen: list[Revealed] = []
     coordinator = simulation.coordinator
     judge = coordinator.reveal
 
-    def reveal(update: Update):  # type: ignore[no-untyped-def]
-        verdict = judge(update)
-        seen.append((update, verdict.outcome, verdict.weight))
+    def reveal(worker: int, update: PendingUpdate):  # type: ignore[no-untyped-def]
+        verdict = judge(worker, update)
+        seen.append((worker, update, verdict.outcome, verdict.weight))
         return verdict
 
     coordinator.reveal = reveal  # type: ignore[method-assign]
@@ -89,41 +93,29 @@ def watch_reveals(simulation: Simulation) -> list[tuple[Update, Outcome, float]]
 class RecordedWorker(CarryWorker):
     """Keeps the sum of all steps, as it stood when each update's last step was done."""
 
-    trained: Weights
-    trained_at: dict[str, Weights]
-    formed: str
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.trained: Weights | None = None
+        self.trained_at: dict[str, Weights | None] = {}
+        self.formed = ""
+        step = site.training.step
 
-    def _begin(self, assignment, frozen):  # type: ignore[no-untyped-def]
-        super()._begin(assignment, frozen)
-        if not hasattr(self, "trained"):
-            zero = tensors_of(self._trainers[0].block)
-            self.trained = {name: np.zeros_like(value) for name, value in zero.items()}
-            self.trained_at = {}
-        assert self._steps is not None
-        if not hasattr(self._steps.trainer, "recorded"):
-            self._record(self._steps)
+        def recorded(update: PendingUpdate) -> Tensor:
+            before = site.training.weights()
+            loss = step(update)
+            self.trained = fold_back(self.trained, difference(before, site.training.weights()))
+            return loss
 
-    def _record(self, steps: Steps) -> None:
-        trainer = steps.trainer
-        step = trainer.step
+        site.training.step = recorded  # type: ignore[method-assign]
 
-        def recorded(number: int, shard: int):  # type: ignore[no-untyped-def]
-            before = tensors_of(trainer.block)
-            ce = step(number, shard)
-            self.trained = fold_back(self.trained, difference(before, tensors_of(trainer.block)))
-            return ce
-
-        trainer.step = recorded  # type: ignore[method-assign]
-        trainer.recorded = True  # type: ignore[attr-defined]
-
-    def _finish(self, steps):  # type: ignore[no-untyped-def]
-        steps.catch_up()
-        self.trained_at[steps.assignment.assignment_id] = self.trained
+    def _finish(self, steps: TimedSteps) -> None:
         super()._finish(steps)
+        self.trained_at[steps.update.assignment_id] = self.trained
 
-    def _form(self, standing, flight):  # type: ignore[no-untyped-def]
-        self.formed = flight.assignment.assignment_id
-        return super()._form(standing, flight)
+    def _send_next(self) -> None:
+        super()._send_next()
+        if self.logic.sending is not None:
+            self.formed = self.logic.sending.assignment_id
 
 
 def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
@@ -140,20 +132,21 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
     simulation.workers = list(workers)
     revealed = watch_reveals(simulation)
     simulation.run()
-    while simulation.clock.now < 1e9 and any(worker._sending for worker in workers):
-        simulation.clock.run(until=lambda: not any(worker._sending for worker in workers))
-    assert any(outcome is Outcome.LATE for _, outcome, _ in revealed)
+    sending = [worker.logic for worker in workers]
+    simulation.clock.run(until=lambda: not any(logic.sending for logic in sending))
+    assert any(outcome is Outcome.LATE for _, _, outcome, _ in revealed)
+    layout = simulation.coordinator.layouts[0]
     for worker in workers:
-        own = [(update, weight) for update, _, weight in revealed if update.worker == worker.site.index]
-        standing = worker.standings[0]
-        held = standing.feedback
-        coordinator = simulation.coordinator
-        for update, weight in own:
-            schema = coordinator.blocks[0].schema
-            delta = decoded_delta(coordinator.codec, schema, update.payload, update.base.weights)
-            held = fold_back(held, delta, weight)
+        held = worker.logic.blocks[0].feedback
+        for sender, update, _, weight in revealed:
+            if sender == worker.site.index:
+                assert update.base is not None
+                delta = decoded_delta(layout.codec, layout.schema, update.payload, update.base.weights)
+                held = fold_back(held, delta, weight)
+        trained = worker.trained_at[worker.formed]
         assert held is not None
-        assert same(worker.trained_at[worker.formed], held)
+        assert trained is not None
+        assert same(trained, held)
 
 
 def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
@@ -181,7 +174,7 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
         )
         return assignment
 
-    simulation.coordinator.lend = noted
+    simulation.coordinator.lend = noted  # type: ignore[method-assign]
     report = simulation.run()
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0
@@ -192,4 +185,4 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
 
 def test_a_recipe_that_no_swarm_can_train_is_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="codebook"):
-        check_recipe(make_recipe(objective={"codebook": "learned"}, training={"order": "turns"}))
+        Setup.of_swarm(make_recipe(objective={"codebook": "learned"}, training={"order": "turns"}))

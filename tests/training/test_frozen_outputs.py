@@ -1,14 +1,14 @@
-"""Frozen blocks run first, one at a time, and what they hand on waits in host memory."""
+"""Frozen blocks run first, one at a time, and their features wait in host memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from tiny import prose, shaken, tiny_recipe
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -19,33 +19,32 @@ from blocktrain.ids import CorpusHash, derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.cost import PeakMemory
-from blocktrain.training.device import Seat
-from blocktrain.training.frozen import heard_by
+from blocktrain.training.device import DeviceRoom
+from blocktrain.training.frozen import upstream_features
 from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.optimizer import Optimizer
+from tests.tiny import prose, shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 CHAIN = ("objective.kind=chain", "model.blocks=3")
-COMPOSED = ("objective.kind=composed", "model.blocks=3")
 STEPS = 6
-CHAIN_STEP_BYTES = 4 * 32 * 32 * 4
+STEP_BYTES = 4 * 32 * 32 * 4
 """Batch, context, width, fp32."""
-COMPOSED_STEP_BYTES = 4 * 32 * 256 * 4
 
 
-def parts(*overrides: str, device: torch.device = CPU) -> tuple[Recipe, Objective, Shards]:
-    recipe = tiny_recipe(f"training.steps={STEPS}", *overrides)
+def parts(*CHAIN: str, device: torch.device = CPU) -> tuple[Recipe, Objective, Shards]:
+    recipe = tiny_recipe(f"training.steps={STEPS}", *CHAIN)
     objective = Objective(recipe.model, recipe.objective, vocabulary=256)
     tokens = ByteTokenizer().encode(prose(4000))
     return recipe, objective, Shards.of(recipe, tokens, CorpusHash("00"), device)
 
 
 def frozen_blocks(objective: Objective, index: int, seed: int = 0) -> list[Block]:
-    return [shaken(objective.build(b, seed=b), seed=seed + b) for b in objective.frozen(index)]
+    return [shaken(objective.build(b, seed=b), seed=seed + b) for b in objective.upstream(index)]
 
 
-def trainer(*overrides: str, index: int = 2, device: torch.device = CPU) -> BlockTrainer:
-    recipe, objective, shards = parts(*overrides, device=device)
+def trainer(*CHAIN: str, index: int = 2, device: torch.device = CPU) -> BlockTrainer:
+    recipe, objective, shards = parts(*CHAIN, device=device)
     block = objective.build(index, derive_seed("init", recipe.seed, index)).to(device)
     codebook = build_codebook(recipe, 256).to(device)
     frozen = frozen_blocks(objective, index)
@@ -75,11 +74,10 @@ def watched_forwards(note: list[Block]) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
-def test_the_loss_is_that_of_hearing_the_frozen_blocks_on_the_fly(overrides: tuple[str, ...]) -> None:
+def test_the_loss_is_that_of_running_the_frozen_blocks_in_every_step() -> None:
     """Bit for bit, against a loop that calls the frozen blocks in every step."""
-    found = trainer(*overrides)
-    recipe, objective, shards = parts(*overrides)
+    found = trainer(*CHAIN)
+    recipe, objective, shards = parts(*CHAIN)
     block = objective.build(2, derive_seed("init", recipe.seed, 2))
     optimizer, table = Optimizer(block, recipe.training), build_codebook(recipe, 256)()
     frozen = frozen_blocks(objective, 2)
@@ -88,61 +86,56 @@ def test_the_loss_is_that_of_hearing_the_frozen_blocks_on_the_fly(overrides: tup
         generator = torch.Generator().manual_seed(derive_seed("noise", recipe.seed, 2, 0, step))
         hint = objective.draw_hint(2, targets, table, generator)
         assert hint is not None
-        heard = heard_by(objective, 2, frozen, tokens, table)
-        loss = objective.loss(block, tokens, targets, table, hint.z_PTD, hint.sigma_P, heard)
+        features = upstream_features(frozen, tokens, table)
+        loss = objective.loss(block, tokens, targets, table, hint, features)
         loss.total.backward()  # type: ignore[no-untyped-call]
         optimizer.step(step)
         assert float(found.step(step, shard=0)) == float(loss.ce)
     assert same_weights(found.block, block)
 
 
-def test_without_frozen_blocks_nothing_is_heard() -> None:
-    recipe, objective, shards = parts(*COMPOSED)
+def test_without_frozen_blocks_there_are_no_features() -> None:
+    recipe, objective, shards = parts(*CHAIN)
     tokens, _ = shards.batch(0, 0)
-    assert heard_by(objective, 2, [], tokens, build_codebook(recipe, 256)()) is None
+    assert upstream_features([], tokens, build_codebook(recipe, 256)()) is None
 
 
-def test_blocks_that_are_asked_what_they_hand_on_stay_where_they_were() -> None:
+def test_blocks_that_are_asked_for_features_stay_where_they_were() -> None:
     recipe, objective, shards = parts(*CHAIN)
     tokens, _ = shards.batch(0, 0)
     frozen = frozen_blocks(objective, 2)
-    heard = heard_by(objective, 2, frozen, tokens, build_codebook(recipe, 256)())
-    assert heard is not None
-    assert not heard.requires_grad
+    features = upstream_features(frozen, tokens, build_codebook(recipe, 256)())
+    assert features is not None
+    assert not features.requires_grad
     assert {p.device for block in frozen for p in block.parameters()} == {CPU}
 
 
-def test_what_is_heard_reaches_the_loss() -> None:
-    for overrides in (CHAIN, COMPOSED):
-        one, other = trainer(*overrides), trainer(*overrides)
-        other.freeze(frozen_blocks(other.objective, 2, seed=9))
-        losses(one)
-        losses(other)
-        assert not same_weights(one.block, other.block)
+def test_upstream_features_reach_the_weights() -> None:
+    one, other = trainer(*CHAIN), trainer(*CHAIN)
+    other.freeze(frozen_blocks(other.objective, 2, seed=9))
+    losses(one)
+    losses(other)
+    assert not same_weights(one.block, other.block)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "step_bytes"), [(CHAIN, CHAIN_STEP_BYTES), (COMPOSED, COMPOSED_STEP_BYTES)]
-)
 @pytest.mark.parametrize("window", [0, 1, 2, 4])
-def test_the_window_changes_no_result_and_keeps_to_its_host_memory(
-    overrides: tuple[str, ...], step_bytes: int, window: int
-) -> None:
-    whole = trainer(*overrides)
-    limit = max(1, window * step_bytes)
-    bounded = trainer(*overrides, f"training.frozen_host_bytes={limit}")
+def test_the_window_changes_no_result_and_keeps_to_its_host_memory(window: int) -> None:
+    whole = trainer(*CHAIN)
+    limit = max(1, window * STEP_BYTES)
+    bounded = trainer(*CHAIN, f"training.frozen_host_bytes={limit}")
     for step in range(STEPS):
         assert float(bounded.step(step, shard=0)) == float(whole.step(step, shard=0))
-        assert 0 < bounded.frozen.host_bytes <= max(limit, step_bytes)
-        assert whole.frozen.host_bytes == STEPS * step_bytes
+        assert 0 < bounded.frozen.host_bytes <= max(limit, STEP_BYTES)
+        assert whole.frozen.host_bytes == STEPS * STEP_BYTES
     assert same_weights(whole.block, bounded.block)
 
 
 def test_a_window_holds_as_many_steps_as_fit_and_runs_each_frozen_block_once_for_each() -> None:
-    one, ran = trainer(*CHAIN, f"training.frozen_host_bytes={2 * CHAIN_STEP_BYTES + 1}"), []
+    one = trainer(*CHAIN, f"training.frozen_host_bytes={2 * STEP_BYTES + 1}")
+    ran: list[Any] = []
     with watched_forwards(ran):
         losses(one)
-    first, second = (block for _, block in one.frozen.numbered)
+    first, second = one.frozen.blocks
     own = one.block
     assert ran == [first, first, second, second, own, own] * 3
 
@@ -151,20 +144,20 @@ def test_a_window_ends_where_the_caller_says() -> None:
     one = trainer(*CHAIN)
     one.window_end = 2
     one.step(0, shard=0)
-    assert one.frozen.host_bytes == 2 * CHAIN_STEP_BYTES
+    assert one.frozen.host_bytes == 2 * STEP_BYTES
     one.step(2, shard=0)
-    assert one.frozen.host_bytes == CHAIN_STEP_BYTES
+    assert one.frozen.host_bytes == STEP_BYTES
 
 
-def test_another_shard_is_prepared_anew() -> None:
+def test_another_shard_is_prepared_again() -> None:
     one, fresh = trainer(*CHAIN), trainer(*CHAIN)
     one.step(0, shard=0)
     fresh.step(0, shard=0)
-    fresh.freeze([block for _, block in fresh.frozen.numbered])
+    fresh.freeze(fresh.frozen.blocks)
     assert float(one.step(1, shard=5)) == float(fresh.step(1, shard=5))
 
 
-def test_freezing_drops_what_earlier_blocks_handed_on() -> None:
+def test_freezing_drops_the_features_of_earlier_blocks() -> None:
     one, other = trainer(*CHAIN), trainer(*CHAIN)
     later = frozen_blocks(one.objective, 2, seed=9)
     one.step(0, shard=0)
@@ -181,67 +174,58 @@ def test_freezing_drops_what_earlier_blocks_handed_on() -> None:
 def test_a_chained_block_without_its_frozen_blocks_does_not_train() -> None:
     one = trainer(*CHAIN)
     one.freeze([])
-    with pytest.raises(AssertionError, match="block 2 hears blocks"):
+    with pytest.raises(AssertionError, match="block 2 takes input from blocks"):
         one.step(0, shard=0)
-
-
-def test_a_composed_block_trains_alone_until_it_is_given_others() -> None:
-    """The first half of its steps, and then exactly as a published block does."""
-    alone, published = trainer(*COMPOSED), trainer("model.blocks=3")
-    alone.freeze([])
-    assert losses(alone) == losses(published)
-    assert same_weights(alone.block, published.block)
 
 
 def test_frozen_blocks_and_their_number_must_agree() -> None:
     one = trainer(*CHAIN)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(AssertionError, match=r"takes input from blocks \(0, 1\)"):
         one.freeze(frozen_blocks(one.objective, 2)[:1])
 
 
-@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
-def test_every_pass_is_by_the_block_that_has_the_seat(overrides: tuple[str, ...]) -> None:
-    """The seat is how weights come to the device and leave it; on CUDA the test below counts them there."""
-    one, seated = trainer(*overrides), []
+def test_every_pass_is_by_the_block_that_has_the_device() -> None:
+    """The room is how weights come to the device and leave it; on CUDA the test below counts them there."""
+    one, seated = trainer(*CHAIN), []
 
     def hook(module: nn.Module, _: object) -> None:
         if isinstance(module, Block):
-            seated.append(one.seat.occupant is module)
+            seated.append(one.room.block is module)
 
     handle = register_module_forward_pre_hook(hook)
     losses(one)
     handle.remove()
     assert len(seated) == 3 * STEPS
     assert all(seated)
-    assert one.seat.occupant is one.block
+    assert one.room.block is one.block
 
 
-def test_whoever_takes_the_seat_sends_the_other_to_host_memory() -> None:
+def test_a_block_that_takes_the_device_sends_the_other_to_host_memory() -> None:
     """`meta` stands for a device: what was sent there cannot be on the host as well."""
     _, objective, _ = parts(*CHAIN)
     first, second = objective.build(0, seed=0), objective.build(1, seed=1)
-    seat = Seat(torch.device("meta"))
-    seat.take(first)
+    room = DeviceRoom(torch.device("meta"))
+    room.take(first)
     assert {p.device.type for p in first.parameters()} == {"meta"}
     with pytest.raises(NotImplementedError, match="meta"):
-        seat.take(second)
+        room.take(second)
     assert {p.device.type for p in second.parameters()} == {"cpu"}
 
 
-def test_when_a_frozen_block_fails_the_seat_is_given_back_and_nothing_half_done_is_kept() -> None:
+def test_when_a_frozen_block_fails_the_device_is_given_back_and_nothing_half_done_is_kept() -> None:
     one = trainer(*CHAIN)
     broken = frozen_blocks(one.objective, 2)
     broken[1].out = nn.Linear(3, 3)
     one.freeze(broken)
     with pytest.raises(RuntimeError, match="shape"):
         one.step(0, shard=0)
-    assert one.seat.occupant is one.block
+    assert one.room.block is one.block
     assert one.frozen.host_bytes == 0
 
 
 def test_a_chained_block_needs_little_more_memory_than_a_published_one() -> None:
-    """Weights, gradients, optimizer state and saved activations, as reports count them; the map for what it
-    hears and that itself are the difference."""
+    """Weights, gradients, optimizer state and saved activations, as reports count them; the upstream map and
+    the features themselves are the difference."""
     peaks = []
     for overrides in (("model.blocks=3",), CHAIN):
         one, memory = trainer(*overrides, "model.layers_per_block=2"), PeakMemory(CPU)
@@ -253,11 +237,10 @@ def test_a_chained_block_needs_little_more_memory_than_a_published_one() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
-def test_the_gpu_never_holds_two_blocks_weights(overrides: tuple[str, ...]) -> None:
+def test_the_gpu_never_holds_two_blocks_weights() -> None:
     device = torch.device("cuda")
-    one = trainer(*overrides, "training.compile=false", device=device)
-    blocks = [one.block, *(block for _, block in one.frozen.numbered)]
+    one = trainer(*CHAIN, "training.compile=false", device=device)
+    blocks = [one.block, *one.frozen.blocks]
     counts: list[int] = []
 
     def hook(module: nn.Module, _: object) -> None:
@@ -275,13 +258,12 @@ def test_the_gpu_never_holds_two_blocks_weights(overrides: tuple[str, ...]) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["true", "false"])
-@pytest.mark.parametrize("overrides", [CHAIN, COMPOSED], ids=["chain", "composed"])
-def test_on_the_gpu_too_the_window_changes_no_result(overrides: tuple[str, ...], compiled: str) -> None:
+def test_on_the_gpu_too_the_window_changes_no_result(compiled: str) -> None:
     device = torch.device("cuda")
     found = []
     for limit in (1, 1 << 30):
         one = trainer(
-            *overrides,
+            *CHAIN,
             f"training.frozen_host_bytes={limit}",
             f"training.compile={compiled}",
             device=device,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import prose, shaken, tiny_recipe
 
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import CorpusHash, derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
-from blocktrain.training.frozen import heard_by
+from blocktrain.training.frozen import upstream_features
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.optimizer import Optimizer
+from tests.tiny import prose, shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -165,7 +165,7 @@ def test_features_run_through_the_frozen_blocks_in_order() -> None:
     with torch.no_grad():
         upstream = first(tokens, codebook()).features_BTD
         expected = second(tokens, codebook(), upstream_BTD=upstream).features_BTD
-    found = heard_by(objective, 2, [first, second], tokens, codebook())
+    found = upstream_features([first, second], tokens, codebook())
     assert found is not None
     torch.testing.assert_close(found, expected)
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny import prose, tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.errors import DivergedError, StoppedError, UserError
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.local import Group, LocalRun, Silent
+from tests.tiny import prose, tiny_recipe
 
 CPU = torch.device("cpu")
 SEQUENTIAL = ("training.checkpoint_seconds=1e-9",)
@@ -26,7 +26,7 @@ CHAIN = (*SEQUENTIAL, "objective.kind=chain", "objective.hint_probability=0")
 
 ROUNDS = (*SEQUENTIAL, "training.order=turns", "swarm.steps_per_round=2")
 CHAIN_TURNS = (*ROUNDS, "objective.kind=chain", "objective.hint_probability=0")
-COMPOSED = (*ROUNDS, "objective.kind=composed", "model.blocks=3", "objective.codebook=learned")
+CHAIN_LEARNED = (*ROUNDS, "objective.kind=chain", "model.blocks=3", "objective.codebook=learned")
 
 
 class Stopped(Exception):
@@ -67,7 +67,7 @@ def local_run(text: Path, out: Path, *overrides: str, observer: StopAt | None = 
 
 def finished(run: LocalRun, *, resume: bool = False) -> dict[str, Any]:
     run.train(resume=resume)
-    return run.finish()
+    return run.finish().to_json()
 
 
 def comparable(report: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Any]:
-    results = {}
-    for overrides in (SEQUENTIAL, TURNS, CHAIN, CHAIN_TURNS, COMPOSED):
+    results: dict[tuple[str, ...], Any] = {}
+    for overrides in (SEQUENTIAL, TURNS, CHAIN, CHAIN_TURNS, CHAIN_LEARNED):
         out = tmp_path_factory.mktemp("whole")
         report = finished(local_run(text, out, *overrides))
         results[overrides] = (comparable(report), files_of(out / "checkpoint"))
@@ -104,9 +104,9 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         (CHAIN, "block 1", 2),
         (CHAIN_TURNS, "block 0", 3),
         (CHAIN_TURNS, "block 1", 4),
-        (COMPOSED, "block 1", 2),
-        (COMPOSED, "block 0", 6),
-        (COMPOSED, "block 2", 6),
+        (CHAIN_LEARNED, "block 1", 2),
+        (CHAIN_LEARNED, "block 0", 6),
+        (CHAIN_LEARNED, "block 2", 6),
     ],
 )
 def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(
@@ -160,12 +160,9 @@ def test_blocks_of_a_fixed_codebook_train_the_same_in_any_order(text: Path, tmp_
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("kind", ["chain", "composed"])
-def test_blocks_that_take_turns_hear_neighbours_as_old_as_the_round(
-    text: Path, tmp_path: Path, kind: str
-) -> None:
+def test_blocks_that_take_turns_have_neighbours_as_old_as_the_round(text: Path, tmp_path: Path) -> None:
     """The same weights as by hand: copies frozen at steps 0, 2 and 4, each round alone on its copies."""
-    kinds = (*ROUNDS, f"objective.kind={kind}", "training.reference=false", "model.blocks=3")
+    kinds = (*ROUNDS, "objective.kind=chain", "training.reference=false", "model.blocks=3")
     run, other = local_run(text, tmp_path / "a", *kinds), local_run(text, tmp_path / "b", *kinds)
     run.train(resume=False)
     trainers = [
@@ -175,7 +172,7 @@ def test_blocks_that_take_turns_hear_neighbours_as_old_as_the_round(
     for first in (0, 2, 4):
         copies = copy.deepcopy(other.blocks)
         for index, trainer in enumerate(trainers):
-            trainer.freeze([copies[i] for i in other.objective.frozen(index, first / 6)])
+            trainer.freeze([copies[i] for i in other.objective.upstream(index)])
             for step in (first, first + 1):
                 trainer.step(step, index)
     for one, by_hand in zip(run.blocks, other.blocks, strict=True):
@@ -191,19 +188,14 @@ def test_staleness_reaches_the_result(text: Path, tmp_path: Path) -> None:
     assert not torch.equal(fresh.blocks[1].out.weight, stale.blocks[1].out.weight)
 
 
-def test_a_block_that_needs_untrained_ones_is_refused_in_sequential_order(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'set training\.order = "turns"'):
-        local_run(text, tmp_path, "objective.kind=composed")
-
-
 def test_frozen_blocks_wait_in_host_memory_within_the_setting(text: Path, tmp_path: Path) -> None:
     """A group shares what the setting allows among its members."""
-    step_bytes = 4 * 32 * 256 * 4
-    run = local_run(text, tmp_path, *COMPOSED, f"training.frozen_host_bytes={3 * step_bytes}")
+    step_bytes = 4 * 32 * 32 * 4
+    run = local_run(text, tmp_path, *CHAIN_LEARNED, f"training.frozen_host_bytes={3 * step_bytes}")
     group = Group(run, run.groups()[0], tmp_path / "state.safetensors")
     group.train(0, 6)
     held = [trainer.frozen.host_bytes for trainer in group.trainers]
-    assert held == [step_bytes] * 3
+    assert held == [0, step_bytes, step_bytes]
 
 
 def test_a_learned_codebook_is_trained_by_every_block_in_turn(text: Path, tmp_path: Path) -> None:
@@ -257,19 +249,12 @@ def test_floating_point_operations_are_the_formula_by_hand(text: Path, tmp_path:
 
 
 def test_the_passes_of_frozen_blocks_are_counted_where_they_are_made(text: Path, tmp_path: Path) -> None:
-    """Chain: block 1 hears block 0 in all 6 steps. Composed: 3 blocks hear 2 others each in the rounds that
-    begin in the second half of the steps, which leaves steps 4 and 5 of rounds of two."""
+    """Block 1 takes the features of block 0 in all 6 steps."""
     d, tokens = 32, 4 * 32
     plain = 12 * d * d * 2 + 2 * d * 32 + 2 * d * d + 2 * 256 * d
     chain = finished(local_run(text, tmp_path / "chain", *CHAIN, "training.reference=false"))
     upstream = 2 * d * d
     assert chain["flops"]["blocks"] == 6 * tokens * (3 * plain + plain + 3 * (plain + upstream))
-    composed = finished(
-        local_run(
-            text, tmp_path / "composed", *COMPOSED, "training.reference=false", "objective.hint_probability=0"
-        )
-    )
-    assert composed["flops"]["blocks"] == 6 * tokens * 3 * 3 * plain + 2 * tokens * 3 * 2 * plain
 
 
 def test_a_run_without_a_reference_reports_none(text: Path, tmp_path: Path) -> None:

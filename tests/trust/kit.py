@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from blocktrain.config import Recipe, TrustConfig
-from blocktrain.coordinator.main import bind, make_server, url_of
+from blocktrain.coordinator.main import make_server
 from blocktrain.coordinator.service import opened
+from blocktrain.listening import open_port, url_of
 from blocktrain.wire.codec import encode
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, Outcome, Verdict
@@ -40,7 +41,7 @@ def judged(folder: Path, recipe: Recipe) -> Iterator[Running]:
 
     clock = Clock()
     with opened(recipe, corpus(), folder, clock=clock, scoring=False) as coordinator:
-        listener, ready = bind("127.0.0.1", 0), threading.Event()
+        listener, ready = open_port("127.0.0.1", 0), threading.Event()
         server = make_server(coordinator, ready.set)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         running = Running(coordinator, url_of(listener), clock)

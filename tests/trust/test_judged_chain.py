@@ -1,10 +1,11 @@
-"""Updates of blocks that hear others are judged beside the snapshots that their assignment named."""
+"""Updates of chained blocks are judged beside the snapshots that their assignment named."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.trust.kit import Trainer, flipped, judged, judged_recipe
 from tests.validation.kit import Weights, corpus
 
 
-def chain_recipe(**trust: object) -> Recipe:
+def chain_recipe(**trust: Any) -> Recipe:
     recipe = judged_recipe(guard=False, probation_verdicts=0, **trust)
     return dataclasses.replace(
         recipe,
@@ -44,7 +45,7 @@ def initial(worker: Trainer, block: int) -> Weights:
 
 
 def last_evidence(running: Running) -> dict[str, object]:
-    with running.coordinator.context.store.read() as session:
+    with running.coordinator.resources.store.read() as session:
         from sqlalchemy import select
 
         from blocktrain.coordinator.storage.store import UpdateRow

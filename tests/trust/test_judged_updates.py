@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.codec import encode
@@ -109,7 +110,7 @@ def test_newcomers_are_scored_and_not_merged_beside_established_workers(tmp_path
         assert founder.round().outcome is Outcome.ACCEPTED
         running.wait_for_version(0, 3)
         assert newcomer.round().outcome is Outcome.ACCEPTED
-        workers = {one.worker_id: one for one in running.coordinator.people.workers().workers}
+        workers = {one.worker_id: one for one in running.coordinator.workers.workers().workers}
         assert not workers[newcomer.peer.identity.worker_id].probation
 
 
@@ -131,7 +132,7 @@ def test_a_refused_round_may_be_tried_again_after_its_deadline(tmp_path: Path) -
         running.wait_for_version(0, 1)
 
 
-def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch) -> None:
+def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates that help alone and harm together cannot be had on demand: the finding is forced here."""
     recipe = judged_recipe()
     with judged(tmp_path, recipe) as running:
@@ -149,7 +150,7 @@ def test_repeat_offenders_are_banned_for_a_while(tmp_path: Path) -> None:
     with judged(tmp_path, recipe) as running:
         founder, attacker = Trainer(running, recipe), Trainer(running, recipe)
         standing = '{"bad": 6.0, "verdicts": 6}'
-        with running.coordinator.context.store.write() as session:
+        with running.coordinator.resources.store.write() as session:
             from blocktrain.coordinator.storage.store import WorkerRow
 
             row = session.get(WorkerRow, attacker.peer.identity.worker_id)

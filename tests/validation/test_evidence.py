@@ -17,32 +17,32 @@ from blocktrain.validation.evidence import (
     stratified_sigma,
     training_tokens,
 )
-from blocktrain.validation.verdicts import evidence_finding
+from blocktrain.validation.ruling import evidence_ruling
 from blocktrain.wire.messages import VerdictReason
-from tests.validation.kit import RECIPE, applied, coded, honest, scorer
+from tests.validation.kit import RECIPE, Weights, applied, coded, honest, scorer
 
 
-def evidence(delta, shard: int = 0, seed: int = 1):
+def evidence(delta: Weights, shard: int = 0, seed: int = 1) -> Evidence:
     one = honest(shard)
     return scorer().evidence(0, one.base, applied(one.base, delta), one.work, seed)
 
 
 def test_honest_work_gains_and_its_reverse_harms() -> None:
     update = coded(honest(0))
-    found = evidence_finding(evidence(update))
+    found = evidence_ruling(evidence(update))
     assert found.counts, found.sentence
-    reverse = evidence_finding(evidence({name: -value for name, value in update.items()}))
+    reverse = evidence_ruling(evidence({name: -value for name, value in update.items()}))
     assert reverse.reason is VerdictReason.HARMFUL, reverse.sentence
 
 
 def test_an_empty_update_gains_nothing() -> None:
-    found = evidence_finding(evidence({name: 0 * value for name, value in honest(0).delta.items()}))
+    found = evidence_ruling(evidence({name: 0 * value for name, value in honest(0).delta.items()}))
     assert found.reason is VerdictReason.NO_GAIN
 
 
 def test_an_update_that_breaks_the_block_is_harmful() -> None:
     broken = {name: np.full_like(value, 1e30) for name, value in honest(0).delta.items()}
-    assert evidence_finding(evidence(broken)).reason is VerdictReason.HARMFUL
+    assert evidence_ruling(evidence(broken)).reason is VerdictReason.HARMFUL
 
 
 def test_the_same_seed_gives_the_same_evidence_and_another_seed_other_text() -> None:
@@ -73,7 +73,7 @@ def test_noise_levels_are_spread_over_the_block_s_range() -> None:
     low, high = training_interval(RECIPE.objective, 4, 1)
     sigma = stratified_sigma(RECIPE.objective, 4, 1, 8, generator)
     assert low <= sigma.min() < sigma.max() <= high
-    assert len(sigma.unique()) == 8
+    assert len(set(sigma.tolist())) == 8
 
 
 @pytest.mark.parametrize("budget", [1, 8, 30, 1000])

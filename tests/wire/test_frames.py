@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
-    Answer,
     Ask,
     Failure,
     FailureCode,
@@ -28,12 +27,12 @@ from blocktrain.wire.frames import (
     HEADER_BYTES,
     Codec,
     Frame,
+    FrameLimits,
     FrameType,
     Header,
-    Limits,
     ServingFrameError,
     ServingFrameReason,
-    decode_frame,
+    decode_body,
     decode_header,
     decode_ids,
     decode_rows,
@@ -44,15 +43,19 @@ from blocktrain.wire.frames import (
     row_tolerance,
 )
 
-LIMITS = Limits(payload_bytes=1 << 16)
+LIMITS = FrameLimits(payload_bytes=1 << 16)
 SHAPE = ModelShape("tiny", "a" * 64, "b" * 64, 256, 64, 96, 3)
 METADATA = [
     Hello("c" * 32, SHAPE, "secret"),
     Welcome(SHAPE, [0, 2], 64, 1024),
     Ask([1], 7),
-    Answer(0.5, 1.5),
     Failure(FailureCode.BUSY, "no room"),
 ]
+
+
+def decode_frame(raw: bytes) -> Frame:
+    return decode_body(decode_header(raw[:HEADER_BYTES], LIMITS), raw[HEADER_BYTES:])
+
 
 u32 = st.integers(0, 2**32 - 1)
 headers = st.builds(
@@ -75,7 +78,7 @@ def valid_frame() -> bytes:
 
 @given(headers, st.binary(max_size=64), st.binary(max_size=300))
 def test_frame_round_trips(header: Header, metadata: bytes, payload: bytes) -> None:
-    frame = decode_frame(encode_frame(header, metadata, payload), LIMITS)
+    frame = decode_frame(encode_frame(header, metadata, payload))
     assert (frame.metadata, frame.payload) == (metadata, payload)
     for name in ("type", "codec", "session", "epoch", "traversal", "base", "rows", "deadline_ms"):
         assert getattr(frame.header, name) == getattr(header, name)
@@ -84,7 +87,7 @@ def test_frame_round_trips(header: Header, metadata: bytes, payload: bytes) -> N
 @given(st.binary(max_size=200))
 def test_random_bytes_give_a_typed_error(raw: bytes) -> None:
     with pytest.raises(ServingFrameError):
-        decode_frame(raw, LIMITS)
+        decode_frame(raw)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
@@ -92,7 +95,7 @@ def test_any_changed_byte_is_noticed(place: int, change: int) -> None:
     raw = bytearray(valid_frame())
     raw[place % len(raw)] ^= change
     with pytest.raises(ServingFrameError):
-        decode_frame(bytes(raw), LIMITS)
+        decode_frame(bytes(raw))
 
 
 @given(st.integers(0, 10_000))
@@ -100,7 +103,7 @@ def test_truncated_and_extended_frames_are_refused(cut: int) -> None:
     raw = valid_frame()
     for damaged in (raw[: cut % len(raw)], raw + b"\0" * (1 + cut % 9)):
         with pytest.raises(ServingFrameError):
-            decode_frame(damaged, LIMITS)
+            decode_frame(damaged)
 
 
 @given(st.binary(min_size=HEADER_BYTES - 4, max_size=HEADER_BYTES - 4))
@@ -132,7 +135,7 @@ def test_mutated_metadata_gives_a_value_or_a_typed_error(value: object, place: i
     raw = bytearray(encode_metadata(value))  # type: ignore[arg-type]
     raw[place % len(raw) : place % len(raw) + len(noise)] = noise
     frame = Frame(Header(FrameType.HELLO), bytes(raw))
-    for kind in (Hello, Welcome, Ask, Answer, Failure):
+    for kind in (Hello, Welcome, Ask, Failure):
         with contextlib.suppress(ServingFrameError):
             assert isinstance(decode_metadata(frame, kind), kind)
 

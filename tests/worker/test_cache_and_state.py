@@ -8,11 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
+from safetensors import safe_open
 
+from blocktrain.client.cache import BlobCache
+from blocktrain.client.snapshots import Base
 from blocktrain.errors import UserError
-from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.state import StateFolder, Unsettled
+from blocktrain.worker.block_progress import PendingUpdate, UpdateState
+from blocktrain.worker.state import StateFolder
 
 
 def test_the_cache_keeps_what_was_used_last(tmp_path: Path) -> None:
@@ -36,18 +40,47 @@ def test_a_blob_larger_than_the_bound_is_still_kept(tmp_path: Path) -> None:
 
 def test_feedback_and_unsettled_updates_are_saved_together(tmp_path: Path) -> None:
     state = StateFolder(tmp_path, print)
-    update = Unsettled(assignment_id="a", payload_hash="b", base_version=1, base_hash="c", loss=2.0)
+    update = PendingUpdate(
+        assignment_id="a",
+        block=3,
+        round=1,
+        state=UpdateState.FORMED,
+        loss=2.0,
+        base=Base(1, "c", {}),
+        payload_hash="b",
+    )
     feedback = {"w": np.arange(4, dtype=np.float32)}
     state.save_feedback(3, feedback, [update])
     loaded, updates = state.load_feedback(3)
     assert loaded is not None
     np.testing.assert_array_equal(loaded["w"], feedback["w"])
-    assert updates == [update]
-    assert state.has_unsettled(3)
+    assert [vars(one) for one in updates] == [vars(update)]
     state.save_feedback(3, None, [])
     assert state.load_feedback(3) == (None, [])
-    assert not state.has_unsettled(3)
-    assert not state.has_unsettled(4)
+    assert state.load_feedback(4) == (None, [])
+
+
+def test_a_feedback_file_of_an_earlier_version_opens(tmp_path: Path) -> None:
+    """As commit 59aa936 wrote it: the updates as JSON in the metadata."""
+    outbox = (
+        '{"updates":[{"assignment_id":"a","payload_hash":"b","base_version":4,"base_hash":"c","loss":2.5}]}'
+    )
+    feedback = {"w": np.arange(4, dtype=np.float32)}
+    safetensors.numpy.save_file(feedback, tmp_path / "block-0.feedback", {"outbox": outbox})
+    (tmp_path / "block-0.snapshot").write_text('{"version":4,"hash":"c"}')
+    (tmp_path / "last-block").write_text("0")
+    state = StateFolder(tmp_path, print)
+    loaded, (update,) = state.load_feedback(0)
+    assert loaded is not None
+    np.testing.assert_array_equal(loaded["w"], feedback["w"])
+    assert (update.assignment_id, update.payload_hash, update.loss) == ("a", "b", 2.5)
+    assert update.base == Base(4, "c", {})
+    kept = state.load_snapshot_name(0)
+    assert kept is not None
+    assert (kept.version, kept.hash, state.load_last_block()) == (4, "c", 0)
+    state.save_feedback(0, loaded, [update])
+    with safe_open(tmp_path / "block-0.feedback", "numpy") as file:
+        assert file.metadata() == {"outbox": outbox}, "and that version opens ours"
 
 
 def test_optimizer_state_comes_back_bit_for_bit(tmp_path: Path) -> None:

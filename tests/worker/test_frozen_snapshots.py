@@ -5,31 +5,35 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.client.traffic import Traffic
 from blocktrain.config import ObjectiveConfig, Recipe
-from blocktrain.coordinator.run import build_objective
 from blocktrain.coordinator.storage.blobs import payload_key, snapshot_key
 from blocktrain.errors import WireError
+from blocktrain.threads import Threads
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
-from blocktrain.wire.messages import Assignment, FrozenSnapshot
-from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.desk import Desk
+from blocktrain.wire.messages import Assignment, FrozenSnapshot, JoinRequest
+from blocktrain.worker.asking import Asking
+from blocktrain.worker.block_progress import PendingUpdate
 from blocktrain.worker.frozen import FrozenSnapshots
-from blocktrain.worker.progress import Progress
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Standing
+from blocktrain.worker.joining import Membership
+from blocktrain.worker.live_view import PlainView
+from blocktrain.worker.logic import WorkerLogic
 from blocktrain.worker.state import StateFolder
-from blocktrain.worker.threads import Crew
-from tests.coordinator.conftest import Clock, Running, served, tiny_recipe
+from blocktrain.worker.watching import Watching
+from tests.coordinator.conftest import CORPUS, Clock, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, an_assignment
 
 RECIPE: Recipe = replace(
@@ -65,22 +69,31 @@ class Bench:
         self.client.audience = run.run_id
         layouts = [Layout.of(layout) for layout in run.blocks]
         cache = BlobCache(folder / "cache", 1 << 30)
-        self.snapshots = Snapshots(
-            self.client, cache, RECIPE, build_objective(RECIPE), layouts, self.lines.append
-        )
+        self.snapshots = Snapshots(self.client, cache, Setup.of(RECIPE), layouts, self.lines.append)
         self.state = StateFolder(folder, self.lines.append)
-        self.frozen = FrozenSnapshots(self.snapshots, self.state, lambda block: None)
-        self.progress = Progress(identity.worker_id, self.traffic, self.said)
+        self.view = PlainView(identity.worker_id, self.traffic, self.said)
+        self.logic, self.threads = WorkerLogic(RECIPE.swarm, self.stop), Threads(self.stop)
+        worker_id = identity.worker_id
+        self.watching = Watching(self.logic, self.threads, worker_id, self.snapshots, self.state, self.view)
+        self.frozen = FrozenSnapshots(self.watching.keeper, self.logic)
 
-    def desk(self, bring: Callable[[Assignment], Mapping[int, Base]] | None = None) -> Desk:
-        bring = bring or self.frozen.bring
-        return Desk(self.client, self.progress, self.stop, self.standing_in, bring, lambda: None, None)
+    def asking(self, frozen: FrozenSnapshots | None = None) -> Asking:
+        request = JoinRequest(corpus_sha256=CORPUS.sha256)
+        membership = Membership(self.client, request, self.state, self.view)
+        return Asking(self.logic, self.client, membership, self.watching, frozen or self.frozen, self.view)
+
+    def next_update(self) -> PendingUpdate:
+        """The first assignment that is ready to begin; then the worker stops."""
+        assert self.logic.wait(lambda: self.logic.next is not None, 15)
+        update = self.logic.next
+        self.stop.set()
+        self.threads.join(15)
+        self.threads.check()
+        assert update is not None
+        return update
 
     def bring(self, *named: FrozenSnapshot) -> Base:
         return self.frozen.bring(naming(*named))[0]
-
-    def standing_in(self, block: int) -> Standing:
-        return Standing(block, self.snapshots.initial(block), None, 4)
 
     def bring_head(self, running: Running) -> dict[str, int]:
         """Bring the head of block 0; bytes that came down for it, by kind."""
@@ -145,7 +158,7 @@ def test_a_snapshot_older_than_what_is_here_is_brought_too(running: Running, tmp
 
 
 def test_two_threads_that_want_the_same_snapshot_download_it_once(running: Running, tmp_path: Path) -> None:
-    """The watcher of a block, and the desk that brings it as a frozen one."""
+    """The watcher of a block, and the thread that brings it as a frozen one."""
     advance(running, running.peer(), 20)
     bench, named = Bench(running, tmp_path / "worker"), head(running)
     with ThreadPoolExecutor(4) as threads:
@@ -178,39 +191,37 @@ def test_the_lease_lives_while_its_snapshots_are_coming(running: Running, tmp_pa
     bench = Bench(running, tmp_path / "worker", worker.identity)
     beaten, seen = threading.Event(), threading.Event()
 
-    def slow(assignment: Assignment) -> Mapping[int, Base]:
-        seen.set()
-        assert beaten.wait(15)
-        return {}
+    class Slow(FrozenSnapshots):
+        def bring(self, assignment: Assignment) -> dict[int, Base]:
+            seen.set()
+            assert beaten.wait(15)
+            return {}
 
-    desk, crew = bench.desk(slow), Crew(bench.stop)
-    crew.start("asking", desk.run_asking)
+    asking = bench.asking(Slow(bench.watching.keeper, bench.logic))
+    bench.threads.start("asking", asking.run)
     assert seen.wait(15)
     before = time.time()
-    crew.start("heartbeats", desk.run_heartbeats)
+    bench.threads.start("heartbeats", asking.run_heartbeats)
     while last_seen(running, worker.identity.worker_id) <= before:
         assert not bench.stop.wait(0.01)
         assert time.time() < before + 10, "no heartbeat came"
     beaten.set()
-    assert desk.next() is not None
-    bench.stop.set()
-    crew.join(15)
-    crew.check()
+    bench.next_update()
 
 
 def last_seen(running: Running, worker_id: str) -> float:
-    [found] = [one for one in running.coordinator.people.workers().workers if one.worker_id == worker_id]
+    [found] = [one for one in running.coordinator.workers.workers().workers if one.worker_id == worker_id]
     return found.last_seen
 
 
 def prune(running: Running, version: int) -> None:
     """As an operator short of disk space would: the snapshot, and the payloads that lead to it."""
     merges = running.peers[0].merges(0).merges
-    blobs = running.coordinator.context.blobs
+    blobs = running.coordinator.resources.blobs
     blobs.delete(snapshot_key(merges[version - 1].result_hash))
     for one in merges[version - 1].inputs:
         blobs.delete(payload_key(one.payload_hash))
-    running.coordinator.context.weights.forget(0, merges[version - 1].result_hash)
+    running.coordinator.resources.weights.forget(0, merges[version - 1].result_hash)
 
 
 def leased_to(running: Running, trainer: Peer) -> tuple[Peer, Assignment]:
@@ -229,16 +240,10 @@ def test_a_named_snapshot_that_is_gone_gives_the_lease_back_and_another_is_lent(
     worker, stale = leased_to(running, running.peer())
     prune(running, 1)
     bench = Bench(running, tmp_path / "worker", worker.identity)
-    desk = bench.desk()
-    crew = Crew(bench.stop)
-    crew.start("asking", desk.run_asking)
-    task = desk.next()
-    bench.stop.set()
-    crew.join(15)
-    crew.check()
-    assert task is not None
-    assert task.assignment.assignment_id != stale.assignment_id
-    assert {block: base.hash for block, base in task.frozen.items()} == {0: head(running).hash}
+    bench.threads.start("asking", bench.asking().run)
+    update = bench.next_update()
+    assert update.assignment_id != stale.assignment_id
+    assert {block: base.hash for block, base in update.frozen.items()} == {0: head(running).hash}
     [declined] = [line for line in bench.said.getvalue().splitlines() if " declined " in line]
     assert "needs block 0 version 1" in declined
     assert "no longer in the blob store" in declined
@@ -248,6 +253,8 @@ def test_heads_that_nobody_has_end_the_worker_in_words(running: Running, tmp_pat
     worker, _ = leased_to(running, running.peer())
     prune(running, 1)
     prune(running, 2)
-    desk = Bench(running, tmp_path / "worker", worker.identity).desk()
+    bench = Bench(running, tmp_path / "worker", worker.identity)
     with pytest.raises(WireError, match="ask the operator to restore the snapshots"):
-        desk.run_asking()
+        bench.asking().run()
+    bench.stop.set()
+    bench.threads.join(15)

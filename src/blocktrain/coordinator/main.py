@@ -16,12 +16,13 @@ import uvicorn
 
 from blocktrain.config import load_recipe
 from blocktrain.coordinator.http.app import create_app
-from blocktrain.coordinator.http.connections import front_of
+from blocktrain.coordinator.http.connections import limited_protocol
 from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
+from blocktrain.listening import open_port, url_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Tls:
             ) from None
 
 
-class Server(uvicorn.Server):
+class CoordinatorServer(uvicorn.Server):
     """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
@@ -88,7 +89,7 @@ def run_coordinator(
     recipe = load_recipe(recipe_path, overrides)
     if tls is not None:
         tls.check()
-    listener = bind(host, port)
+    listener = open_port(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     display = make_display(gateway, reference, corpus.sha256)
     with opened(
@@ -105,10 +106,12 @@ def run_coordinator(
             server.run(sockets=[listener])
 
 
-def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None) -> Server:
+def make_server(
+    coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None
+) -> CoordinatorServer:
     config = uvicorn.Config(
         create_app(coordinator),
-        http=front_of(max_connections()),
+        http=limited_protocol(max_connections()),
         ws="none",
         log_config=None,
         access_log=False,
@@ -119,7 +122,7 @@ def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | 
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,
     )
-    return Server(config, coordinator, ready)
+    return CoordinatorServer(config, coordinator, ready)
 
 
 def max_connections() -> int:
@@ -136,23 +139,6 @@ def max_connections() -> int:
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, soft - OTHER_FILES))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return listener
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    host, port = listener.getsockname()[:2]
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,48 +1,62 @@
-"""What `/metrics` shows, in one registry per coordinator; each name is listed in docs/protocol.md."""
+"""What `/metrics` shows, in one registry per coordinator, and the middleware that counts requests and bytes.
+
+Each name is listed in docs/protocol.md; tests/docs/test_grafana.py holds the dashboards to them.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterable
 
-from blocktrain.wire.messages import StatusAnswer, Traffic, Verdict
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blocktrain.wire.messages import ByteCounts, StatusAnswer
 
 KINDS = ("payload", "snapshot", "control")
+HEADER_LINE_BYTES = 4
+"""Colon, space and line end of one header."""
+FIRST_LINE_BYTES = 16
+"""Method, version and line end of a request, or the status line of an answer: about as much, and it saves
+asking the server for the exact bytes."""
 
 
 class Metrics:
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._requests = Counter(
-            "blocktrain_requests", "Requests answered", ["method", "route", "status"], registry=self._registry
+            "blocktrain_requests", "Requests answered", ["method", "route", "status"], registry=registry
         )
         self._bytes = Counter(
             "blocktrain_bytes", "Bytes of requests (up) and answers (down), headers included",
-            ["direction", "kind"], registry=self._registry,
+            ["direction", "kind"], registry=registry,
         )  # fmt: skip
         self._verdicts = Counter(
-            "blocktrain_verdicts", "Verdicts on updates", ["outcome", "reason"], registry=self._registry
+            "blocktrain_verdicts", "Verdicts on updates", ["outcome", "reason"], registry=registry
         )
+        self._failures = Counter(
+            "blocktrain_loop_failures", "Failures of background loops, each tried again", ["loop"],
+            registry=registry,
+        )  # fmt: skip
         self._merge_seconds = Histogram(
             "blocktrain_merge_seconds", "Seconds from the decision to close a round to its new snapshot",
-            registry=self._registry,
+            registry=registry,
         )  # fmt: skip
         self._version = Gauge(
-            "blocktrain_block_version", "Head version of a block", ["block"], registry=self._registry
+            "blocktrain_block_version", "Head version of a block", ["block"], registry=registry
         )
-        self._workers = Gauge("blocktrain_workers", "Live workers", registry=self._registry)
+        self._workers = Gauge("blocktrain_workers", "Live workers", registry=registry)
         self._participation = Gauge(
-            "blocktrain_participation", "Share of assigned work that arrived on time", registry=self._registry
+            "blocktrain_participation", "Share of assigned work that arrived on time", registry=registry
         )
         self._loss = Gauge(
-            "blocktrain_consensus_ce",
-            "Held-out cross entropy of the assembled model",
-            registry=self._registry,
+            "blocktrain_consensus_ce", "Held-out cross entropy of the assembled model", registry=registry
         )
         self._judging = Gauge(
             "blocktrain_judging_share",
             "Compute of judges and guard as a share of the compute they judged, since the start",
-            registry=self._registry,
+            registry=registry,
         )
+        # The status answer needs plain sums, and reading them out of the registry is slow.
         self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in KINDS}
 
     def request(self, method: str, route: str, status: int) -> None:
@@ -52,17 +66,17 @@ class Metrics:
         self._bytes.labels(direction, kind).inc(num_bytes)
         self._traffic[direction, kind] += num_bytes
 
-    def verdict(self, verdict: Verdict) -> None:
-        self._verdicts.labels(str(verdict.outcome), str(verdict.reason)).inc()
+    def verdict(self, outcome: str, reason: str) -> None:
+        self._verdicts.labels(str(outcome), str(reason)).inc()
 
-    def judged(self, outcome: str, reason: str) -> None:
-        self._verdicts.labels(outcome, reason).inc()
-
-    def merged(self, _block: int, _version: int, seconds: float) -> None:
+    def merged(self, seconds: float) -> None:
         self._merge_seconds.observe(seconds)
 
-    def traffic(self, direction: str) -> Traffic:
-        return Traffic(**{kind: self._traffic[direction, kind] for kind in KINDS})
+    def failed(self, loop: str) -> None:
+        self._failures.labels(loop).inc()
+
+    def traffic(self, direction: str) -> ByteCounts:
+        return ByteCounts(**{kind: self._traffic[direction, kind] for kind in KINDS})
 
     def text(self, status: StatusAnswer, judging_share: float) -> bytes:
         self._judging.set(judging_share)
@@ -74,3 +88,42 @@ class Metrics:
         if status.evaluations:
             self._loss.set(status.evaluations[-1].consensus_ce)
         return generate_latest(self._registry)
+
+
+class CountTraffic:
+    """Middleware: counts every request, and what crosses the socket by kind, headers included."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        kind = "control"
+        if path.startswith("/v1/snapshots/"):
+            kind = "snapshot"
+        elif path.startswith("/v1/updates/") and method in ("GET", "PUT"):
+            kind = "payload"
+        self._metrics.moved("up", kind, _head_bytes(scope["headers"]) + len(path))
+
+        async def counted_receive() -> Message:
+            message = await receive()
+            self._metrics.moved("up", kind, len(message.get("body", b"")))
+            return message
+
+        async def counted_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.moved("down", kind, _head_bytes(message.get("headers", ())))
+                # The route's pattern, not the path: a stranger must not be able to make up label values.
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.request(method, route, message["status"])
+            self._metrics.moved("down", kind, len(message.get("body", b"")))
+            await send(message)
+
+        await self._app(scope, counted_receive, counted_send)
+
+
+def _head_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    return FIRST_LINE_BYTES + sum(len(name) + len(value) + HEADER_LINE_BYTES for name, value in headers)

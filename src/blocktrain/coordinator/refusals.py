@@ -41,7 +41,6 @@ STATUS: dict[str, int] = {
     Reason.CLOCK_SKEW: 401,
     Reason.REPLAYED: 401,
     Reason.DIGEST_MISMATCH: 400,
-    Reason.BUSY: 503,
 }
 
 

@@ -8,24 +8,18 @@ for it.
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Sequence
+import time
 
 import torch
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 
-from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.operator_notes import Display
-from blocktrain.coordinator.run import build_objective
+from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.corpora import Corpus
-from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import BlocktrainError
-from blocktrain.ids import derive_seed
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
-from blocktrain.training.inner import build_codebook
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.messages import EvaluationState, ReferenceState
@@ -35,101 +29,72 @@ log = logging.getLogger(__name__)
 MAX_SCORED_BYTES = 65_536
 """A coordinator often has no accelerator: enough text for a curve, not for a paper."""
 MAX_POOLING_BYTES = 16_384
-LOW_PRIORITY = 10
-POLL_SECONDS = 0.5
-"""How soon the end of a run, or a request to stop, is noticed."""
 
 
 class Scoring:
-    def __init__(self, context: Context, corpus: Corpus, display: Display) -> None:
-        recipe = context.run.recipe
-        self._context, self._every = context, recipe.swarm.evaluate_every_seconds
+    def __init__(self, resources: Resources, corpus: Corpus, display: Display) -> None:
+        recipe = resources.run.recipe
+        self._resources, self._every = resources, recipe.swarm.evaluate_every_seconds
         self._corpus, self._display = corpus, display
+        self._next_look = 0.0
+        """In seconds of this process's own clock: how often to look is no matter of the run's time."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._objective = build_objective(recipe)
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
-        self._tokenizer = tokenizer
-        codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
+        setup = Setup.of(recipe)
+        self._objective, self._tokenizer = setup.objective, setup.tokenizer
+        codebook = setup.codebook().to(device)
         self._evaluator = Evaluator(self._objective, codebook(), recipe.evaluation, seed=recipe.seed)
         limit = min(recipe.evaluation.max_bytes or MAX_SCORED_BYTES, MAX_SCORED_BYTES)
-        self._held_out = tokenizer.encode(corpus.valid[:limit])
-        self._pool = tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
-        self._blocks = [
-            self._objective.build(block, derive_seed("init", recipe.seed, block)).to(device).eval()
-            for block in range(recipe.model.blocks)
-        ]
+        self._held_out = setup.tokenizer.encode(corpus.valid[:limit])
+        self._pool = setup.tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
+        self._blocks = [setup.initial(block).to(device).eval() for block in range(recipe.model.blocks)]
 
-    def run(self, stop: threading.Event) -> None:
-        lower_priority()
-        self._count_bigrams()
-        waited = self._every
-        while not stop.is_set():
-            try:
-                if waited >= self._every or self._finished():
-                    waited = 0.0
-                    self.score_if_new()
-            except BlocktrainError as error:
-                log.error("cannot score the model: %s", error)
-            except Exception:  # torch raises RuntimeError for anything, out of memory included
-                log.exception("failed to score the model")
-            stop.wait(POLL_SECONDS)
-            waited += POLL_SECONDS
-
-    def _count_bigrams(self) -> None:
-        """The least that a model must beat, on the text it is scored on."""
-        train = self._tokenizer.encode(self._corpus.train)
-        ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
-        source = f"counts of the training text, on the same {len(self._held_out)} held-out tokens as the run"
-        self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
-
-    def _finished(self) -> bool:
-        with self._context.store.read() as session:
+    def score_due(self) -> bool:
+        """Score the heads if enough time has passed since the last look, and at once when the run has ended;
+        whether anything was scored."""
+        if self._display.bigram is None:
+            # The least that a model must beat, on the text it is scored on.
+            train, count = self._tokenizer.encode(self._corpus.train), len(self._held_out)
+            ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
+            source = f"counts of the training text, on the same {count} held-out tokens as the run"
+            self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
+        with self._resources.store.read() as session:
             slowest = session.scalar(select(func.min(BlockRow.version)))
-        return slowest is not None and slowest >= self._context.run.swarm.rounds
+        finished = slowest is not None and slowest >= self._resources.run.swarm.rounds
+        if time.monotonic() < self._next_look and not finished:
+            return False
+        self._next_look = time.monotonic() + self._every
+        return self.score_if_new() is not None
 
     def score_if_new(self) -> EvaluationState | None:
         """Score the heads, unless they are the initial weights or have been scored."""
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             columns = select(BlockRow.version, BlockRow.head_hash).order_by(BlockRow.block)
             heads = session.execute(columns).all()
             versions = canonical_json([version for version, _ in heads]).decode()
             known = session.get(EvaluationRow, versions) is not None
         if known or not any(version for version, _ in heads):
             return None
-        state = self._score([version for version, _ in heads], [digest for _, digest in heads])
-        self._write(versions, state)
-        return state
-
-    def _score(self, versions: Sequence[int], hashes: Sequence[str]) -> EvaluationState:
-        for index, (block, digest) in enumerate(zip(self._blocks, hashes, strict=True)):
-            load_into(block, self._context.weights.snapshot(index, digest))
-        finished = min(versions) >= self._context.run.swarm.rounds
+        for index, (block, (_, digest)) in enumerate(zip(self._blocks, heads, strict=True)):
+            load_into(block, self._resources.weights.snapshot(index, digest))
+        # The published composition costs many passes: it is scored once, at the end.
+        finished = min(version for version, _ in heads) >= self._resources.run.swarm.rounds
         euler = finished and self._objective.composes_by_euler
         weights = self._evaluator.fit_weights(self._blocks, self._pool)
         found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
-        return EvaluationState(
-            time=self._context.clock(),
-            versions=tuple(versions),
+        state = EvaluationState(
+            time=self._resources.clock(),
+            versions=tuple(version for version, _ in heads),
             scored_bytes=len(self._held_out),
             consensus_ce=found.consensus.ce,
             euler_ce=None if found.euler is None else found.euler.ce,
             block_ce=tuple(score.ce for score in found.blocks),
             weights=tuple(weights),
         )
-
-    def _write(self, versions: str, state: EvaluationState) -> None:
         try:
-            with self._context.store.write() as session:
+            with self._resources.store.write() as session:
                 session.add(EvaluationRow(versions=versions, time=state.time, record=state.model_dump_json()))
         except IntegrityError:
-            return  # another process scored the same heads
+            return state  # another process scored the same heads
         log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)
-        self._context.changes.notify()
-
-
-def lower_priority() -> None:
-    """Of the calling thread, where the system can: requests and merges go first."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-    except (AttributeError, OSError):
-        log.debug("this system has no priorities for threads")
+        self._resources.changes.notify()
+        return state

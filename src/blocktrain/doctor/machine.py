@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import torch
 
 import blocktrain
-from blocktrain.cli.options import find_device, find_recipe
-from blocktrain.config import Recipe, load_recipe
-from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.doctor.findings import Device, Disk, Need, Tcp, Versions
 from blocktrain.errors import DeviceError
 from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.training.device import find_device
+from blocktrain.training.setup import Setup
 
 MEASURED_RECIPES = ("demo", "wikitext-2", "litepaper", "swarm-t7")
 """Blocks of 0.1 to 6 GB, smallest first."""
@@ -85,8 +85,7 @@ def shipped_needs() -> list[Need]:
 
 
 def need_of(recipe: Recipe) -> Need:
-    vocabulary = load_tokenizer(recipe.data.tokenizer).vocabulary
-    return Need(recipe.name, estimated_training_bytes(recipe, vocabulary))
+    return Need(recipe.name, estimated_training_bytes(Setup.of(recipe)))
 
 
 def read_disk(folder: Path) -> Disk:

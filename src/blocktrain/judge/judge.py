@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
+from blocktrain.client.run import Layout, load_run_corpus, run_setup
 from blocktrain.errors import DataError
 from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
 from blocktrain.training.update import Weights
@@ -20,8 +21,6 @@ from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode
 from blocktrain.wire.messages import JudgeTask
-from blocktrain.worker.program import load_run_corpus, swarm_recipe
-from blocktrain.worker.snapshots import Layout
 
 KEPT_SNAPSHOTS = 4
 """Beside those of frozen blocks: the head and the base of the task, and of the one before."""
@@ -39,8 +38,8 @@ class Judge:
         self._client, self._say = client, say
         run = client.run()
         client.audience = run.run_id
-        recipe = swarm_recipe(run)
-        text = load_run_corpus(recipe, run, corpus)
+        setup = run_setup(run)
+        recipe, text = setup.recipe, load_run_corpus(setup, run, corpus)
         if recipe.trust.private_text is not None and held_out is None:
             raise DataError(
                 "this run is judged on private text: get it from the operator, and use --held-out"
@@ -70,7 +69,7 @@ class Judge:
             after = applied(layout.codec, base, own_base, decoded, task.step)
             evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.reason != "lease_lost":
                 raise
             self._say(f"lost update={task.update_id[:12]}: {refusal}")

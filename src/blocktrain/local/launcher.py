@@ -32,7 +32,7 @@ MAX_QUICK_FAILURES = 5
 
 def block_groups(num_blocks: int, num_stages: int, *, together: bool = False) -> list[list[int]]:
     """Which blocks each stage holds: neighbours, as evenly as possible; stages beyond the number of
-    blocks are spares, and blocks that hear each other stay together."""
+    blocks are spares, and blocks of a chain stay together."""
     if together:
         return [list(range(num_blocks)) for _ in range(num_stages)]
     parts = min(num_blocks, num_stages)
@@ -103,8 +103,8 @@ class LaunchConfig:
 
 def stage_programs(config: LaunchConfig) -> list[Program]:
     described = Description.of(read_config(config.checkpoint), config.checkpoint)
-    objective, num_blocks = described.objective(), described.recipe.model.blocks
-    together = any(objective.heard(block) for block in range(num_blocks))
+    objective, num_blocks = described.setup().objective, described.recipe.model.blocks
+    together = any(objective.upstream(block) for block in range(num_blocks))
     threads = max(1, (os.cpu_count() or 1) // config.num_stages)
     groups = block_groups(num_blocks, config.num_stages, together=together)
     return [_stage_program(config, number, blocks, threads) for number, blocks in enumerate(groups)]

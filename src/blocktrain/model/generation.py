@@ -1,44 +1,20 @@
-"""Sampling text: Gumbel noise keyed by (seed, position), so the same seed gives the same text however
-it is produced: with or without caches, drafts, retries or other machines.
+"""Text from all blocks on one device, token by token: the reference that every engine must agree with.
+
+The same seed gives the same text however it is produced: with or without caches, drafts, retries or other
+machines (see `sampling`). `blocktrain generate CHECKPOINT` and the sample in a run's report are written here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.model.block import Block
 from blocktrain.model.composition import block_log_probs, pool
 from blocktrain.model.objective import Objective
-
-
-def gumbel_noise(seed: int, position: int, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise of one absolute position, the same on every machine."""
-    key = f"blocktrain-gumbel/{seed}/{position}".encode()
-    raw = np.frombuffer(hashlib.shake_128(key).digest(8 * vocabulary), dtype="<u8")
-    uniform = (raw.astype(np.float64) + 0.5) / 2.0**64
-    return torch.from_numpy(-np.log(-np.log(uniform)))
-
-
-def choose_token(
-    log_probs_V: Tensor, *, seed: int, position: int, temperature: float = 1.0, top_p: float = 1.0
-) -> int:
-    """The sampled token; temperature 0 is the most likely one (the lowest id of equals)."""
-    scores = log_probs_V.double().cpu()
-    if temperature == 0:
-        return int(scores.argmax())
-    scores = F.log_softmax(scores / temperature, dim=-1)
-    if top_p < 1:
-        ordered, order = scores.sort(descending=True, stable=True)
-        beyond = ordered.exp().cumsum(-1) - ordered.exp() >= top_p
-        scores[order[beyond]] = -math.inf
-    return int((scores + gumbel_noise(seed, position, len(scores))).argmax())
+from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose
 
 
 class LocalModel:
@@ -56,6 +32,7 @@ class LocalModel:
     def next_log_probs(self, tokens: Sequence[int]) -> Tensor:
         """Log-probs of the token after `tokens`, reusing what the caches already hold."""
         visible = list(visible_context(tokens, self.context))
+        # Caches only grow here: another text, or a window that slid, starts over.
         if self.seen != visible[: len(self.seen)] or len(self.seen) >= len(visible):
             self.seen, self.caches = [], [block.new_cache() for block in self.blocks]
         fresh = torch.tensor([visible[len(self.seen) :]], device=self.codebook.device)
@@ -65,13 +42,16 @@ class LocalModel:
 
 
 def visible_context(tokens: Sequence[int], context: int) -> Sequence[int]:
-    """The tail of the text the model sees. It slides by half a context at a time, so that caches live
-    for many tokens and the tail depends on the text's length alone."""
+    """The tail of the text the model sees."""
     return tokens[window_start(len(tokens), context) :]
 
 
 def window_start(length: int, context: int) -> int:
-    """Where the visible tail of a text of `length` tokens begins."""
+    """Where the visible tail of a text of `length` tokens begins.
+
+    It slides by half a context at a time, so that caches live for many tokens, and depends on the length
+    alone, so that every engine sees the same tail.
+    """
     half = max(1, context // 2)
     return max(0, -(-(length - context) // half) * half)
 
@@ -86,9 +66,8 @@ def generate(
     top_p: float = 1.0,
 ) -> Iterator[int]:
     """Yields tokens after the prompt, one at a time."""
-    tokens = list(prompt)
+    sampler, tokens = Sampler(seed, temperature, top_p), list(prompt)
     for _ in range(max_tokens):
-        log_probs = model.next_log_probs(tokens)
-        token = choose_token(log_probs, seed=seed, position=len(tokens), temperature=temperature, top_p=top_p)
-        tokens.append(token)
-        yield token
+        row = model.next_log_probs(tokens).double().cpu().numpy()
+        tokens.append(choose(row, sampler, len(tokens), EXACT_TOLERANCE).token)
+        yield tokens[-1]

@@ -1,8 +1,8 @@
 """What a block is trained to do: the seam between block-local objectives and everything else.
 
-An objective declares which other blocks a block needs frozen, draws the step's noise, and gives the
-loss. Equation numbers are those of objective.md's source, the DiffusionBlocks paper. It never sees
-optimizers, data files or other blocks' gradients.
+An objective says which other blocks a block takes input from, draws the step's noise, and gives the loss. It
+never sees optimizers, data files or other blocks' gradients. Numbers in brackets are the equations of
+docs/objective.md, which has them in the symbols of the DiffusionBlocks and EDM papers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import Block, BlockOutput, Hint, build_block
+from blocktrain.model.block import Block, Hint, build_block
 from blocktrain.model.noise import loss_weight, sample_sigma
 
 
@@ -27,57 +27,21 @@ class Loss:
 
 
 class Objective:
-    """The published block-local denoising objective, with hint dropout, and its kinds that hear others.
-
-    `chain`: a block takes the features of the blocks before it as input. `composed`: from `composed_from` of
-    the steps on, `composed_share` of the loss is that of the mean of all blocks' log-probs.
-    """
-
-    composed_share = 0.5
-    composed_from = 0.5
+    """The published block-local denoising objective, with hint dropout."""
 
     def __init__(self, model: ModelConfig, config: ObjectiveConfig, *, vocabulary: int) -> None:
         self.model, self.config, self.vocabulary = model, config, vocabulary
 
-    def heard(self, block: int) -> tuple[int, ...]:
-        """The blocks whose relay block `block` takes as input, in training and in the composed model."""
+    def upstream(self, block: int) -> tuple[int, ...]:
+        """The blocks that must run, in this order, before `block`: it takes the features of the last of them
+        as input. In training they are frozen.
+
+        The only place that looks at `objective.kind`. Everything else asks here: the trainer which blocks to
+        freeze, a coordinator which snapshots an assignment names, a stage which blocks it must hold too.
+        """
+        # `denoise` needs no other block, so none can be stale and any subset is a model. A `chain` costs 52 %
+        # more compute for 1.086 against 1.064 nats per byte after 500 steps: docs/decisions/0008.
         return tuple(range(block)) if self.config.kind == "chain" else ()
-
-    def frozen(self, block: int, progress: float = 1.0) -> tuple[int, ...]:
-        """The other blocks that training `block` needs, frozen, in the order they run; `progress` is the
-        share of the run's steps that are done. At 1, all it ever needs; before, all of these or none."""
-        if self.config.kind != "composed":
-            return self.heard(block)
-        return tuple(b for b in range(self.model.blocks) if b != block and progress >= self.composed_from)
-
-    def relay(self, output: BlockOutput, heard: Tensor | None) -> Tensor:
-        """What a frozen block hands on, given what was handed to it; of one shape for all blocks."""
-        if self.config.kind != "composed":
-            return output.features_BTD
-        log_probs_BTV = F.log_softmax(output.logits_BTV.float(), dim=-1)
-        return log_probs_BTV if heard is None else heard + log_probs_BTV
-
-    def predict(
-        self,
-        block: Block,
-        tokens_BT: Tensor,
-        codebook_VD: Tensor,
-        hint: Hint | None = None,
-        heard: Tensor | None = None,
-    ) -> Tensor:
-        """The logits by which the block is judged, given what it heard."""
-        logits_BTV: Tensor = block(tokens_BT, codebook_VD, hint, heard).logits_BTV
-        if self.config.kind != "composed" or heard is None:
-            return logits_BTV
-        return self._composed(F.log_softmax(logits_BTV.float(), dim=-1), heard)
-
-    def _composed(self, own_BTV: Tensor, others_BTV: Tensor) -> Tensor:
-        """The mean of all blocks' log-probs."""
-        return (own_BTV + others_BTV) / self.model.blocks
-
-    def composed_loss(self, own_BTV: Tensor, others_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        mean_BTV = self._composed(own_BTV, others_BTV)
-        return F.cross_entropy(mean_BTV.flatten(0, 1), targets_BT.flatten())
 
     def build(self, block: int, seed: int) -> Block:
         return build_block(
@@ -86,7 +50,7 @@ class Objective:
             vocabulary=self.vocabulary + self.trained_for_sweep,
             seed=seed,
             hints=self.config.hint_probability > 0,
-            upstream=bool(self.heard(block)),
+            upstream=bool(self.upstream(block)),
         )
 
     def build_reference(self, seed: int) -> Block:
@@ -102,8 +66,8 @@ class Objective:
 
     @property
     def composes_by_euler(self) -> bool:
-        """Whether blocks were taught to go on from each other's noise: with hints, and hearing nobody."""
-        return self.config.hint_probability > 0 and not any(map(self.heard, range(self.model.blocks)))
+        """True if blocks can go on from each other's noise: they know hints, and need no features."""
+        return self.config.hint_probability > 0 and not any(map(self.upstream, range(self.model.blocks)))
 
     @property
     def trained_for_sweep(self) -> bool:
@@ -115,15 +79,13 @@ class Objective:
         assert self.trained_for_sweep, "only blocks trained for `sweep` have an embedding for it"
         return self.vocabulary
 
-    def hide_context(self, tokens_BT: Tensor, generator: torch.Generator) -> Tensor:
-        """Unknown tokens beyond a random prefix, in the first of the sequences that have a hint."""
-        if not self.trained_for_sweep:
-            return tokens_BT
-        length, swept = tokens_BT.shape[1], self.num_swept(tokens_BT.shape[0])
-        prefix_S = torch.randint(1, max(2, length), (swept, 1), generator=generator, device=generator.device)
-        hidden_ST = torch.arange(length, device=tokens_BT.device) >= prefix_S
-        swept_ST = tokens_BT[:swept].masked_fill(hidden_ST, self.unknown_token)
-        return torch.cat([swept_ST, tokens_BT[swept:]])
+    def num_hinted(self, batch: int) -> int:
+        """Sequences of a batch that get a hint; some but not all where the recipe asks for a share."""
+        share = self.config.hint_probability
+        if share in (0.0, 1.0):
+            return round(share * batch)
+        # Both kinds in every batch: a step without hints would train the noise condition on nothing.
+        return min(max(round(share * batch), 1), batch - 1)
 
     def num_swept(self, batch: int) -> int:
         """Sequences of a batch, the first ones, with unknown context and attention both ways."""
@@ -131,32 +93,30 @@ class Objective:
             return 0
         return min(max(round(self.config.sweep_probability * batch), 1), self.num_hinted(batch))
 
-    def num_hinted(self, batch: int) -> int:
-        """Sequences of a batch that get a hint; some but not all where the recipe asks for a share."""
-        share = self.config.hint_probability
-        if share in (0.0, 1.0):
-            return round(share * batch)
-        return min(max(round(share * batch), 1), batch - 1)
-
     def draw_hint(
         self, block: int, targets_BT: Tensor, codebook_VD: Tensor, generator: torch.Generator
     ) -> Hint | None:
-        """z = e_y + sigma eps for the share of sequences that get a hint, one sigma per sequence."""
+        """The noised targets of the share of sequences that get a hint, the first ones."""
         hinted = self.num_hinted(targets_BT.shape[0])
         if not hinted:
             return None
+        # (2): one sigma for a whole sequence, from the interval of the block.
         sigma_P = sample_sigma(self.config, self.model.blocks, block, hinted, generator)
+        # (1): z = e_y + sigma eps. No leak: z at an earlier position hides a token that the context shows.
         e_PTD = F.embedding(targets_BT[:hinted], codebook_VD)
         eps_PTD = torch.randn(e_PTD.shape, generator=generator, device=e_PTD.device)
         return Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P)
 
-    def _mean_loss(self, ce_BT: Tensor, tokens_BT: Tensor, swept: int) -> Tensor:
-        """Per sequence; of a swept one without the targets that stand in its known context."""
-        if not swept:
-            return ce_BT.mean(dim=1)
-        counts = torch.ones_like(ce_BT)
-        counts[:swept, :-1] = (tokens_BT[:swept, 1:] == self.unknown_token).to(counts.dtype)
-        return (ce_BT * counts).sum(dim=1) / counts.sum(dim=1)
+    def hide_context(self, tokens_BT: Tensor, generator: torch.Generator) -> Tensor:
+        """Unknown tokens beyond a random prefix, in the first of the sequences that have a hint."""
+        if not self.trained_for_sweep:
+            return tokens_BT
+        length, swept = tokens_BT.shape[1], self.num_swept(tokens_BT.shape[0])
+        # At least one known token: `sweep` always goes on from a prompt.
+        prefix_S = torch.randint(1, max(2, length), (swept, 1), generator=generator, device=generator.device)
+        hidden_ST = torch.arange(length, device=tokens_BT.device) >= prefix_S
+        swept_ST = tokens_BT[:swept].masked_fill(hidden_ST, self.unknown_token)
+        return torch.cat([swept_ST, tokens_BT[swept:]])
 
     def loss(
         self,
@@ -164,32 +124,40 @@ class Objective:
         tokens_BT: Tensor,
         targets_BT: Tensor,
         codebook_VD: Tensor,
-        z_PTD: Tensor | None = None,
-        sigma_P: Tensor | None = None,
-        heard: Tensor | None = None,
+        hint: Hint | None = None,
+        upstream_BTD: Tensor | None = None,
     ) -> Loss:
-        """w(sigma) * CE(g z_hat E^T, y), weighted per sequence; `heard` is what the frozen blocks hand on."""
-        hint = None if z_PTD is None or sigma_P is None else Hint(z_PTD, sigma_P)
+        """(6): w(sigma) * CE(g z_hat E^T, y), the weight one number per sequence."""
         batch, length = tokens_BT.shape
+        hinted = 0 if hint is None else hint.sigma_P.shape[0]
         swept = self.num_swept(batch) if hint is not None else 0
-        output = block(tokens_BT, codebook_VD, hint, heard, both_ways=swept)
-        sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
-        if sigma_P is not None:
-            sigma_B = torch.cat([sigma_P, sigma_B[sigma_P.shape[0] :]])
-        weight_B = loss_weight(sigma_B, self.config.sigma_data)
+        # (4), (5): one pass over hinted sequences and those without; the latter are the limit sigma -> inf.
+        output = block(tokens_BT, codebook_VD, hint, upstream_BTD, both_ways=swept)
         logits_BTV = output.logits_BTV
         if self.config.loss == "mse":
+            # The regression alone trains z_hat; cross entropy here fits the scale g and nothing else.
             logits_BTV = block.logit_scale * F.linear(output.z_hat_BTD.detach(), codebook_VD)
-        log_probs_BTV = F.log_softmax(logits_BTV.float(), dim=-1)
-        ce_BT = F.nll_loss(log_probs_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
-        ce_BT = ce_BT.view(batch, length)
-        total = (weight_B * self._mean_loss(ce_BT, tokens_BT, swept)).mean()
+        # In fp32: in bf16 logits of 12 come in steps of 1/16, too coarse for a loss of 1 nat.
+        ce = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
+        ce_BT = ce.view(batch, length)
+        if swept:
+            # A target that stands in the known context of a swept sequence, which attends both ways, could be
+            # copied: it does not count.
+            counts_BT = torch.ones_like(ce_BT)
+            unknown_ST = tokens_BT[:swept, 1:] == self.unknown_token
+            counts_BT[:swept, :-1] = unknown_ST.to(counts_BT.dtype)
+            ce_B = (ce_BT * counts_BT).sum(dim=1) / counts_BT.sum(dim=1)
+        else:
+            ce_B = ce_BT.mean(dim=1)
+        # w has shape [B], as ce_B has: [B, 1] here would broadcast to [B, B] and mix the sequences' weights.
+        sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
+        if hint is not None:
+            sigma_B = torch.cat([hint.sigma_P, sigma_B[hinted:]])
+        weight_B = loss_weight(sigma_B, self.config.sigma_data)
+        total = (weight_B * ce_B).mean()
         if self.config.loss == "mse":
             error_BT = (output.z_hat_BTD - F.embedding(targets_BT, codebook_VD)).square().sum(dim=-1)
             total = total + (weight_B * error_BT.mean(dim=1)).mean()
-        hinted = 0 if sigma_P is None else sigma_P.shape[0]
-        if self.config.kind == "composed" and heard is not None:
-            # Frozen blocks see no hint, so the sequences count in which this one sees none either.
-            composed = self.composed_loss(log_probs_BTV[hinted:], heard[hinted:], targets_BT[hinted:])
-            total = (1 - self.composed_share) * total + self.composed_share * weight_B[-1] * composed
+        # Reported is what a block knows without the truth in its input: the local cross entropy with a noised
+        # truth is better by (1 - E|p|^2) / (2 sigma_min^2) nats, 0.22 at [1, 10], and means nothing.
         return Loss(total, ce_BT[hinted if hinted < batch else 0 :].mean().detach())

@@ -2,7 +2,7 @@
 
 A traversal brings one to thirty tokens. With the matrices laid out once for oneDNN, products of 9 to 17 rows
 take half the time of `F.linear` (d = 384, one core: docs/experiments.md). Results differ in the last bits, as
-they do between processors; serving/engine/sampling.py says why that changes no text.
+they do between processors; model/sampling.py says why that changes no text.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ new tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,14 +66,14 @@ def begin_sweep(objective: Objective, known_BL: Tensor, num_new: int, z0_BTD: Te
 
 def refine(
     objective: Objective,
-    index: int,
-    block: Block,
+    blocks: Mapping[int, Block],
     codebook_VD: Tensor,
     sweep: Sweep,
     passes: int,
     sharpness: float = 1.0,
 ) -> tuple[Sweep, Tensor]:
-    """Block `index`'s Euler steps; also its last log-probs of the new tokens, [B, N, V].
+    """The Euler steps that these blocks own, in order; also their last log-probs of the new tokens, [B, N,
+    V].
 
     Steps move towards softmax(sharpness * log p): above 1, what is likely is preferred early.
     """
@@ -81,37 +81,19 @@ def refine(
     sigmas = levels(objective.config, num_blocks * passes)
     log_probs_BNV = torch.empty(0)
     for i, sigma in enumerate(sigmas):
-        if owner(objective.config, num_blocks, sigma) != index:
+        # Noise falls from step to step, and block 0 owns the highest: the steps of one block are neighbours.
+        block = blocks.get(owner(objective.config, num_blocks, sigma))
+        if block is None:
             continue
-        log_probs_BNV = _predict(block, codebook_VD, sweep, noise_share(sigmas[0], sigma), sigma)
+        # z = a z0 + p_bar E stands for the whole history of steps: only p_bar, one row per token, is carried.
+        z_BTD = noise_share(sigmas[0], sigma) * sweep.z0_BTD + sweep.p_bar_BTV @ codebook_VD
+        sigma_B = torch.full((len(z_BTD),), sigma, device=z_BTD.device)
+        output: BlockOutput = block(sweep.tokens_BT, codebook_VD, Hint(z_BTD, sigma_B), both_ways=len(z_BTD))
+        log_probs_BNV = F.log_softmax(output.logits_BTV[:, -sweep.num_new :].float(), dim=-1)
         if i + 1 < len(sigmas):
+            # Euler's step z += (s' - s) (z - D) / s keeps s' / s of z and takes the rest from the
+            # prediction D.
             kept = sigmas[i + 1] / sigma
             towards = (sharpness * log_probs_BNV).softmax(dim=-1)
             sweep = sweep.with_new_rows(kept * sweep.new_rows + (1 - kept) * towards)
     return sweep, log_probs_BNV
-
-
-def _predict(block: Block, codebook_VD: Tensor, sweep: Sweep, share: float, sigma: float) -> Tensor:
-    z_BTD = share * sweep.z0_BTD + sweep.p_bar_BTV @ codebook_VD
-    sigma_B = torch.full((len(z_BTD),), sigma, device=z_BTD.device)
-    output: BlockOutput = block(sweep.tokens_BT, codebook_VD, Hint(z_BTD, sigma_B), both_ways=len(z_BTD))
-    logits_BTV = output.logits_BTV
-    return F.log_softmax(logits_BTV[:, -sweep.num_new :].float(), dim=-1)
-
-
-def sweep_log_probs(
-    objective: Objective,
-    blocks: Sequence[Block],
-    codebook_VD: Tensor,
-    known_BL: Tensor,
-    num_new: int,
-    z0_BTD: Tensor,
-    passes: int = 1,
-    sharpness: float = 1.0,
-) -> Tensor:
-    """One pass of new positions through all blocks: the last block's log-probs of every new token."""
-    sweep = begin_sweep(objective, known_BL, num_new, z0_BTD)
-    log_probs_BNV = torch.empty(0)
-    for index, block in enumerate(blocks):
-        sweep, log_probs_BNV = refine(objective, index, block, codebook_VD, sweep, passes, sharpness)
-    return log_probs_BNV

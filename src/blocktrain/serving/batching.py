@@ -9,17 +9,15 @@ asked.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.serving.blocks import HeldBlocks, Work
+from blocktrain.serving.blocks import HeldBlocks, RowWork
 
 T = TypeVar("T")
 
@@ -39,20 +37,11 @@ class QueueFullError(Exception):
     """More work waits than may."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    rows: NDArray[Any]
-    queue_seconds: float
-    compute_seconds: float
-
-
 @dataclass
 class _Job:
-    work: Work
-    exact: bool
+    work: RowWork
     deadline: float
-    queued: float
-    future: asyncio.Future[Outcome]
+    future: asyncio.Future[NDArray[Any]]
 
     @property
     def owner(self) -> int:
@@ -73,68 +62,69 @@ class Batcher:
         self._observe = observe or (lambda works, tokens, seconds: None)
         self._waiting: deque[_Job] = deque()
         self._wake = asyncio.Event()
+        # One thread: blocks and caches are not safe to run from two, and a second would only share the cores.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="blocks")
         self._task: asyncio.Task[None] | None = None
-        self._busy = False
-
-    @property
-    def idle(self) -> bool:
-        return not self._waiting and not self._busy
+        """Begins with the first work, on the event loop that asks."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="batcher")
-
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
         while self._waiting:
             self._waiting.popleft().future.cancel()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    async def rows(self, work: Work, deadline: float = float("inf")) -> Outcome:
-        """Rows of `work`; `deadline` is on the event loop's clock."""
-        return await self.submit(work, exact=False, deadline=deadline)
-
-    async def exact_row(self, ids: Sequence[int], blocks: tuple[int, ...], deadline: float) -> Outcome:
-        return await self.submit(Work(ids, 1, blocks, {}), exact=True, deadline=deadline)
+    def submit(self, work: RowWork, deadline: float = float("inf")) -> asyncio.Future[NDArray[Any]]:
+        """The rows of `work`, in time; `deadline` is on the event loop's clock."""
+        if len(self._waiting) >= self.max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting; expected fewer")
+        loop = asyncio.get_running_loop()
+        if self._task is None:
+            self._task = loop.create_task(self._run(), name="batcher")
+        job = _Job(work, deadline, loop.create_future())
+        self._waiting.append(job)
+        self._wake.set()
+        return job.future
 
     async def call(self, function: Callable[[], T], deadline: float = float("inf")) -> T:
         """Run something else in the computing thread, such as a draft; LateError if its turn comes late."""
         loop = asyncio.get_running_loop()
 
         def in_time() -> T:
+            # Asked in the computing thread, when its turn has come.
             if loop.time() >= deadline:
                 raise LateError("the deadline passed while the request was waiting")
             return function()
 
         return await loop.run_in_executor(self._executor, in_time)
 
-    def submit(self, work: Work, *, exact: bool, deadline: float) -> asyncio.Future[Outcome]:
-        if len(self._waiting) >= self.max_waiting:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting; expected fewer")
-        loop = asyncio.get_running_loop()
-        job = _Job(work, exact, deadline, loop.time(), loop.create_future())
-        self._waiting.append(job)
-        self._wake.set()
-        return job.future
-
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
+            # Whatever arrived during the last pass: batches grow with load and add no waiting of their own.
             jobs = self._take(loop.time())
             if not self._waiting:
                 self._wake.clear()
-            if jobs:
-                self._busy = True
-                await self._compute(jobs)
-                self._busy = False
+            if not jobs:
+                continue
+            began = loop.time()
+            try:
+                rows = await loop.run_in_executor(self._executor, self.held.rows, [job.work for job in jobs])
+            except Exception as error:  # translated once for everybody who waits
+                for job in jobs:
+                    if not job.future.done():
+                        job.future.set_exception(error)
+                continue
+            self._observe(len(jobs), sum(len(job.work.ids) for job in jobs), loop.time() - began)
+            for job, values in zip(jobs, rows, strict=True):
+                if not job.future.done():
+                    job.future.set_result(values)
 
     def _take(self, now: float) -> list[_Job]:
         """The next batch in order of arrival: at most one job of a session, exact passes alone."""
@@ -143,46 +133,20 @@ class Batcher:
         owners: set[int] = set()
         tokens = 0
         while self._waiting:
+            # Not stopped at a full batch: what is left waits on, in its order.
             job = self._waiting.popleft()
-            full = bool(taken) and (job.exact or taken[0].exact or tokens >= MAX_BATCH_TOKENS)
+            full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
             if job.owner in owners or full:
                 later.append(job)
-            elif _is_worth_running(job, now):
+            elif job.future.done():
+                pass  # whoever asked has gone away
+            elif now >= job.deadline:
+                job.future.set_exception(LateError("the deadline passed while the request was waiting"))
+            elif not job.work.runnable:
+                job.future.set_exception(CacheGapError("the session's cache lacks earlier positions"))
+            else:
                 taken.append(job)
                 tokens += len(job.work.ids)
             owners.add(job.owner)
         self._waiting = later
         return taken
-
-    async def _compute(self, jobs: list[_Job]) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            rows = await loop.run_in_executor(self._executor, self._forward, jobs)
-        except Exception as error:  # translated once for everybody who waits
-            for job in jobs:
-                if not job.future.done():
-                    job.future.set_exception(error)
-            return
-        seconds = loop.time() - began
-        self._observe(len(jobs), sum(len(job.work.ids) for job in jobs), seconds)
-        for job, values in zip(jobs, rows, strict=True):
-            if not job.future.done():
-                job.future.set_result(Outcome(values, began - job.queued, seconds))
-
-    def _forward(self, jobs: list[_Job]) -> Sequence[NDArray[Any]]:
-        if jobs[0].exact:
-            return [self.held.exact_row(job.work.ids, job.work.blocks)[np.newaxis] for job in jobs]
-        return self.held.rows([job.work for job in jobs])
-
-
-def _is_worth_running(job: _Job, now: float) -> bool:
-    if job.future.done():
-        return False
-    if now >= job.deadline:
-        job.future.set_exception(LateError("the deadline passed while the request was waiting"))
-        return False
-    if not job.work.runnable:
-        job.future.set_exception(CacheGapError("the session's cache lacks earlier positions"))
-        return False
-    return True

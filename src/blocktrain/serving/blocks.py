@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
+from blocktrain.model.block import Block, Cache, PackedCache
+from blocktrain.model.composition import run_blocks
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
 
 
-class Steps(Protocol):
+class RoughBlocks(Protocol):
     """Rough rows for drafts: `model.quick`. A cache belongs to the steps that made it."""
 
     def new_cache(self) -> Any: ...
@@ -36,8 +37,8 @@ class Steps(Protocol):
 
 
 @dataclass
-class Work:
-    """New tokens of one session, behind what its caches already hold."""
+class RowWork:
+    """New tokens of one text, behind what its caches already hold, and the rows they ask for."""
 
     ids: Sequence[int]
     num_rows: int
@@ -47,6 +48,8 @@ class Work:
     """One per block that must run; see `HeldBlocks.new_caches`."""
     base: int = 0
     """Positions to keep in the caches; what they hold beyond is forgotten first."""
+    exact: bool = False
+    """One row in float64, from the ids alone."""
 
     @property
     def runnable(self) -> bool:
@@ -62,7 +65,7 @@ class Refinement:
     num_new: int
     seed: int
     position: int
-    """Of the first new token in the whole text."""
+    """Where in the whole text the first new token stands."""
     passes: int
 
 
@@ -75,21 +78,23 @@ class HeldBlocks:
         self.weights = checkpoint.pooling
         self.vocabulary = checkpoint.tokenizer.vocabulary
         self.context = checkpoint.recipe.model.context
+        # Laid out for few rows: a pass of 17 tokens takes 12.6 instead of 15.2 ms (docs/experiments.md).
         self._running = {
             index: packed(block) if is_packable(block) else block for index, block in self.blocks.items()
         }
         self._exact_blocks: dict[int, Block] = {}
-        self._steps: dict[tuple[int, ...], Steps] = {}
+        self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
         """The blocks that must run for these: themselves, and those whose features they take."""
-        return sorted({*blocks, *(heard for block in blocks for heard in self.objective.heard(block))})
+        return sorted({*blocks, *(other for block in blocks for other in self.objective.upstream(block))})
 
     def new_caches(self, blocks: Sequence[int]) -> dict[int, Cache]:
         return {block: self.blocks[block].new_cache() for block in self.needed(blocks)}
 
-    def steps(self, blocks: tuple[int, ...]) -> Steps:
+    def steps(self, blocks: tuple[int, ...]) -> RoughBlocks:
         """These blocks' rough next rows, for drafts."""
+        # Kept: all requests draft with the same rounded matrices.
         if blocks not in self._steps:
             chosen = [self._running[block] for block in blocks]
             kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
@@ -97,49 +102,40 @@ class HeldBlocks:
         return self._steps[blocks]
 
     @torch.inference_mode()
-    def rows(self, works: Sequence[Work]) -> list[NDArray[np.float32]]:
+    def rows(self, works: Sequence[RowWork]) -> list[NDArray[Any]]:
         """Weighted log-probs [num_rows, V] of each work; its caches then hold its ids too."""
+        if works[0].exact:
+            return [self.exact_row(work.ids, work.blocks)[np.newaxis] for work in works]
         for work in works:
             assert work.runnable, "the caches lack positions before the new ids"
             for cache in work.caches.values():
                 cache.truncate(work.base)
-        sums = [torch.zeros(work.num_rows, self.vocabulary, device=self.codebook.device) for work in works]
-        heard: list[Tensor | None] = [None] * len(works)
+        device = self.codebook.device
+        sums = [torch.zeros(work.num_rows, self.vocabulary, device=device) for work in works]
+        features: list[Tensor | None] = [None] * len(works)
+        # In order of blocks, because a block may take the features of the one before it.
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
-            if chosen:
-                self._run_block(index, chosen, works, heard, sums)
+            if not chosen:
+                continue
+            # The new tokens of all chosen works in one row; attention keeps them apart by their caches.
+            lengths = [len(works[i].ids) for i in chosen]
+            caches = [works[i].caches[index] for i in chosen]
+            # One work alone needs no packing, which would cost it a third more.
+            packed_cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
+            ids = torch.tensor([[token for i in chosen for token in works[i].ids]], device=device)
+            parts = [part for i in chosen if (part := features[i]) is not None]
+            upstream = torch.cat(parts, dim=1) if parts and self.objective.upstream(index) else None
+            output = self._running[index](ids, self.codebook, upstream_BTD=upstream, cache=packed_cache)
+            feature_parts = torch.split(output.features_BTD, lengths, dim=1)
+            logit_parts = torch.split(output.logits_BTV[0], lengths)
+            for i, part, logits in zip(chosen, feature_parts, logit_parts, strict=True):
+                features[i] = part
+                # A block may run only because another takes its output; then it is not in the sum.
+                if index in works[i].blocks:
+                    log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
+                    sums[i] += self.weights[index] * log_probs
         return [total.cpu().numpy() for total in sums]
-
-    def _run_block(
-        self,
-        index: int,
-        chosen: list[int],
-        works: Sequence[Work],
-        heard: list[Tensor | None],
-        sums: list[Tensor],
-    ) -> None:
-        """One block over the new tokens of the chosen works, packed in a row."""
-        lengths = [len(works[i].ids) for i in chosen]
-        caches = [works[i].caches[index] for i in chosen]
-        # One work alone needs no packing, which would cost it a third more.
-        cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
-        ids = torch.tensor([[t for i in chosen for t in works[i].ids]], device=self.codebook.device)
-        upstream = [part for i in chosen if (part := heard[i]) is not None]
-        joined = torch.cat(upstream, dim=1) if upstream and self.objective.heard(index) else None
-        output = self._running[index](ids, self.codebook, upstream_BTD=joined, cache=cache)
-        handed = self._handed_on(index, output, joined)
-        handed_parts = [None] * len(chosen) if handed is None else torch.split(handed, lengths, dim=1)
-        logit_parts = torch.split(output.logits_BTV[0], lengths)
-        for i, part, logits in zip(chosen, handed_parts, logit_parts, strict=True):
-            heard[i] = part
-            if index in works[i].blocks:
-                log_probs = F.log_softmax(logits[-works[i].num_rows :].float(), dim=-1)
-                sums[i] += self.weights[index] * log_probs
-
-    def _handed_on(self, index: int, output: BlockOutput, heard: Tensor | None) -> Tensor | None:
-        """What the next block hears of this one; None where blocks do not hear each other."""
-        return self.objective.relay(output, heard) if self.objective.heard(index + 1) else None
 
     @torch.inference_mode()
     def refine(
@@ -153,11 +149,8 @@ class HeldBlocks:
         sweep = begin_sweep(self.objective, known, task.num_new, z0_TD[None].to(device))
         if rows is not None:
             sweep = sweep.with_new_rows(torch.from_numpy(rows).to(device, torch.float32)[None])
-        log_probs = torch.empty(0)
-        for index in blocks:
-            sweep, log_probs = refine(
-                self.objective, index, self.blocks[index], self.codebook, sweep, task.passes
-            )
+        held = {index: self.blocks[index] for index in blocks}
+        sweep, log_probs = refine(self.objective, held, self.codebook, sweep, task.passes)
         last = blocks[-1] == self.objective.model.blocks - 1
         refined: NDArray[np.float32] = (log_probs if last else sweep.new_rows)[0].cpu().numpy()
         return refined
@@ -168,17 +161,14 @@ class HeldBlocks:
         tokens = torch.tensor([list(ids)], device=self.codebook.device)
         codebook = self.codebook.double()
         total = torch.zeros(self.vocabulary, dtype=torch.float64, device=codebook.device)
-        heard: Tensor | None = None
-        for index in self.needed(blocks):
-            upstream = heard if self.objective.heard(index) else None
-            output = self._exact_block(index)(tokens, codebook, upstream_BTD=upstream)
-            heard = self._handed_on(index, output, upstream)
+        needed = self.needed(blocks)
+        # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
+        for index in needed:
+            if index not in self._exact_blocks:
+                self._exact_blocks[index] = copy.deepcopy(self.blocks[index]).double()
+        chosen = [self._exact_blocks[index] for index in needed]
+        outputs = run_blocks(self.objective, chosen, codebook, tokens)
+        for index, output in zip(needed, outputs, strict=True):
             if index in blocks:
                 total += self.weights[index] * F.log_softmax(output.logits_BTV[0, -1], dim=-1)
         return total.cpu().numpy()
-
-    def _exact_block(self, index: int) -> Block:
-        # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
-        if index not in self._exact_blocks:
-            self._exact_blocks[index] = copy.deepcopy(self.blocks[index]).double()
-        return self._exact_blocks[index]

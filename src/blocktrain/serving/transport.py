@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from blocktrain.errors import UserError, WireError
-from blocktrain.wire.frames import HEADER_BYTES, Frame, Limits, decode_body, decode_header
+from blocktrain.wire.frames import HEADER_BYTES, Frame, FrameLimits, decode_body, decode_header
 from blocktrain.wire.identity import Identity, worker_id_of
 
 BODY_SECONDS = 30.0
@@ -72,9 +72,10 @@ class FrameStream:
         name = self._writer.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if name else "unknown"
 
-    async def read(self, limits: Limits) -> Frame:
+    async def read(self, limits: FrameLimits) -> Frame:
         """The next frame, or ConnectionLostError, or ServingFrameError for bytes that are none."""
         try:
+            # The header may take as long as it likes: between requests a connection is silent.
             header = decode_header(await self._reader.readexactly(HEADER_BYTES), limits)
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._reader.readexactly(header.body_bytes)
@@ -85,6 +86,7 @@ class FrameStream:
 
     async def write(self, raw: bytes) -> None:
         try:
+            # One write for one frame: two tasks that write at once cannot mix their bytes.
             self._writer.write(raw)
             self.bytes_sent += len(raw)
             async with asyncio.timeout(WRITE_SECONDS):
@@ -124,6 +126,7 @@ def tune(connection: socket.socket | None) -> None:
     """Small frames at once, dead peers noticed in seconds."""
     if connection is None:
         return
+    # Nagle's algorithm would hold a TRAVERSE of some bytes back until the last reply was acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -138,28 +141,28 @@ def tune(connection: socket.socket | None) -> None:
 
 async def connect(address: Address, seconds: float) -> FrameStream:
     """An open connection whose peer holds the pinned key, or ConnectionLostError or PinError."""
-    context = client_context() if address.pin is not None else None
+    context = None
+    if address.pin is not None:
+        # TLS 1.3 without authorities: the pin is checked after the handshake has proved the key.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
     except (OSError, TimeoutError) as error:
         raise ConnectionLostError(f"cannot connect to {address}: {_reason(error)}") from None
     stream = FrameStream(reader, writer)
-    try:
-        _check_pin(address, writer)
-    except PinError:
-        stream.abort()
-        raise
+    if address.pin is not None:
+        certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        found = pin_of(certificate or b"")
+        if found != address.pin:
+            stream.abort()
+            raise PinError(
+                f"{address}: expected the key {address.pin}, found {found}; another machine answers"
+            )
     return stream
-
-
-def _check_pin(address: Address, writer: asyncio.StreamWriter) -> None:
-    if address.pin is None:
-        return
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    found = pin_of(certificate) if certificate else "none"
-    if found != address.pin:
-        raise PinError(f"{address}: expected the key {address.pin}, found {found}; another machine answers")
 
 
 def pin_of(certificate: bytes) -> str:
@@ -171,33 +174,13 @@ def pin_of(certificate: bytes) -> str:
     return worker_id_of(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else "none"
 
 
-def client_context() -> ssl.SSLContext:
-    """TLS 1.3 without authorities: the pin is checked after the handshake proved the key."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 def server_context(identity: Identity) -> ssl.SSLContext:
     """TLS 1.3 with a self-signed certificate of the identity's key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    # The ssl module reads keys from files only; the folder is private and gone a moment later.
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stage.pem"
-        path.touch(mode=0o600)
-        path.write_bytes(key + _self_signed(identity).public_bytes(Encoding.PEM))
-        context.load_cert_chain(path)
-    return context
-
-
-def _self_signed(identity: Identity) -> x509.Certificate:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.worker_id)])
     now = datetime.datetime.now(datetime.UTC)
-    return (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -207,3 +190,11 @@ def _self_signed(identity: Identity) -> x509.Certificate:
         .not_valid_after(now + datetime.timedelta(days=3650))
         .sign(identity.private_key, algorithm=None)
     )
+    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    # The ssl module reads keys from files only; the folder is private and gone a moment later.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stage.pem"
+        path.touch(mode=0o600)
+        path.write_bytes(key + certificate.public_bytes(Encoding.PEM))
+        context.load_cert_chain(path)
+    return context

@@ -11,22 +11,22 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
-from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, ruling
-from blocktrain.coordinator.decisions.deadlines import (
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base
+from blocktrain.config import SwarmConfig, TrustConfig
+from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal
+from blocktrain.coordinator.decisions.rounds import (
     HISTORY_ARRIVALS,
-    Deadline,
-    Lateness,
+    OpenRound,
+    RoundFacts,
+    extra_steps,
     own_share,
-    round_deadline,
-    round_seconds,
-    should_close,
-    stand_in_steps,
-    wanted_updates,
+    round_state,
+    starts_clock,
 )
 from blocktrain.coordinator.decisions.scheduling import (
     BlockView,
@@ -37,42 +37,35 @@ from blocktrain.coordinator.decisions.scheduling import (
     next_assignment,
 )
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.updates import COUNTED_NORMS
+from blocktrain.coordinator.storage.queries import COUNTED_NORMS
 from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.training.update import Weights
-from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
+from blocktrain.validation.ruling import Ruling, age_ruling
+from blocktrain.wire.codec import decode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
-from blocktrain.worker.standing import Base
+from blocktrain.worker.block_progress import PendingUpdate
 
-
-@dataclass(frozen=True)
-class Update:
-    """A payload on its way to the coordinator."""
-
-    worker: int
-    assignment: Assignment
-    base: Base
-    payload: bytes
-    payload_hash: str
+UNJUDGED = TrustConfig(judge="off")
 
 
 @dataclass(frozen=True)
 class Accepted:
     """An update that waits for the next merge."""
 
-    update: Update
-    verdict: Lateness
+    worker: int
+    update: PendingUpdate
+    verdict: Ruling
     norm: float
     tensors: Weights
 
     @property
     def update_id(self) -> str:
-        return content_hash(f"{self.update.assignment.assignment_id}/{self.update.payload_hash}".encode())
+        return content_hash(f"{self.update.assignment_id}/{self.update.payload_hash}".encode())
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,6 @@ class Merge:
 @dataclass
 class BlockState:
     head: Base
-    schema: Schema
     begun: float | None = None
     pending: list[Accepted] = field(default_factory=list)
     merges: list[Merge] = field(default_factory=list)
@@ -114,7 +106,7 @@ class BlockState:
     """The last such seconds of a worker."""
     used_bases: set[tuple[int, int]] = field(default_factory=set)
     """Worker and base version of every commit."""
-    verdicts: list[tuple[int, Lateness]] = field(default_factory=list)
+    verdicts: list[tuple[int, Ruling]] = field(default_factory=list)
     """Age and verdict of every update that arrived."""
 
     @property
@@ -129,7 +121,7 @@ class BlockState:
 @dataclass
 class SimulatedCoordinator:
     swarm: SwarmConfig
-    codec: CodecSpec
+    layouts: Sequence[Layout]
     clock: VirtualClock
     blocks: list[BlockState]
     machines: Sequence[Machine]
@@ -167,9 +159,7 @@ class SimulatedCoordinator:
 
     def lend(self, worker: int, offer: Offer) -> Assignment:
         state, now = self.blocks[offer.block], self.clock.now
-        others = self._live(offer.block, without=worker)
-        idle = state.begun is None or not (others or state.pending)
-        if offer.round == state.version and idle:
+        if offer.round == state.version and starts_clock(self._facts(offer.block), str(worker)):
             state.begun = now
         self.seats[worker] = offer.block
         shards = state.shards[offer.round]
@@ -177,22 +167,16 @@ class SimulatedCoordinator:
         free = (shard for shard in count(offer.block, len(self.blocks)) if shard not in taken)
         shards[worker] = next(free)
         self._await_deadline(offer.block)
-        steps = self._stand_in(worker, offer, len(others))
+        steps = self._stand_in(worker, offer)
         stand_in = StandIn(shard=next(free), steps=steps) if steps else None
         if stand_in is not None:
             state.stand_in_shards[offer.round].add(stand_in.shard)
         return self._assignment(worker, offer, shards[worker], stand_in)
 
-    def _stand_in(self, worker: int, offer: Offer, others: int) -> int:
-        state = self.blocks[offer.block]
-        history = self._history(state)
-        left = round_seconds(history, (), self.swarm)[0] if history else None
-        if offer.round == state.version:
-            others += sum(one.verdict.outcome is Outcome.ACCEPTED for one in state.pending)
-            deadline = self._deadline(state).at
-            left = left if deadline is None else deadline - self.clock.now
-        missing = self.swarm.replicas - 1 - others
-        return stand_in_steps(missing, left, state.own_seconds.get(worker), self.swarm)
+    def _stand_in(self, worker: int, offer: Offer) -> int:
+        facts, own = self._facts(offer.block), self.blocks[offer.block].own_seconds.get(worker)
+        round_ = self._round(offer.block)
+        return extra_steps(facts, round_, str(worker), offer.round, own, self.swarm, self.clock.now)
 
     def _assignment(self, worker: int, offer: Offer, shard: int, stand_in: StandIn | None) -> Assignment:
         head = self.blocks[offer.block].head
@@ -218,21 +202,22 @@ class SimulatedCoordinator:
 
     def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
         """The heads of the blocks that the objective needs for this round's steps."""
-        for block in self.objective.frozen(offer.block, offer.round / self.swarm.rounds):
+        for block in self.objective.upstream(offer.block):
             head = self.blocks[block].head
             yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
 
     # --- commit and reveal
 
-    def commit(self, update: Update) -> Refusal | None:
-        assignment, state = update.assignment, self.blocks[update.assignment.block]
-        base = (update.worker, update.base.version)
+    def commit(self, worker: int, update: PendingUpdate) -> Refusal | None:
+        state, layout = self.blocks[update.block], self.layouts[update.block]
+        assert update.base is not None
+        base = (worker, update.base.version)
         view = AssignmentView(
-            block=assignment.block,
-            round=assignment.round,
+            block=update.block,
+            round=update.round,
             returned=False,
             committed_hash=None,
-            payload_bytes=frame_length(self.codec, state.schema),
+            payload_bytes=layout.payload_bytes,
             base_version=update.base.version,
             base_used=base in state.used_bases,
             head_version=state.version,
@@ -247,60 +232,71 @@ class SimulatedCoordinator:
             state.used_bases.add(base)
         return refusal
 
-    def reveal(self, update: Update) -> Lateness:
+    def reveal(self, worker: int, update: PendingUpdate) -> Ruling:
         """The verdict on a payload that has arrived."""
-        state, now = self.blocks[update.assignment.block], self.clock.now
+        state, layout, now = self.blocks[update.block], self.layouts[update.block], self.clock.now
+        assert update.assignment is not None
+        assert update.base is not None
         age = state.version - update.base.version
-        verdict = ruling(age, state.version >= self.swarm.rounds, None, self.swarm)
+        verdict = age_ruling(age, self.swarm, finished=state.version >= self.swarm.rounds)
         state.verdicts.append((age, verdict))
         begun = state.begun if age == 0 else state.begun_at.get(update.base.version)
         if begun is not None:
             stand_in = update.assignment.stand_in
             share = own_share(0 if stand_in is None else stand_in.steps, self.swarm)
             state.offsets.append((update.base.version, max(0.0, now - begun) * share))
-            state.own_seconds[update.worker] = state.offsets[-1][1]
+            state.own_seconds[worker] = state.offsets[-1][1]
         if verdict.outcome is not Outcome.REFUSED:
-            tensors = decode(self.codec, state.schema, update.payload)
-            norm = update_norm(self.codec, tensors, update.base.weights)
-            state.pending.append(Accepted(update, verdict, norm, tensors))
-        self._await_deadline(update.assignment.block)
+            tensors = decode(layout.codec, layout.schema, update.payload)
+            norm = update_norm(layout.codec, tensors, update.base.weights)
+            state.pending.append(Accepted(worker, update, verdict, norm, tensors))
+        self._await_deadline(update.block)
         return verdict
 
     # --- closing rounds
 
-    def _deadline(self, state: BlockState) -> Deadline:
-        history = self._history(state)
-        this_round = [offset for version, offset in state.offsets if version == state.version]
-        pending = len(state.pending) or self.swarm.policy == "drop"
-        return round_deadline(state.begun, self.clock.now, pending, history, this_round, self.swarm)
+    def _facts(self, block: int) -> RoundFacts:
+        state = self.blocks[block]
 
-    def _history(self, state: BlockState) -> list[float]:
+        def workers(outcome: Outcome) -> frozenset[str]:
+            return frozenset(str(one.worker) for one in state.pending if one.verdict.outcome is outcome)
+
         earlier = [offset for version, offset in state.offsets if version < state.version]
-        return earlier[-HISTORY_ARRIVALS:]
+        return RoundFacts(
+            version=state.version,
+            begun=state.begun,
+            live=frozenset(map(str, self._live(block))),
+            on_time=workers(Outcome.ACCEPTED),
+            late=workers(Outcome.LATE),
+            history=earlier[-HISTORY_ARRIVALS:],
+            this_round=[offset for version, offset in state.offsets if version == state.version],
+        )
+
+    def _round(self, block: int) -> OpenRound:
+        """As the service decides, but the deadline of `drop` stays: an empty round is used up."""
+        found = round_state(self._facts(block), self.swarm, UNJUDGED, self.clock.now)
+        begun = self.blocks[block].begun
+        if self.swarm.policy != "drop" or begun is None:
+            return found
+        return replace(found, deadline=begun + self.swarm.drop_deadline_seconds)
 
     def _await_deadline(self, block: int) -> None:
         """Close the block's round if it is due; otherwise look again when its deadline passes."""
         state = self.blocks[block]
         if state.version >= self.swarm.rounds or self._close_if_due(block):
             return
-        deadline = self._deadline(state)
-        if deadline.at is not None and deadline.at > self.clock.now:
+        deadline = self._round(block).deadline
+        if deadline is not None and deadline > self.clock.now:
             version = state.version
-            self.clock.at(deadline.at, lambda: self._passed(block, version))
+            self.clock.at(deadline, lambda: self._passed(block, version))
 
     def _passed(self, block: int, version: int) -> None:
         if self.blocks[block].version == version:
             self._await_deadline(block)
 
     def _close_if_due(self, block: int) -> bool:
-        state, now = self.blocks[block], self.clock.now
-        deadline = self._deadline(state)
-        late = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.LATE}
-        on_time = {one.update.worker for one in state.pending if one.verdict.outcome is Outcome.ACCEPTED}
-        live = self._live(block)
-        wanted = wanted_updates(len(live), len(on_time - live), self.swarm)
-        closing = should_close(now, len(on_time), len(late), wanted, deadline)
-        passed = deadline.at is not None and now >= deadline.at
+        closing = self._round(block)
+        passed = closing.deadline is not None and self.clock.now >= closing.deadline
         if closing.close:
             self._close(block, closing.reason)
         elif self.swarm.policy == "drop" and passed:
@@ -324,9 +320,10 @@ class SimulatedCoordinator:
         self._await_deadline(block)
 
     def _merged(self, state: BlockState, inputs: Sequence[Accepted]) -> Weights:
-        scales = clip_scales(self.codec, [one.norm for one in inputs], state.running_median())
+        codec = self.layouts[0].codec
+        scales = clip_scales(codec, [one.norm for one in inputs], state.running_median())
         values = [_merge_input(one, scale, state.head) for one, scale in zip(inputs, scales, strict=True)]
-        return merge_updates(self.codec, state.head.weights, values, self.swarm.outer_lr)
+        return merge_updates(codec, state.head.weights, values, self.swarm.outer_lr)
 
     @property
     def finished(self) -> bool:
@@ -335,6 +332,7 @@ class SimulatedCoordinator:
 
 def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
     own_base = one.update.base
+    assert own_base is not None
     return MergeInput(
         update_id=one.update_id,
         weight=one.verdict.weight,
@@ -346,5 +344,6 @@ def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
 
 def _merged(one: Accepted, version: int) -> Merged:
     update = one.update
+    assert update.base is not None
     age = version - update.base.version
-    return Merged(update.worker, update.payload_hash, age, one.verdict.weight, one.norm)
+    return Merged(one.worker, update.payload_hash, age, one.verdict.weight, one.norm)

@@ -14,27 +14,25 @@ from typing import Any, Literal
 
 import torch
 
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
-from blocktrain.errors import BlocktrainError, RecipeError
+from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import BlockState, SimulatedCoordinator
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
-from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import load_into, schema_of, snapshot_hash, tensors_of
-from blocktrain.wire.codec import CodecSpec
-from blocktrain.worker.standing import Base
+from blocktrain.wire.codec import CodecSpec, frame_length
+from blocktrain.worker.training import LocalTraining
 
 Policy = Literal["drop", "carry"]
-KEPT_VERSIONS = 3
-"""Of every block, as other workers' frozen one; an older one is made again."""
 
 
 class SimulationError(BlocktrainError):
@@ -67,8 +65,7 @@ class Scenario:
     def seeded_recipe(self) -> Recipe:
         """With the run's seed and the length of the swarm's schedule."""
         seed = derive_seed("simulation", self.recipe.seed, self.seed)
-        training = dataclasses.replace(self.recipe.training, steps=self.recipe.swarm.total_steps)
-        return dataclasses.replace(self.recipe, seed=seed, training=training)
+        return dataclasses.replace(with_swarm_schedule(self.recipe), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,7 @@ Watcher = Callable[[ScoredRound], None]
 
 class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
-        check_recipe(scenario.recipe)
         self.scenario, self.watch = scenario, watch
-        self._frozen: dict[str, Block] = {}
         self.recipe = scenario.seeded_recipe
         self.corpus: Corpus = load_corpus(self.recipe.data, self.recipe.evaluation.pooling_bytes)
         self._build_training()
@@ -102,43 +97,27 @@ class Simulation:
 
     def _build_training(self) -> None:
         recipe, device = self.recipe, self.scenario.device
-        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
-        vocabulary = self.tokenizer.vocabulary
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-        self.codebook = build_codebook(recipe, vocabulary).to(device)
+        self.setup = Setup.of_swarm(recipe)
+        self.tokenizer, self.objective = self.setup.tokenizer, self.setup.objective
+        self.codebook = self.setup.codebook().to(device)
         text = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, text, self.corpus.sha256, device)
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
         self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
 
     def _build_block(self, block: int) -> Block:
-        seed = derive_seed("init", self.recipe.seed, block)
-        return self.objective.build(block, seed).to(self.scenario.device)
-
-    def _build_trainer(self, block: int) -> BlockTrainer:
-        return BlockTrainer(
-            self.recipe, self.objective, self._build_block(block), block, self.shards, self.codebook
-        )
-
-    def _build_frozen(self, block: int, base: Base) -> Block:
-        """In host memory, and the same for all workers that hear this version."""
-        if base.hash not in self._frozen:
-            built = self.objective.build(block, 0).eval()
-            load_into(built, base.weights)
-            self._frozen[base.hash] = built
-        while len(self._frozen) > KEPT_VERSIONS * self.recipe.model.blocks:
-            self._frozen.pop(next(iter(self._frozen)))
-        return self._frozen[base.hash]
+        return self.setup.initial(block).to(self.scenario.device)
 
     def _build_coordinator(self) -> SimulatedCoordinator:
-        states = []
-        for block in self.assembled:
-            weights = tensors_of(block)
-            states.append(BlockState(Base(0, snapshot_hash(weights), weights), schema_of(block)))
         swarm, network, seed = self.scenario.swarm, self.scenario.network, self.scenario.seed
+        states, layouts, codec = [], [], CodecSpec.parse(swarm.codec)
+        for index, block in enumerate(self.assembled):
+            weights, schema = tensors_of(block), schema_of(block)
+            first = Base(0, snapshot_hash(weights), weights)
+            states.append(BlockState(first))
+            layouts.append(Layout(index, codec, schema, frame_length(codec, schema), first.hash))
         machines = [Machine(network, seed, index) for index in range(self.scenario.num_workers)]
-        codec = CodecSpec.parse(swarm.codec)
-        return SimulatedCoordinator(swarm, codec, self.clock, states, machines, self.objective)
+        return SimulatedCoordinator(swarm, layouts, self.clock, states, machines, self.objective)
 
     def _site(self, index: int) -> Site:
         return Site(
@@ -146,8 +125,7 @@ class Simulation:
             machine=self.coordinator.machines[index],
             clock=self.clock,
             coordinator=self.coordinator,
-            build_trainer=self._build_trainer,
-            build_frozen=self._build_frozen,
+            training=LocalTraining(self.setup, self.shards, self.codebook, self.scenario.device),
             stands_for=self.scenario.stands_for,
         )
 
@@ -231,11 +209,3 @@ class Simulation:
 def participation(num_updates: int, rounds: int, num_workers: int) -> float:
     """Share of the (worker, round) pairs of a run that gave an update."""
     return num_updates / (rounds * num_workers)
-
-
-def check_recipe(recipe: Recipe) -> None:
-    if recipe.objective.codebook != "fixed":
-        raise RecipeError(
-            "a simulated swarm trains blocks with objective.codebook 'fixed', found "
-            f"{recipe.objective.codebook!r}"
-        )

@@ -1,13 +1,13 @@
 """Simulated workers: real training steps, real updates and error feedback, in virtual time.
 
-`CarryWorker` does what the worker program does: it trains on from its own weights while transfers run
-beside it, sends one update after the other, and moves when a new snapshot is here; `Standing` and the
-decisions are the program's own. `DropWorker` follows the litepaper: it waits for the round's snapshot,
-trains, uploads, and begins anew with the next round; what comes too late is lost.
+`CarryWorker` drives the worker program's own logic: `WorkerLogic`, `BlockProgress` and `LocalTraining`. It
+does what the program's threads do, as events of the virtual clock. `DropWorker` follows the litepaper: it
+waits for the round's snapshot, trains, uploads, and starts again with the next round; what comes too late is
+lost.
 
-Not simulated: control bytes, heartbeats (an absent machine's lease lapses all the same), asking (the
-program asks ahead, so that the answer is there in time; here frozen snapshots are fetched after it, and
-waited for).
+Not simulated: control bytes, heartbeats (an absent machine's lease lapses all the same), asking ahead (the
+program asks early enough for the answer to be there in time; here an assignment is asked for when the one
+before it ends, and its frozen snapshots are fetched and waited for).
 """
 
 from __future__ import annotations
@@ -16,37 +16,23 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
+from torch import Tensor
 
-from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
+from blocktrain.client.run import Layout
+from blocktrain.client.snapshots import Base, snapshot_route
 from blocktrain.coordinator.decisions.scheduling import Offer
-from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
-from blocktrain.simulation.coordinator import SimulatedCoordinator, Update
+from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import Machine
-from blocktrain.training.inner import BlockTrainer
-from blocktrain.training.snapshot import load_into, tensors_of
-from blocktrain.training.update import Weights, decoded_delta, encode_update, move
-from blocktrain.wire.codec import frame_length
-from blocktrain.wire.hashing import content_hash
+from blocktrain.training.update import Weights
+from blocktrain.validation.ruling import Ruling, age_ruling
 from blocktrain.wire.messages import Assignment, Outcome
-from blocktrain.worker.decisions import (
-    IDLE_WATCH_SECONDS,
-    MAX_UNSENT,
-    Route,
-    Sent,
-    batch_of,
-    cheapest_route,
-    may_step,
-    move_share,
-    own_steps,
-    share_to_return,
-)
-from blocktrain.worker.standing import Base, Flight, Standing
-
-Frozen = dict[int, Base]
-"""Other blocks' snapshots by block, in the order they run."""
+from blocktrain.worker.block_progress import BlockProgress, PendingUpdate
+from blocktrain.worker.logic import WorkerLogic, may_step, own_steps
+from blocktrain.worker.training import LocalTraining
+from blocktrain.worker.watching import IDLE_WATCH_SECONDS
 
 
 @dataclass
@@ -57,8 +43,7 @@ class Site:
     machine: Machine
     clock: VirtualClock
     coordinator: SimulatedCoordinator
-    build_trainer: Callable[[int], BlockTrainer]
-    build_frozen: Callable[[int, Base], Block]
+    training: LocalTraining
     stands_for: int
     """Parameters of the block that a simulated one stands for; bytes are scaled to it."""
     num_bytes: Counter[str] = field(default_factory=Counter)
@@ -66,36 +51,35 @@ class Site:
     """Block to the version that is here as a frozen one; version 0 comes from the seed."""
     seconds_computing: float = 0.0
 
-    def scaled(self, block: int, num_bytes: float) -> float:
-        return num_bytes * self.stands_for / self.coordinator.blocks[block].schema.num_values
+    def layout(self, block: int) -> Layout:
+        return self.coordinator.layouts[block]
 
     def payload_bytes(self, block: int) -> float:
-        length = frame_length(self.coordinator.codec, self.coordinator.blocks[block].schema)
-        return self.scaled(block, length)
+        return self.layout(block).payload_bytes * self.stands_for / self.layout(block).schema.num_values
 
-    def snapshot_bytes(self, block: int) -> float:
-        return self.scaled(block, 4 * self.coordinator.blocks[block].schema.num_values)
+    def snapshot_bytes(self, block: int, version: int) -> float:
+        return 4.0 * self.stands_for if version else 0.0  # version 0 comes from the seed
 
     def fetched_bytes(self, block: int, held: int, wanted: int) -> float:
         """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
         merges = self.coordinator.blocks[block].merges[held:wanted]
         others = sum(one.worker != self.index for merge in merges for one in merge.inputs)
-        chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block)
-        route, _ = cheapest_route(
+        chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block, wanted)
+        rebuild, _ = snapshot_route(
             wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
         )
-        return snapshot if route is Route.DOWNLOAD else chain
+        return chain if rebuild else snapshot
 
-    def bring(self, assignment: Assignment, *, whole: bool) -> tuple[Frozen, float]:
+    def bring(self, assignment: Assignment, *, whole: bool) -> tuple[dict[int, Base], float]:
         """What an assignment just lent names, and the bytes it takes; with `whole` no deltas are used."""
         frozen, num_bytes = {}, 0.0
         for named in assignment.frozen:
             block, held = named.block, self.frozen_versions[named.block]
             frozen[block] = self.coordinator.blocks[block].head
-            if named.version > held:
-                num_bytes += (
-                    self.snapshot_bytes(block) if whole else self.fetched_bytes(block, held, named.version)
-                )
+            if named.version > held and whole:
+                num_bytes += self.snapshot_bytes(block, named.version)
+            elif named.version > held:
+                num_bytes += self.fetched_bytes(block, held, named.version)
             self.frozen_versions[block] = named.version
         return frozen, num_bytes
 
@@ -104,36 +88,38 @@ class Site:
         seconds = self.machine.down_seconds(num_bytes) if num_bytes else 0.0
         self.clock.at(self.machine.done_at(self.clock.now, seconds), action)
 
-    def upload(self, update: Update, done: Callable[[Lateness | None], None]) -> None:
+    def upload(self, update: PendingUpdate, done: Callable[[Ruling | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
-        if self.coordinator.commit(update) is not None:
+        if self.coordinator.commit(self.index, update) is not None:
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
             return
-        num_bytes = self.payload_bytes(update.assignment.block)
+        num_bytes = self.payload_bytes(update.block)
         self.num_bytes["up"] += round(num_bytes)
         seconds = self.machine.network.latency_seconds + self.machine.up_seconds(num_bytes)
         arrival = self.machine.done_at(self.clock.now, seconds)
-        self.clock.at(arrival, lambda: done(self.coordinator.reveal(update)))
+        self.clock.at(arrival, lambda: done(self.coordinator.reveal(self.index, update)))
 
 
-class Steps:
-    """The steps of one assignment, taken as virtual time passes, up to as many as are allowed."""
+class TimedSteps:
+    """The steps of one update, taken as virtual time passes, up to as many as are allowed.
 
-    def __init__(self, site: Site, trainer: BlockTrainer, assignment: Assignment, frozen: Frozen) -> None:
-        self.site, self.trainer, self.assignment = site, trainer, assignment
-        trainer.freeze([site.build_frozen(block, base) for block, base in frozen.items()])
-        trainer.window_end = assignment.first_step + own_steps(assignment)
-        self.taken = 0
+    The seconds of a round are drawn once. Steps are computed when something happens that needs them, not one
+    event per step: a snapshot that arrives moves the weights after the steps that were due before it.
+    """
+
+    def __init__(self, site: Site, update: PendingUpdate) -> None:
+        assert update.assignment is not None
+        self.site, self.update = site, update
         self.allowed = 0
-        self._seconds = site.machine.compute_seconds() / own_steps(assignment)
+        self._seconds = site.machine.compute_seconds() / own_steps(update.assignment)
         self._since, self._taken_then = site.clock.now, 0
-        self._losses = torch.zeros((), device=trainer.device)
+        site.training.start(update, update.frozen)
 
     def allow(self, steps: int) -> float:
         """May go on until `steps` are taken; returns when that will be."""
         self.catch_up()
-        if self.taken == self.allowed:
-            self._since, self._taken_then = self.site.clock.now, self.taken
+        if self.update.step == self.allowed:
+            self._since, self._taken_then = self.site.clock.now, self.update.step
         self.allowed = steps
         return self.site.machine.done_at(self._since, (steps - self._taken_then) * self._seconds)
 
@@ -141,18 +127,9 @@ class Steps:
         """Take the steps that are due by now."""
         worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
         due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
-        for step in range(self.taken, due):
-            self._losses += self.trainer.step(*batch_of(self.assignment, step))
+        while self.update.step < due:
+            self.site.training.step(self.update)
             self.site.seconds_computing += self._seconds
-        self.taken = max(self.taken, due)
-
-    @property
-    def share_taken(self) -> float:
-        return self.taken / self.assignment.steps
-
-    @property
-    def mean_loss(self) -> float:
-        return float(self._losses) / max(1, self.taken)
 
 
 class DropWorker:
@@ -160,8 +137,7 @@ class DropWorker:
 
     def __init__(self, site: Site, block: int) -> None:
         self.site, self.block = site, block
-        self.trainer = site.build_trainer(block)
-        self.feedback: Weights | None = None
+        self._feedback: Weights | None = None
         self._round = -1
         site.coordinator.watchers.append(self._new_head)
 
@@ -175,104 +151,94 @@ class DropWorker:
             return
         self._round = head.version
         offer = Offer(self.block, head.version, "its block's next round")
-        assignment = coordinator.lend(self.site.index, offer)
-        frozen, num_bytes = self.site.bring(assignment, whole=True)
-        num_bytes += self.site.snapshot_bytes(self.block) if head.version else 0.0
-        self.site.after_download(num_bytes, lambda: self._begin(assignment, head, frozen))
+        update = PendingUpdate.of(coordinator.lend(self.site.index, offer))
+        assert update.assignment is not None
+        update.frozen, num_bytes = self.site.bring(update.assignment, whole=True)
+        num_bytes += self.site.snapshot_bytes(self.block, head.version)
+        self.site.after_download(num_bytes, partial(self._begin, update, head))
 
-    def _begin(self, assignment: Assignment, base: Base, frozen: Frozen) -> None:
-        if assignment.round == self._round:
-            load_into(self.trainer.block, base.weights)
-            steps = Steps(self.site, self.trainer, assignment, frozen)
-            self.site.clock.at(steps.allow(assignment.steps), lambda: self._finish(steps, base))
+    def _begin(self, update: PendingUpdate, base: Base) -> None:
+        if update.round != self._round:
+            return
+        assert update.assignment is not None
+        swarm, training = self.site.coordinator.swarm, self.site.training
+        progress = BlockProgress(self.site.layout(self.block), base, self._feedback, swarm)
+        if training.progress is None:
+            training.begin(progress, swarm.total_steps)
+        else:
+            training.start_again(progress)
+        steps = TimedSteps(self.site, update)
+        self.site.clock.at(steps.allow(update.assignment.steps), partial(self._finish, steps, progress))
 
-    def _finish(self, steps: Steps, base: Base) -> None:
-        if steps.assignment.round != self._round:
+    def _finish(self, steps: TimedSteps, progress: BlockProgress) -> None:
+        update, training = steps.update, self.site.training
+        if update.round != self._round:
             return
         steps.catch_up()
-        coordinator = self.site.coordinator
-        encoded = encode_update(
-            coordinator.codec,
-            coordinator.blocks[self.block].schema,
-            base=base.weights,
-            origin=base.weights,
-            local=tensors_of(self.trainer.block),
-            feedback=self.feedback,
-            beta=coordinator.swarm.error_feedback,
-        )
-        self.feedback = encoded.feedback
-        digest = content_hash(encoded.payload)
-        update = Update(self.site.index, steps.assignment, base, encoded.payload, digest)
+        progress.finish(update, training.weights(), training.mean_loss(update))
+        progress.form(update)
+        self._feedback = progress.feedback
         self.site.upload(update, lambda verdict: None)
 
 
 class CarryWorker:
-    """The worker program's ways: never idle while there is work, nothing lost."""
+    """The worker program on a virtual clock: never idle while there is work, nothing lost."""
 
     def __init__(self, site: Site) -> None:
-        self.site = site
-        self.standings: dict[int, Standing] = {}
-        self._trainers: dict[int, BlockTrainer] = {}
-        self._left: dict[int, Weights | None] = {}
-        """Error feedback of blocks this worker has left."""
-        self._training: int | None = None
-        self._steps: Steps | None = None
-        self._preparing = False
-        self._queue: list[tuple[Standing, Flight]] = []
-        self._sending = False
+        self.site, self.training = site, site.training
+        self.logic = WorkerLogic(site.coordinator.swarm)
+        self._steps: TimedSteps | None = None
+        self._left_feedback: dict[int, Weights | None] = {}
+        self._left_optimizers: dict[int, dict[str, Tensor]] = {}
+        """Of blocks this worker has left; the program has both on disk."""
         self._fetching: set[int] = set()
-        self._payloads: dict[str, bytes] = {}
         site.coordinator.watchers.append(self._new_head)
 
     def start(self) -> None:
         self._ask()
 
-    # --- training
+    # --- asking and training
 
     def _ask(self) -> None:
-        if self._steps is not None or self._preparing:
+        if self._steps is not None or not self.logic.should_ask(self.site.clock.now):
             return
-        standing = self._standing()
-        if standing is not None and sum(one.sent is None for one in standing.flights()) > MAX_UNSENT:
+        coordinator, request = self.site.coordinator, self.logic.request()
+        holding = {int(block): version for block, version in request.holding.items()}
+        decision = coordinator.next_decision(self.site.index, holding)
+        if not isinstance(decision, Offer):
             return
-        holding = {block: one.base.version for block, one in self.standings.items()}
-        decision = self.site.coordinator.next_decision(self.site.index, holding)
-        if isinstance(decision, Offer):
-            self._take(self.site.coordinator.lend(self.site.index, decision))
-
-    def _standing(self) -> Standing | None:
-        return None if self._training is None else self.standings.get(self._training)
-
-    def _take(self, assignment: Assignment) -> None:
-        block = assignment.block
-        frozen, num_bytes = self.site.bring(assignment, whole=False)
-        if block in self.standings and not frozen:
-            self._begin(assignment, frozen)
+        update = self.logic.lent(coordinator.lend(self.site.index, decision))
+        assert update is not None
+        assert update.assignment is not None
+        update.frozen, num_bytes = self.site.bring(update.assignment, whole=False)
+        base = coordinator.blocks[update.block].head
+        if update.block in self.logic.blocks and not update.frozen:
+            self._begin(update, base)
             return
-        self._preparing = True
-        base = self.site.coordinator.blocks[block].head
-        if block not in self.standings:
-            num_bytes += self.site.snapshot_bytes(block) if base.version else 0.0
-        self.site.after_download(num_bytes, lambda: self._arrive(assignment, base, frozen))
+        if update.block not in self.logic.blocks:
+            num_bytes += self.site.snapshot_bytes(update.block, base.version)
+        self.site.after_download(num_bytes, partial(self._arrived, update, base))
 
-    def _arrive(self, assignment: Assignment, base: Base, frozen: Frozen) -> None:
+    def _arrived(self, update: PendingUpdate, base: Base) -> None:
+        self._begin(update, base)
+        self._look(update.block)  # the head may have moved on during the download
+
+    def _begin(self, update: PendingUpdate, base: Base) -> None:
         """With all that the assignment needs; its block may be new here, or one that was left."""
-        self._preparing = False
-        block, max_age = assignment.block, self.site.coordinator.swarm.max_age
-        if block not in self.standings:
-            self.standings[block] = Standing(block, base, self._left.pop(block, None), max_age)
-        self._begin(assignment, frozen)
-        self._look(block)
-
-    def _begin(self, assignment: Assignment, frozen: Frozen) -> None:
-        block = assignment.block
-        if block not in self._trainers:
-            self._trainers[block] = self.site.build_trainer(block)
-        if self._training != block:
-            self._leave()
-            self._training = block
-            load_into(self._trainers[block].block, self.standings[block].begin())
-        self._steps = Steps(self.site, self._trainers[block], assignment, frozen)
+        logic, training, block, swarm = self.logic, self.training, update.block, self.logic.swarm
+        if block not in logic.blocks:
+            feedback = self._left_feedback.pop(block, None)
+            logic.add_block(BlockProgress(self.site.layout(block), base, feedback, swarm, logic.changed))
+        logic.prepared(update)
+        logic.begin_next(self.site.clock.now)
+        progress, before = logic.blocks[block], training.progress
+        if before is not progress:
+            if before is not None:
+                before.abandon(training.weights())
+                self._left_optimizers[before.block] = training.optimizer_state()
+                self._retire(before)
+            training.begin(progress, swarm.total_steps, self._left_optimizers.get(block))
+        self._steps = TimedSteps(self.site, update)
         self._go_on()
 
     def _go_on(self) -> None:
@@ -280,154 +246,99 @@ class CarryWorker:
         steps = self._steps
         if steps is None:
             return
-        assignment = steps.assignment
-        version = self.standings[assignment.block].base.version
-        run_ahead = self.site.coordinator.swarm.run_ahead
+        assignment, version = steps.update.assignment, self.logic.blocks[steps.update.block].base.version
+        assert assignment is not None
         allowed = sum(
             may_step(
                 step=step,
                 steps=own_steps(assignment),
                 version=version,
                 round_=assignment.round,
-                run_ahead=run_ahead,
+                run_ahead=self.logic.swarm.run_ahead,
             )
             for step in range(assignment.steps)
         )
         if allowed > steps.allowed:
-            self.site.clock.at(steps.allow(allowed), lambda: self._reached(steps, allowed))
+            at = steps.allow(allowed)
+            if allowed == assignment.steps:
+                self.site.clock.at(at, partial(self._finish, steps))
 
-    def _reached(self, steps: Steps, allowed: int) -> None:
-        if self._steps is steps and allowed == steps.assignment.steps:
-            self._finish(steps)
-
-    def _leave(self) -> None:
-        standing = self._standing()
-        if standing is not None:
-            standing.abandon(tensors_of(self._trainers[standing.block].block))
-            self._training = None
-            self._retire(standing)
-
-    def _retire(self, standing: Standing) -> None:
-        """Forget a block that was left, once nothing of it is on its way; keep what it is owed."""
-        if standing.block != self._training and not standing.flights():
-            self._left[standing.block] = standing.feedback
-            self.standings.pop(standing.block, None)
-
-    def _finish(self, steps: Steps) -> None:
+    def _finish(self, steps: TimedSteps) -> None:
+        if self._steps is not steps:
+            return
         steps.catch_up()
-        self._steps = None
-        standing = self.standings[steps.assignment.block]
-        weights = tensors_of(steps.trainer.block)
-        flight = standing.finish(steps.assignment, weights, steps.mean_loss)
-        self._queue.append((standing, flight))
+        self._steps, update = None, steps.update
+        progress = self.logic.blocks[update.block]
+        progress.finish(update, self.training.weights(), self.training.mean_loss(update))
+        self.logic.trained(update)
         self._send_next()
         self._ask()
 
-    def _moving(self, standing: Standing, change: Callable[[], None]) -> None:
-        """Change where this worker stands: steps due before it come first, then its weights move."""
-        trained = standing.block == self._training
-        if trained and self._steps is not None:
+    def _catch_up(self, progress: BlockProgress) -> None:
+        """Before the progress changes: the steps that were due come first."""
+        if progress is self.training.progress and self._steps is not None:
             self._steps.catch_up()
-        change()
-        if trained:
-            ahead = len(standing.flights()) + (0.0 if self._steps is None else self._steps.share_taken)
-            shift = standing.take_move(move_share(ahead))
-            if shift is not None:
-                move(self._trainers[standing.block].block, shift)
+
+    def _pick_up_move(self, progress: BlockProgress) -> None:
+        if progress is self.training.progress:
+            self.training.pick_up_move(None if self._steps is None else self._steps.update)
+
+    def _retire(self, progress: BlockProgress) -> None:
+        if progress.block in self.logic.blocks and self.logic.retire(progress.block):
+            self._left_feedback[progress.block] = progress.feedback
 
     # --- sending
 
     def _send_next(self) -> None:
-        if self._sending or not self._queue:
-            return
-        standing, flight = self._queue[0]
-        if standing.base.version < flight.assignment.round:
-            return
-        self._queue.pop(0)
-        self._sending = True
-        update = self._form(standing, flight)
-        self.site.upload(update, lambda verdict: self._judged(standing, flight, update, verdict))
+        if self.logic.can_send():
+            update = self.logic.next_to_send()
+            assert update is not None
+            self.logic.blocks[update.block].form(update)
+            self.site.upload(update, partial(self._judged, update))
 
-    def _form(self, standing: Standing, flight: Flight) -> Update:
-        coordinator, draft = self.site.coordinator, standing.draft(flight)
-        encoded = encode_update(
-            coordinator.codec,
-            coordinator.blocks[standing.block].schema,
-            base=draft.base.weights,
-            origin=draft.origin.now(),
-            local=draft.place.now(),
-            feedback=draft.feedback,
-            beta=coordinator.swarm.error_feedback,
-        )
-        digest = content_hash(encoded.payload)
-        standing.formed(flight, Sent(digest, draft.base.version), encoded.feedback)
-        self._payloads[digest] = encoded.payload
-        return Update(self.site.index, flight.assignment, draft.base, encoded.payload, digest)
-
-    def _judged(self, standing: Standing, flight: Flight, update: Update, verdict: Lateness | None) -> None:
-        share = 1.0 if verdict is None else share_to_return(verdict.outcome, verdict.weight)
-        gone = verdict is None or verdict.outcome is Outcome.REFUSED
-        if share:
-            self._take_back(standing, update.payload, update.base, share)
-        self._moving(standing, lambda: standing.judged(flight, gone=gone))
-        if gone:
-            self._payloads.pop(update.payload_hash, None)
-        self._retire(standing)
-        self._sending = False
+    def _judged(self, update: PendingUpdate, verdict: Ruling | None) -> None:
+        progress = self.logic.blocks[update.block]
+        self._catch_up(progress)
+        progress.judged(update, verdict)
+        self._pick_up_move(progress)
+        self.logic.delivered(update)
+        self._retire(progress)
         self._send_next()
         self._ask()
-
-    def _take_back(self, standing: Standing, payload: bytes, base: Base, share: float) -> None:
-        coordinator = self.site.coordinator
-        schema = coordinator.blocks[standing.block].schema
-        standing.returned(decoded_delta(coordinator.codec, schema, payload, base.weights), share)
 
     # --- new snapshots
 
     def _new_head(self, block: int) -> None:
-        self._cancel_if_too_late()
-        if block in self.standings:
-            self.site.clock.at(self.site.clock.now + IDLE_WATCH_SECONDS, lambda: self._look(block))
-        self._ask()
-
-    def _cancel_if_too_late(self) -> None:
-        """What a heartbeat's answer says: the progress stays in the local weights, for the next update."""
         steps, coordinator = self._steps, self.site.coordinator
-        if steps is None:
-            return
-        age = coordinator.blocks[steps.assignment.block].version - steps.assignment.round
-        if lateness(age, coordinator.swarm).outcome is Outcome.REFUSED:
-            steps.catch_up()
-            self._steps = None
+        if steps is not None:
+            # What a heartbeat's answer says; the progress stays in the local weights, for the next update.
+            age = coordinator.blocks[steps.update.block].version - steps.update.round
+            if age_ruling(age, coordinator.swarm).outcome is Outcome.REFUSED:
+                steps.catch_up()
+                self.logic.cancel(steps.update)
+                self._steps = None
+        if block in self.logic.blocks:
+            self.site.clock.at(self.site.clock.now + IDLE_WATCH_SECONDS, partial(self._look, block))
+        self._ask()
 
     def _look(self, block: int) -> None:
         """Fetch the newest snapshot, unless it is here or on its way."""
-        standing = self.standings.get(block)
-        state = self.site.coordinator.blocks[block]
-        if standing is None or block in self._fetching or state.version <= standing.base.version:
+        progress, head = self.logic.blocks.get(block), self.site.coordinator.blocks[block].head
+        if progress is None or block in self._fetching or head.version <= progress.base.version:
             return
         self._fetching.add(block)
-        head = state.head
-        num_bytes = self.site.fetched_bytes(block, standing.base.version, head.version)
-        self.site.after_download(num_bytes, lambda: self._fetched(standing, head))
+        num_bytes = self.site.fetched_bytes(block, progress.base.version, head.version)
+        self.site.after_download(num_bytes, partial(self._fetched, progress, head))
 
-    def _fetched(self, standing: Standing, head: Base) -> None:
-        block = standing.block
-        self._fetching.discard(block)
-        merges = self.site.coordinator.blocks[block].merges[standing.base.version : head.version]
+    def _fetched(self, progress: BlockProgress, head: Base) -> None:
+        self._fetching.discard(progress.block)
+        merges = self.site.coordinator.blocks[progress.block].merges[progress.base.version : head.version]
         mine = {one.payload_hash for merge in merges for one in merge.inputs if one.worker == self.site.index}
-        base = standing.base
-        self._moving(standing, lambda: self._advance(standing, base, head, mine))
-        for digest in mine:
-            self._payloads.pop(digest, None)
-        self._retire(standing)
+        self._catch_up(progress)
+        progress.advance(head, mine)
+        self._pick_up_move(progress)
+        self._retire(progress)
         self._go_on()
         self._send_next()
         self._ask()
-        self._look(block)
-
-    def _advance(self, standing: Standing, base: Base, head: Base, mine: set[str]) -> None:
-        for flight in standing.advance(head, mine):
-            assert flight.sent is not None
-            payload = self._payloads.pop(flight.sent.payload_hash)
-            self._take_back(standing, payload, base, 1.0)
+        self._look(progress.block)

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
-
-import typer
+from typing import IO, Any, Protocol
 
 from blocktrain.errors import UserError
 from blocktrain.training.local import Observer
+from blocktrain.training.report import TrainingReport
 from blocktrain.training.storage import explained_errors
 from blocktrain.wire.messages import StatusAnswer
 
@@ -35,12 +34,6 @@ class TrackerName(StrEnum):
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     TRACKIO = "trackio"
-
-
-TrackOption = Annotated[
-    list[TrackerName],
-    typer.Option("--track", help="Also send metrics.jsonl's numbers there; needs its package; repeatable."),
-]
 
 
 class Tracker(Protocol):
@@ -208,15 +201,15 @@ class Recorder:
                 self._seen.add(key)
                 self.write(record)
 
-    def report(self, report: Mapping[str, Any]) -> None:
+    def report(self, report: TrainingReport) -> None:
         """The final scores of a local run."""
-        steps = report["recipe"]["training"]["steps"]
-        scores = [("bigram counts", report["bigram"]["ce"])]
-        scores += [(f"block {number}", score["ce"]) for number, score in enumerate(report["blocks"])]
-        scores += [(name, score["ce"]) for name, score in report["composed"].items()]
-        if report["reference"] is not None:
-            scores.append(("reference", report["reference"]["ce"]))
-        for model, ce in scores:
+        scores, steps = report.scores, report.recipe["training"]["steps"]
+        rows = [("bigram counts", scores.bigram_ce)]
+        rows += [(f"block {number}", score.ce) for number, score in enumerate(scores.blocks)]
+        rows += [(name, score.ce) for name, score in scores.composed()]
+        if scores.reference is not None:
+            rows.append(("reference", scores.reference.ce))
+        for model, ce in rows:
             self.add("score", model=model, step=steps, ce=ce)
 
     def close(self) -> None:

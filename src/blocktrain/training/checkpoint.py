@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
+from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
+from blocktrain.training.setup import Setup
 from blocktrain.training.storage import read_tensors, replaced_folder, write_json, write_tensors
 
 FORMAT = "blocktrain-checkpoint"
@@ -140,21 +141,26 @@ class Description:
             raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
         return cls(recipe, corpus, pooling, digests, codebook)
 
-    def objective(self) -> Objective:
-        tokenizer = load_tokenizer(self.recipe.data.tokenizer)
-        return Objective(self.recipe.model, self.recipe.objective, vocabulary=tokenizer.vocabulary)
+    def setup(self) -> Setup:
+        return Setup.of(self.recipe)
 
 
 def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None = None) -> Checkpoint:
     """The whole model, or only some of its blocks (as a stage holds them)."""
     described = Description.of(read_config(path), path)
-    recipe, objective = described.recipe, described.objective()
+    recipe, setup = described.recipe, described.setup()
+    objective = setup.objective
     indices = range(recipe.model.blocks) if only is None else only
     blocks = [_load_block(path, described, objective, i).to(device).eval() for i in indices]
     codebook = _load_codebook(path / CODEBOOK_FILE, described, objective)
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
     return Checkpoint(
-        recipe, described.corpus_sha256, objective, blocks, codebook.to(device), described.pooling, tokenizer
+        recipe,
+        described.corpus_sha256,
+        objective,
+        blocks,
+        codebook.to(device),
+        described.pooling,
+        setup.tokenizer,
     )
 
 

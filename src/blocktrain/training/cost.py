@@ -7,16 +7,16 @@ optimizer are left out, as is usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from blocktrain.config import ModelConfig, Recipe
+from blocktrain.config import ModelConfig
 from blocktrain.model.block import Block
-from blocktrain.model.objective import Objective
 from blocktrain.training.optimizer import Optimizer, split_parameters
+from blocktrain.training.setup import Setup
 
 BACKWARD_OVER_FORWARD = 2
 BYTES_PER_VALUE = 4
@@ -33,35 +33,23 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
 
 
 def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens: int) -> int:
-    """Forward and backward of the trained block, and the extra forward passes of frozen ones."""
+    """Forward and backward of the trained block, and the forward passes of the frozen blocks upstream."""
     return tokens * (forward_per_token * (1 + BACKWARD_OVER_FORWARD) + frozen_forward_per_token)
 
 
-def block_training_flops(
-    objective: Objective, block: int, forward: Sequence[int], starts: Sequence[int], tokens: int
-) -> int:
-    """Of one block, where all blocks' forward passes cost `forward` per token and a step has `tokens`.
-
-    `starts` holds, for each step, the step at which the frozen blocks it hears were chosen.
-    """
-    steps = len(starts)
-    frozen = [sum(forward[f] for f in objective.frozen(block, start / steps)) for start in starts]
-    return sum(training_flops(forward[block], extra, tokens) for extra in frozen)
-
-
-def estimated_training_bytes(recipe: Recipe, vocabulary: int) -> int:
+def estimated_training_bytes(setup: Setup) -> int:
     """What training one block of the recipe needs, without training it; 5 % from what `PeakMemory` counts
     in fp32. CUDA stays below it: bf16 and compilation took 0.55 of it at width 384, bf16 alone 0.93 at
     width 1024 (docs/experiments.md)."""
+    recipe = setup.recipe
     with torch.device("meta"):
-        objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-        block = objective.build(recipe.model.blocks - 1, seed=0)
+        block = setup.objective.build(recipe.model.blocks - 1, seed=0)
     matrices, rest = ([p.numel() for p in part] for part in split_parameters(block))
     moments = (1 if recipe.training.optimizer == "muon" else 2) * sum(matrices) + 2 * sum(rest)
     # Saved for the backward pass are the weights too: hence three times the parameters.
     state = 3 * (sum(matrices) + sum(rest)) + moments
     tokens = recipe.training.batch * recipe.model.context
-    return BYTES_PER_VALUE * (state + tokens * _saved_values_per_token(recipe.model, vocabulary))
+    return BYTES_PER_VALUE * (state + tokens * _saved_values_per_token(recipe.model, setup.vocabulary))
 
 
 def _saved_values_per_token(config: ModelConfig, vocabulary: int) -> int:

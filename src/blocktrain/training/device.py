@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
 
+from blocktrain.errors import DeviceError
 from blocktrain.model.block import Block
 
 HOST = torch.device("cpu")
@@ -19,29 +21,51 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-class Seat:
+def find_device(name: str) -> torch.device:
+    """The device that `--device` names, tried out; `auto` is the best one here."""
+    if name == "auto":
+        name = best_device(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+        return torch.device(name)
+    if re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name) is None:
+        raise DeviceError(
+            f"device {name!r} does not exist here: expected cpu, cuda, cuda:1, mps or auto; try --device cpu"
+        )
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceError(f"device {name!r} does not exist here ({reason}); try --device cpu") from None
+    return device
+
+
+def best_device(*, cuda: bool, mps: bool) -> str:
+    return "cuda" if cuda else "mps" if mps else "cpu"
+
+
+class DeviceRoom:
     """Room on a device for the weights of one block at a time; the others wait in host memory."""
 
-    def __init__(self, device: torch.device, occupant: Block | None = None) -> None:
-        self.device, self.occupant = device, occupant
+    def __init__(self, device: torch.device, block: Block | None = None) -> None:
+        self.device, self.block = device, block
 
     def take(self, block: Block) -> None:
-        """Whoever is there leaves first: two blocks are never on the device together."""
-        if self.occupant is not block:
+        """Bring a block to the device. The one that is there leaves first: never two at once."""
+        if self.block is not block:
             self.leave()
             block.to(self.device)
-            self.occupant = block
+            self.block = block
 
     def leave(self) -> None:
-        if self.occupant is not None:
-            self.occupant.to(HOST)
-        self.occupant = None
+        if self.block is not None:
+            self.block.to(HOST)
+        self.block = None
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Others may take the seat meanwhile; afterwards whoever has it now, or nobody, is back."""
-        owner = self.occupant
+        """Let other blocks use the device inside the `with`; restores the current block afterwards."""
+        before = self.block
         try:
             yield
         finally:
-            self.leave() if owner is None else self.take(owner)
+            self.leave() if before is None else self.take(before)

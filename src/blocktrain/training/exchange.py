@@ -22,7 +22,6 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.data.tokenizer_files import tokenizer_files
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.training.checkpoint import (
@@ -77,7 +76,7 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
         write_json(folder / "config.json", _config(described, config, entries))
-        tokenizer = load_tokenizer(described.recipe.data.tokenizer)
+        tokenizer = described.setup().tokenizer
         for name, content in tokenizer_files(tokenizer, described.recipe.model.context).items():
             write_json(folder / name, content)
         write_file(folder / "README.md", card.encode())
@@ -120,7 +119,7 @@ def _config(
         "num_attention_heads": model.heads,
         "num_hidden_layers": model.blocks * model.layers_per_block,
         "max_position_embeddings": model.context,
-        "vocab_size": load_tokenizer(described.recipe.data.tokenizer).vocabulary,
+        "vocab_size": described.setup().vocabulary,
         MODEL_TYPE: own,
     }
 
@@ -226,7 +225,7 @@ def _expected_kinds(
     folder: Path, described: Description, shards: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
     """What each file must hold, by the recipe: block after block, then the codebook."""
-    model, objective = described.recipe.model, described.objective()
+    model, objective = described.recipe.model, described.setup().objective
     names = [shard_file(number, model.blocks + 1) for number in range(min(model.blocks, len(shards)) + 1)]
     if sorted(shards) != names:
         raise CheckpointError(

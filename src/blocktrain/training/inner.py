@@ -20,7 +20,7 @@ from blocktrain.data.shards import Shards
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.objective import Loss, Objective
-from blocktrain.training.device import Seat, autocast
+from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
 from blocktrain.training.optimizer import Optimizer
 
@@ -79,26 +79,23 @@ class BlockTrainer:
         self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))
         self.codebook_optimizer = codebook_optimizer
         self.device = next(block.parameters()).device
-        self.seat = Seat(self.device, block)
+        self.room = DeviceRoom(self.device, block)
         self.window_end: int | None = None
         """Frozen outputs are prepared for steps before this one only; None: to the end of training."""
         self.freeze(frozen)
         self.generator = torch.Generator(self.device)
-        self._loss = self._loss_function()
-
-    def _loss_function(self) -> Callable[..., Loss]:
-        wanted = self.recipe.training.compile
+        wanted = recipe.training.compile
+        self._loss: Callable[..., Loss] = objective.loss
         if wanted or (wanted is None and self.device.type == "cuda"):
-            return torch.compile(self.objective.loss, dynamic=False)
-        return self.objective.loss
+            # Shapes never change within a run, so the compiled code need not allow for others.
+            self._loss = torch.compile(objective.loss, dynamic=False)
 
     def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
-        """From now on hear these, which are in host memory and in the order of `objective.frozen`, with the
-        codebook as it was then (None: as it is now). No blocks: train without, as some do for a time."""
-        assert self.index is not None or not blocks, "the end-to-end reference hears nobody"
+        """Use these frozen blocks (on the CPU, in the order of `objective.upstream`) as input from the next
+        step, with the codebook as it was when they were copied (None: as it is now)."""
+        needed = () if self.index is None else self.objective.upstream(self.index)
+        assert len(blocks) in (0, len(needed)), f"block {self.index} takes input from blocks {needed}"
         self.frozen = FrozenOutputs(
-            self.objective,
-            self.index or 0,
             blocks,
             self.codebook.copied() if codebook_VD is None else codebook_VD,
             max_host_bytes=self.recipe.training.frozen_host_bytes,
@@ -106,12 +103,11 @@ class BlockTrainer:
 
     def step(self, step: int, shard: int) -> Tensor:
         """One optimizer step on batch (shard, step); returns the cross entropy, still on the device."""
-        heard = self._heard(step, shard)
+        upstream = self._upstream(step, shard)
         table = self.codebook()
         tokens, targets, hint = self._batch(step, shard, table)
-        z, sigma = (hint.z_PTD, hint.sigma_P) if hint is not None else (None, None)
         with autocast(self.device):
-            loss = self._loss(self.block, tokens, targets, table, z, sigma, heard)
+            loss = self._loss(self.block, tokens, targets, table, hint, upstream)
         loss.total.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(step)
         if self.codebook_optimizer is not None:
@@ -123,17 +119,19 @@ class BlockTrainer:
         tokens, targets = self.shards.batch(shard, step)
         if self.index is None:
             return tokens, targets, None
+        # Seeded for each step and never carried on: this makes --resume exact and a step repeatable.
         self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
         hint = self.objective.draw_hint(self.index, targets, table, self.generator)
         return self.objective.hide_context(tokens, self.generator), targets, hint
 
-    def _heard(self, step: int, shard: int) -> Tensor | None:
+    def _upstream(self, step: int, shard: int) -> Tensor | None:
+        """The features that the block takes as input in this step, computed for a window of steps at once."""
         if not self.frozen:
-            always = () if self.index is None else self.objective.frozen(self.index, progress=0.0)
-            assert not always, f"block {self.index} hears blocks {always}: freeze() them first"
+            needed = () if self.index is None else self.objective.upstream(self.index)
+            assert not needed, f"block {self.index} takes input from blocks {needed}: freeze() them first"
             return None
         if not self.frozen.prepared(shard, step):
             end = self.recipe.training.steps if self.window_end is None else self.window_end
             steps = range(step, max(end, step + 1))
-            self.frozen.prepare(self.seat, shard, steps, lambda s: self._batch(s, shard, self.codebook())[0])
-        return self.frozen.heard(shard, step)
+            self.frozen.prepare(self.room, shard, steps, lambda s: self._batch(s, shard, self.codebook())[0])
+        return self.frozen.features(shard, step)

@@ -15,36 +15,33 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import blocktrain
-from blocktrain.config import Recipe, with_defaults
+from blocktrain.config import Recipe, changed_settings
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import CheckpointError, DivergedError, StoppedError, UserError
-from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import load_weights, save_checkpoint
 from blocktrain.training.cost import (
     PeakMemory,
-    block_training_flops,
     forward_flops_per_token,
     training_flops,
 )
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
-from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
+from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.report import HeldOutScores, TrainingReport
+from blocktrain.training.setup import REFERENCE, Setup
 from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
 
-REFERENCE = "reference"
 LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 
@@ -92,37 +89,20 @@ class LocalRun:
         self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
         self.stop = stop or threading.Event()
         self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-        self.tokenizer = load_tokenizer(recipe.data.tokenizer)
+        self.setup = setup = Setup.of(recipe)
+        self.tokenizer, self.objective = setup.tokenizer, setup.objective
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
-        vocabulary = self.tokenizer.vocabulary
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
-        self._check_order()
-        self.codebook: Codebook = build_codebook(recipe, vocabulary).to(device)
+        self.codebook: Codebook = setup.codebook().to(device)
         self.units = self._build_units()
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
-    def _check_order(self) -> None:
-        for block in range(self.recipe.model.blocks):
-            later = [other for other in self.objective.frozen(block) if other > block]
-            if later and self.recipe.training.order == "sequential":
-                raise UserError(
-                    f'objective.kind = "{self.recipe.objective.kind}" needs blocks '
-                    f"{', '.join(map(str, later))} to train block {block}, and in sequential order they "
-                    'come later: set training.order = "turns"'
-                )
-
     def _build_units(self) -> list[Unit]:
-        seed = self.recipe.seed
-        units = [
-            Unit(f"block {b}", b, self.objective.build(b, derive_seed("init", seed, b)))
-            for b in range(self.recipe.model.blocks)
-        ]
+        units = [Unit(f"block {b}", b, self.setup.initial(b)) for b in range(self.recipe.model.blocks)]
         if self.recipe.training.reference:
-            reference = self.objective.build_reference(derive_seed("init", seed, REFERENCE))
-            units.append(Unit(REFERENCE, None, reference))
+            units.append(Unit(REFERENCE, None, self.setup.initial_reference()))
         return units
 
     @property
@@ -156,65 +136,59 @@ class LocalRun:
             self.seconds[unit.name] = group.seconds / len(units)
             unit.block.to("cpu")
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
         for unit in self.units:
             unit.block.to(self.device).eval()
         config = self.recipe.evaluation
         valid = self.tokenizer.encode(self.corpus.valid[: config.max_bytes])
-        table = self.codebook().detach()
-        evaluator = Evaluator(self.objective, table, config, seed=self.recipe.seed)
+        evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
+        # Pooling weights are fitted on text that is neither trained on nor scored.
         pooling = evaluator.fit_weights(self.blocks, self.tokenizer.encode(self.corpus.pool))
-        euler = self.objective.composes_by_euler
-        scores = evaluator.score(self.blocks, pooling, valid, euler=euler)
-        reference = evaluator.score_one(self.reference, valid) if self.reference is not None else None
-        composed = {"consensus": {**scores.consensus.to_dict(), "weights": pooling}}
-        if scores.euler is not None:
-            composed["euler"] = scores.euler.to_dict()  # type: ignore[assignment]
-        best = min(float(score["ce"]) for score in composed.values())  # type: ignore[arg-type]
-        return {
-            "blocks": [score.to_dict() for score in scores.blocks],
-            "composed": composed,
-            "reference": reference.to_dict() if reference is not None else None,
-            "gap": best - reference.ce if reference is not None else None,
-            "bigram": {"ce": bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary)},
-            "scored_tokens": len(valid) - 1,
-        }
+        scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
+        return HeldOutScores(
+            blocks=scores.blocks,
+            consensus=scores.consensus,
+            pooling=pooling,
+            euler=scores.euler,
+            reference=None if self.reference is None else evaluator.score_one(self.reference, valid),
+            bigram_ce=bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary),
+            scored_tokens=len(valid) - 1,
+        )
 
-    def report(self, scores: dict[str, Any]) -> dict[str, Any]:
-        training = self.recipe.training
+    def report(self, scores: HeldOutScores, sample: str) -> TrainingReport:
+        training, reference = self.recipe.training, self.reference
         tokens = training.steps * training.batch * self.recipe.model.context
-        blocks = [unit.name for unit in self.units if unit.index is not None]
-        return {
-            **scores,
-            "name": self.recipe.name,
-            "seed": self.recipe.seed,
-            "corpus_sha256": self.corpus.sha256,
-            "tokens": {"per_block": tokens, "reference": tokens if self.reference is not None else 0},
-            "parameters": {
+        return TrainingReport(
+            scores=scores,
+            name=self.recipe.name,
+            seed=self.recipe.seed,
+            corpus_sha256=self.corpus.sha256,
+            tokens={"per_block": tokens, "reference": 0 if reference is None else tokens},
+            parameters={
                 "blocks": sum(num_parameters(block) for block in self.blocks),
                 "block": num_parameters(self.blocks[0]),
-                "reference": num_parameters(self.reference) if self.reference is not None else None,
+                "reference": None if reference is None else num_parameters(reference),
             },
-            "flops": self._flops(tokens),
-            "peak_memory_bytes": {
-                "block": max(self.peaks[name] for name in blocks),
+            flops=self._flops(tokens),
+            peak_memory={
+                "block": max(self.peaks[unit.name] for unit in self.units if unit.index is not None),
                 "reference": self.peaks.get(REFERENCE),
-                "method": self.memory.method,
             },
-            "seconds": self.seconds,
-            "curves": {unit.name: unit.curve for unit in self.units},
-            "recipe": self.recipe.to_dict(),
-            "versions": versions(self.device),
-        }
+            memory_method=self.memory.method,
+            seconds=self.seconds,
+            curves={unit.name: unit.curve for unit in self.units},
+            recipe=self.recipe.to_dict(),
+            versions=versions(self.device),
+            sample=sample,
+        )
 
     def _flops(self, tokens: int) -> dict[str, int | None]:
         model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
         forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
-        starts = [round_start(self.recipe, step) for step in range(self.recipe.training.steps)]
-        per_step = tokens // self.recipe.training.steps
         blocks = sum(
-            block_training_flops(self.objective, b, forward, starts, per_step) for b in range(len(forward))
+            training_flops(own, sum(forward[other] for other in self.objective.upstream(block)), tokens)
+            for block, own in enumerate(forward)
         )
         reference = None
         if self.reference is not None:
@@ -230,29 +204,27 @@ class LocalRun:
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""
         scores = self.evaluate()
-        for number, score in enumerate(scores["blocks"]):
-            finite(score["ce"], f"block {number}, held-out text")
-        if scores["reference"] is not None:
-            finite(scores["reference"]["ce"], "reference, held-out text")
-        pooling = scores["composed"]["consensus"]["weights"]
-        report = self.report(scores)
-        table = self.codebook().detach()
-        save_checkpoint(self.out / "checkpoint", self.recipe, self.corpus.sha256, self.blocks, table, pooling)
-        sample = self.sample(pooling)
+        for number, score in enumerate(scores.blocks):
+            finite(score.ce, f"block {number}, held-out text")
+        if scores.reference is not None:
+            finite(scores.reference.ce, "reference, held-out text")
+        table, folder = self.codebook().detach(), self.out / "checkpoint"
+        save_checkpoint(folder, self.recipe, self.corpus.sha256, self.blocks, table, scores.pooling)
+        sample = self.sample(scores.pooling)
         write_file(self.out / "sample.txt", sample)
-        report["sample"] = sample.decode("utf-8", errors="replace")
-        write_json(self.out / "report.json", report)
+        report = self.report(scores, sample.decode("utf-8", errors="replace"))
+        write_json(self.out / "report.json", report.to_json())
         return report
 
 
 class Group:
     """Units trained side by side, one step each in turn, saved and resumed together.
 
-    Blocks that hear others hear finished ones of earlier groups, or copies of members of this group that are
-    as old as the round, like the snapshots that a worker of a swarm has.
+    A block upstream is a finished one of an earlier group, or a copy of a member of this group that is as old
+    as the round, like the snapshots that a worker of a swarm has.
     """
 
     def __init__(self, run: LocalRun, units: list[Unit], path: Path) -> None:
@@ -278,37 +250,22 @@ class Group:
         )
 
     def _host_copies(self) -> dict[int, Block]:
-        """Of the members that other members hear."""
+        """CPU copies of the blocks that others in this group take as input."""
         members = {unit.index: unit.block for unit in self.units if unit.index is not None}
-        heard = {other for index in members for other in self.run.objective.frozen(index)}
-        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in heard}
+        upstream = {other for index in members for other in self.run.objective.upstream(index)}
+        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in upstream}
 
-    def _refresh(self) -> None:
-        for index, kept in self.copies.items():
-            kept.load_state_dict(self.run.blocks[index].state_dict())
-        self.table = self.run.codebook.copied()
-
-    def _begin_step(self, step: int, start: int) -> bool:
-        """Freeze what a new round hears; returns whether to count this step's memory: that of the first, and
-        where blocks begin to hear others."""
-        first = round_start(self.run.recipe, step)
-        if step == first:
-            self._refresh()
-        if step not in (first, start):
-            return False
-        return self._freeze(first) or step == start
-
-    def _freeze(self, first: int) -> bool:
-        """For the round that began at step `first`; returns whether anyone begins to hear others, or ends."""
+    def _freeze(self, first: int, *, refresh: bool) -> None:
+        """Give every trainer the blocks upstream for the round that began at step `first`."""
         recipe = self.run.recipe
-        before = [bool(trainer.frozen) for trainer in self.trainers]
+        if refresh:
+            for index, kept in self.copies.items():
+                kept.load_state_dict(self.run.blocks[index].state_dict())
+            self.table = self.run.codebook.copied()
         for unit, trainer in zip(self.units, self.trainers, strict=True):
-            needed: tuple[int, ...] = ()
-            if unit.index is not None:
-                needed = self.run.objective.frozen(unit.index, first / recipe.training.steps)
+            needed = () if unit.index is None else self.run.objective.upstream(unit.index)
             trainer.freeze([self.copies.get(i, self.run.blocks[i]) for i in needed], self.table)
             trainer.window_end = min(first + recipe.swarm.steps_per_round, recipe.training.steps)
-        return before != [bool(trainer.frozen) for trainer in self.trainers]
 
     def train(self, start: int, steps: int) -> None:
         config = self.run.recipe.training
@@ -320,9 +277,12 @@ class Group:
         seconds_before = self.seconds
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
-            measured = self._begin_step(step, start)
+            first = round_start(self.run.recipe, step)
+            if step in (first, start):
+                # A resumed run enters a round in the middle, with the copies as they were saved.
+                self._freeze(first, refresh=step == first)
             for unit, trainer, losses in zip(self.units, self.trainers, recent, strict=True):
-                losses.append(self._step(trainer, unit, step, measured=measured))
+                losses.append(self._step(trainer, unit, step, measured=step == start))
                 if (step + 1) % every == 0 or step + 1 == steps:
                     ce = finite(float(torch.stack(losses).mean()), f"{unit.name}, step {step + 1}")
                     losses.clear()
@@ -400,7 +360,11 @@ class Group:
 
 
 def round_start(recipe: Recipe, step: int) -> int:
-    """The step at which what `step` hears from other blocks was chosen: staleness as in a swarm."""
+    """The step at which the frozen blocks that `step` takes input from were copied.
+
+    `swarm.steps_per_round` governs this in `blocktrain train` too (docs/objective.md): under
+    `training.order = "turns"` a serial model's blocks then see neighbours as stale as in a swarm.
+    """
     return step - step % recipe.swarm.steps_per_round
 
 
@@ -430,19 +394,13 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if isinstance(before, dict) and isinstance(before.get("recipe"), dict):
-        before["recipe"] = with_defaults(before["recipe"])
-    if before != json.loads(json.dumps(identity)):
-        changed = ", ".join(differences(before, identity, "")) or "recipe"
-        raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")
-
-
-def differences(before: Any, now: Any, where: str) -> list[str]:
-    """The dotted names of settings that are not the same."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(before.keys() | now.keys())
-        return [d for k in keys for d in differences(before.get(k), now.get(k), f"{where}.{k}".lstrip("."))]
-    return [] if before == now else [where.removeprefix("recipe.")]
+    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
+        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    changed = list(changed_settings(before["recipe"], recipe))
+    changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus.sha256 else []
+    if changed:
+        names = ", ".join(changed)
+        raise UserError(f"{out} was started with other settings ({names}); resume with the same ones")
 
 
 def versions(device: torch.device) -> dict[str, str]:

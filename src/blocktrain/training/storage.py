@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, StorageError, UserError
+from blocktrain.errors import CheckpointError, StorageError
+from blocktrain.files import write_whole
 
 
 @contextmanager
@@ -29,19 +30,8 @@ def explained_errors(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained_errors(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, content)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -61,28 +51,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or not safetensors: {error}") from None
-
-
-@contextmanager
-def locked_file(path: Path, taken: str) -> Iterator[None]:
-    """Keep others out while the body runs; the lock ends with the process, however it ends. `taken` is what
-    the second one is told."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nobody is kept out
-        yield
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("wb")
-    except OSError as error:
-        raise StorageError(f"cannot use {path.parent}: {error.strerror}; name another folder") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(taken) from None
-        yield
 
 
 @contextmanager

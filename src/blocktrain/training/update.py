@@ -50,8 +50,10 @@ def encode_update(
     `origin` is where this update's progress starts: the base snapshot, or the worker's own weights at
     its previous update while that one was still on its way.
     """
-    if codec.kind == "dense":
+    if codec.sends_weights:
         return EncodedUpdate(encode(codec, schema, _dense_weights(base, origin, local, feedback, beta)), None)
+    # Error feedback: what compression left out of the last frame goes into this one, at beta. `sparse:64`
+    # sends one value in 64: in one shot its error is 0.94 of the update, which must not be lost.
     wanted = difference(origin, local)
     if feedback is not None:
         wanted = _sum(wanted, {name: np.float32(beta) * value for name, value in feedback.items()})
@@ -63,6 +65,7 @@ def _dense_weights(
     base: Tensors, origin: Tensors, local: Tensors, feedback: Tensors | None, beta: float
 ) -> Tensors:
     """Where the uncompressed update wants the weights: `local`, bit for bit, if nothing else is pending."""
+    # base - (base - local) is not local in floating point; a swarm of one must equal the local loop.
     if feedback is None and is_same(origin, base):
         return local
     wanted: Weights = {}
@@ -75,9 +78,13 @@ def _dense_weights(
 
 
 def decoded_delta(codec: CodecSpec, schema: Schema, payload: bytes, base: Tensors) -> Weights:
-    """The delta a receiver reads out of a frame; `dense` frames hold weights, the others the delta."""
-    sent = decode(codec, schema, payload)
-    return difference(base, sent) if codec.kind == "dense" else sent
+    """The delta a receiver reads out of a frame."""
+    return delta_of(codec, decode(codec, schema, payload), base)
+
+
+def delta_of(codec: CodecSpec, decoded: Tensors, base: Tensors) -> Weights:
+    """The delta of a decoded update: itself, or the way from `base` to the weights the codec sends."""
+    return difference(base, decoded) if codec.sends_weights else dict(decoded)
 
 
 def fold_back(feedback: Tensors | None, delta: Tensors, share: float = 1.0) -> Weights:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from blocktrain.codec_spec import CodecSpec
+
 SKETCH_VALUES = 4096
 """Non-zero values a sketch aims at; at 40 % kept, 1600 are shared, an error of 1 % in the agreement."""
 MAX_PLACES = 1 << 20
@@ -45,14 +47,14 @@ class Sketch:
         return cls(np.frombuffer(data[:half], "<u4"), np.frombuffer(data[half:], "<f4"))
 
 
-def sketch_of(tensors: Mapping[str, NDArray[np.float32]], seed: int, density: float = 1.0) -> Sketch:
-    """Of a decoded update. Equal seeds (one per run and block) and densities look at equal places.
+def sketch_of(tensors: Mapping[str, NDArray[np.float32]], seed: int, codec: CodecSpec) -> Sketch:
+    """Of an update's delta. Equal seeds (one per run and block) and codecs look at equal places.
 
-    `density` is the share of values a codec sends; it may not follow from the update, whose sender could
-    otherwise choose which places are looked at.
+    How many places follows from the codec and not from the update, whose sender could otherwise choose which
+    places are looked at: `sparse:64` sends one value in 64, so 64 times the places give as many values.
     """
     flat = np.concatenate([tensors[name].reshape(-1) for name in sorted(tensors)])
-    wanted = int(min(MAX_PLACES, SKETCH_VALUES / density))
+    wanted = int(min(MAX_PLACES, SKETCH_VALUES / codec.density))
     places = np.arange(flat.size)
     if wanted < flat.size:
         places = np.unique(np.random.default_rng(seed).integers(0, flat.size, wanted))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.training.snapshot import Tensors
-from blocktrain.training.update import difference
+from blocktrain.training.update import delta_of
 from blocktrain.validation.evidence import Evidence, Gain
 from blocktrain.validation.scorer import Work
 from blocktrain.wire.codec import CodecSpec
@@ -23,7 +23,7 @@ def applied(
     codec: CodecSpec, base: Tensors, own_base: Tensors, decoded: Tensors, step: float
 ) -> dict[str, NDArray[np.float32]]:
     """The block after one update alone, measured from `own_base` and applied to `base`."""
-    delta = difference(own_base, decoded) if codec.kind == "dense" else decoded
+    delta = delta_of(codec, decoded, own_base)
     return {
         name: np.asarray(base[name] - step * delta[name].astype(np.float64), dtype=np.float32)
         for name in base

@@ -24,16 +24,16 @@ decoded tensors and one batch of chunks. Not covered: whether the values make se
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, Literal, NoReturn, Protocol, cast
+from typing import Final, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.errors import RecipeError, WireError
+from blocktrain.codec_spec import CHUNK_VALUES, TILE_SIDE, CodecSpec
+from blocktrain.errors import WireError
 from blocktrain.wire.chunks import (
     MAX_HALF,
     BitsChunks,
@@ -48,7 +48,6 @@ from blocktrain.wire.chunks import (
 
 __all__ = [
     "CHUNK_VALUES",
-    "DEFAULT_KEPT",
     "MAX_HALF",
     "TILE_SIDE",
     "CodecSpec",
@@ -61,16 +60,11 @@ __all__ = [
     "frame_length",
 ]
 
-TILE_SIDE: Final = 64
-CHUNK_VALUES: Final = TILE_SIDE * TILE_SIDE
-DEFAULT_KEPT: Final = 64
-BIT_WIDTHS: Final = (4, 8)
 _HALF_EXPONENT: Final = 0x7C00
 _BATCH_CHUNKS: Final = 256
 """Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""
 
 Tensors = Mapping[str, Floats]
-Kind = Literal["sparse", "sign", "bits", "dense"]
 
 
 class FrameError(WireError):
@@ -80,44 +74,6 @@ class FrameError(WireError):
         super().__init__(sentence)
         self.reason = reason
         self.sentence = sentence
-
-
-@dataclass(frozen=True)
-class CodecSpec:
-    """Which codec a run uses; written `sparse:64`, `sign`, `bits:4` or `dense`."""
-
-    kind: Kind
-    k: int | None = None
-    """`sparse`: values kept of each chunk; `bits`: width of a value's code; None for the others."""
-
-    def __post_init__(self) -> None:
-        if self.kind == "sparse" and self.k is None:
-            object.__setattr__(self, "k", DEFAULT_KEPT)
-        allowed: dict[str, Container[int | None]] = {
-            "sparse": range(1, CHUNK_VALUES + 1),
-            "bits": BIT_WIDTHS,
-            "sign": (None,),
-            "dense": (None,),
-        }
-        if self.k not in allowed.get(self.kind, ()):
-            raise _bad_codec(f"{self.kind!r} with k = {self.k}")
-
-    @classmethod
-    def parse(cls, text: str) -> CodecSpec:
-        match = re.fullmatch(r"(?P<kind>sparse|sign|bits|dense)(:(?P<k>[0-9]{1,4}))?", text)
-        if match is None:
-            raise _bad_codec(repr(text))
-        return cls(cast(Kind, match["kind"]), int(match["k"]) if match["k"] else None)
-
-    def __str__(self) -> str:
-        return self.kind if self.k is None else f"{self.kind}:{self.k}"
-
-
-def _bad_codec(found: str) -> RecipeError:
-    return RecipeError(
-        f"expected the update codec sparse:K with K from 1 to {CHUNK_VALUES}, sign, bits:4, bits:8 or dense, "
-        f"found {found}; change it in the recipe"
-    )
 
 
 @dataclass(frozen=True)
@@ -172,6 +128,7 @@ def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
 
 def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memoryview) -> dict[str, Floats]:
     """The tensors of a frame, every byte of it checked, or FrameError."""
+    # The length first: a wrong one costs no memory and no time, whatever it claims to be.
     frame = np.frombuffer(payload, np.uint8)
     expected = frame_length(codec, schema)
     if len(frame) != expected:
@@ -227,14 +184,11 @@ class _Layout(Protocol):
 
 
 def _layout(codec: CodecSpec) -> _Layout:
-    if codec.kind == "dense":
+    if codec.sends_weights:
         return _Dense()
-    if codec.kind == "sign":
-        return _Chunked(SignChunks())
-    assert codec.k is not None
-    if codec.kind == "bits":
-        return _Chunked(BitsChunks(codec.k))
-    return _Chunked(SparseChunks(codec.k))
+    if codec.bits is not None:
+        return _Chunked(BitsChunks(codec.bits))
+    return _Chunked(SignChunks() if codec.kept is None else SparseChunks(codec.kept))
 
 
 class _Dense:
@@ -303,6 +257,7 @@ class _Region:
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    # A chunk has 4,096 values, tile or row, so that an index takes 12 bits.
     if len(shape) == 2 and min(shape) >= TILE_SIDE:
         return shape[0], shape[1]
     return 1, math.prod(shape)

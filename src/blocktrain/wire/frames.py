@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -109,14 +110,14 @@ def refuse(reason: ServingFrameReason, sentence: str) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Limits:
+class FrameLimits:
     """The most a receiver takes in one frame."""
 
     metadata_bytes: int = MAX_METADATA_BYTES
     payload_bytes: int = 0
 
 
-GREETING_LIMITS: Final = Limits()
+GREETING_LIMITS: Final = FrameLimits()
 """Before HELLO and WELCOME are exchanged nobody may make the other side allocate more."""
 
 
@@ -176,7 +177,7 @@ def encode_frame(header: Header, metadata: bytes = b"", payload: bytes = b"") ->
     return b"".join((fixed, _CHECKSUM.pack(zlib.crc32(fixed)), metadata, payload))
 
 
-def decode_header(raw: bytes, limits: Limits) -> Header:
+def decode_header(raw: bytes, limits: FrameLimits) -> Header:
     """The header in the first HEADER_BYTES of a frame; its lengths are within `limits`."""
     if len(raw) != HEADER_BYTES:
         refuse(ServingFrameReason.PAYLOAD, f"expected a header of {HEADER_BYTES} bytes, found {len(raw)}")
@@ -193,14 +194,13 @@ def decode_header(raw: bytes, limits: Limits) -> Header:
         refuse(ServingFrameReason.TYPE, f"type {kind}, codec {codec}")
     if zero:
         refuse(ServingFrameReason.TYPE, f"expected 0 in the spare byte, found {zero}")
-    _check_length("metadata", header.metadata_bytes, limits.metadata_bytes)
-    _check_length("payload", header.payload_bytes, limits.payload_bytes)
+    for part, found, limit in (
+        ("metadata", header.metadata_bytes, limits.metadata_bytes),
+        ("payload", header.payload_bytes, limits.payload_bytes),
+    ):
+        if found > limit:
+            refuse(ServingFrameReason.TOO_LARGE, f"expected {part} of at most {limit} bytes, found {found}")
     return header
-
-
-def _check_length(part: str, found: int, limit: int) -> None:
-    if found > limit:
-        refuse(ServingFrameReason.TOO_LARGE, f"expected {part} of at most {limit} bytes, found {found}")
 
 
 def decode_body(header: Header, body: bytes) -> Frame:
@@ -209,11 +209,6 @@ def decode_body(header: Header, body: bytes) -> Frame:
     if zlib.crc32(body) != header.body_checksum:
         refuse(ServingFrameReason.CHECKSUM, "the body's checksum does not match; send it again")
     return Frame(header, body[: header.metadata_bytes], body[header.metadata_bytes :])
-
-
-def decode_frame(raw: bytes, limits: Limits) -> Frame:
-    """A whole frame, nothing before and nothing after it."""
-    return decode_body(decode_header(raw[:HEADER_BYTES], limits), raw[HEADER_BYTES:])
 
 
 # ---- token ids ----------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ def id_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u4")
 
 
-def encode_ids(ids: list[int], vocabulary: int) -> bytes:
+def encode_ids(ids: Sequence[int], vocabulary: int) -> bytes:
     return np.array(ids, id_dtype(vocabulary)).tobytes()
 
 
@@ -242,7 +237,7 @@ def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
     return [int(token) for token in ids]
 
 
-def prefix_checksum(ids: list[int]) -> int:
+def prefix_checksum(ids: Sequence[int]) -> int:
     """Names what a cache was built from. Guards against mistakes, not against an adversary."""
     return zlib.crc32(np.array(ids, "<u4").tobytes())
 
@@ -260,9 +255,14 @@ def row_bytes(codec: Codec, vocabulary: int) -> int:
 
 def encode_rows(rows: NDArray[np.float32] | NDArray[np.float64], codec: Codec) -> bytes:
     """Rows [R, V] as they travel."""
-    if codec in _CODE:
-        return _encode_quantised(np.asarray(rows, np.float64), codec)
-    return rows.astype("<f4" if codec == Codec.F32 else "<f8").tobytes()
+    if codec not in _CODE:
+        return rows.astype("<f4" if codec == Codec.F32 else "<f8").tobytes()
+    span, top = code_range(codec)
+    maxima = rows.max(axis=-1, keepdims=True).astype("<f4")
+    # Below the maximum as it travels, in fp32: the receiver subtracts from that one.
+    below = np.clip(maxima.astype(np.float64) - rows, 0, span)
+    codes = np.rint(top * np.sqrt(below / span)).astype(_CODE[codec])
+    return np.concatenate([maxima.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
 
 
 def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
@@ -274,7 +274,11 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
         )
     with np.errstate(invalid="ignore", over="ignore"):
         if codec in _CODE:
-            values = _decode_quantised(payload, codec, rows, vocabulary)
+            span, top = code_range(codec)
+            records = np.frombuffer(payload, np.uint8).reshape(rows, row_bytes(codec, vocabulary))
+            maxima = np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float64)
+            codes = np.ascontiguousarray(records[:, 4:]).view(_CODE[codec]).astype(np.float64)
+            values = maxima - span * (codes / top) ** 2
         else:
             flat = np.frombuffer(payload, "<f4" if codec == Codec.F32 else "<f8")
             values = flat.astype(np.float64).reshape(rows, vocabulary)
@@ -297,21 +301,3 @@ def row_tolerance(rows: NDArray[np.float64], codec: Codec) -> NDArray[np.float64
     # Half a code to either side: span * ((c + 1/2)^2 - c^2) / top^2.
     tolerance: NDArray[np.float64] = span * (codes + 0.25) / float(top) ** 2
     return tolerance
-
-
-def _encode_quantised(rows: NDArray[np.float64], codec: Codec) -> bytes:
-    dtype, top = _CODE[codec], np.iinfo(_CODE[codec]).max
-    maxima = rows.max(axis=-1, keepdims=True).astype("<f4")
-    below = np.clip(maxima.astype(np.float64) - rows, 0, _SPAN[codec])
-    codes = np.rint(top * np.sqrt(below / _SPAN[codec])).astype(dtype)
-    records = np.concatenate([maxima.view(np.uint8), codes.view(np.uint8)], axis=1)
-    return records.tobytes()
-
-
-def _decode_quantised(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
-    dtype, top = _CODE[codec], np.iinfo(_CODE[codec]).max
-    records = np.frombuffer(payload, np.uint8).reshape(rows, row_bytes(codec, vocabulary))
-    maxima = np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float64)
-    codes = np.ascontiguousarray(records[:, 4:]).view(dtype).astype(np.float64)
-    values: NDArray[np.float64] = maxima - _SPAN[codec] * (codes / top) ** 2
-    return values

@@ -10,10 +10,7 @@ on Windows; public keys of small order, under which anybody can sign (whoever ma
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,16 +27,13 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from blocktrain.errors import UserError
+from blocktrain.files import create_private
 
 WorkerId = NewType("WorkerId", str)
 
 PUBLIC_KEY_BYTES = 32
-SIGNATURE_BYTES = 64
 WORKER_ID_CHARACTERS = 32
 MAX_KEY_FILE_BYTES = 4096
-
-# What os.link says on file systems without hard links (exFAT, Google Drive, some network mounts).
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES, errno.EINVAL}
 
 
 class IdentityError(UserError):
@@ -85,7 +79,8 @@ def load_or_create(path: Path) -> Identity:
     """The identity in the key file at `path`, which is made (mode 0600) when there is none."""
     try:
         if not os.path.lexists(path):
-            _create(path, Identity.generate())
+            key = Identity.generate().private_key
+            create_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return _load(path)
     except OSError as error:
         raise IdentityError(
@@ -94,36 +89,14 @@ def load_or_create(path: Path) -> Identity:
         ) from None
 
 
-def _create(path: Path, identity: Identity) -> None:
-    """Make the file whole or not at all; when another process was first, its file stays."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    pem = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        _write_new(draft, pem)
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS or not draft.exists():
-            raise
-        with contextlib.suppress(FileExistsError):
-            _write_new(path, pem)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _load(path: Path) -> Identity:
     with path.open("rb") as file:
-        _refuse_open_mode(path, os.fstat(file.fileno()).st_mode)
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if os.name == "posix" and mode & 0o077:
+            raise IdentityError(
+                f"the key file {path} can be read by other users: expected mode 0600, found {mode:04o}; "
+                f"run `chmod 600 {path}`, and make a new key if others had access"
+            )
         pem = file.read(MAX_KEY_FILE_BYTES + 1)
     try:
         key = load_pem_private_key(pem, password=None)
@@ -132,14 +105,6 @@ def _load(path: Path) -> Identity:
     if not isinstance(key, Ed25519PrivateKey):
         raise _not_a_key(path, "a key of another kind")
     return Identity(key)
-
-
-def _refuse_open_mode(path: Path, mode: int) -> None:
-    if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
-        raise IdentityError(
-            f"the key file {path} can be read by other users: expected mode 0600, found "
-            f"{stat.S_IMODE(mode):04o}; run `chmod 600 {path}`, and make a new key if others had access"
-        )
 
 
 def _not_a_key(path: Path, found: str) -> IdentityError:

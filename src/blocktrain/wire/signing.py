@@ -1,8 +1,8 @@
 """Signed HTTP requests (RFC 9421, Ed25519), with the time passed in and every refusal a typed reason.
 
 Knows headers as plain text, so any client or server framework will do; knows nothing of admission or
-bans. The body is checked while it streams, by `DigestCheck`; replays by `NonceWindow` or, across
-processes, by a database row unique on `VerifiedRequest.replay_key` and dropped after `forget_after`.
+bans. The body is checked while it streams, by `DigestCheck`; replays by the caller, with a database row that
+is unique on `VerifiedRequest.replay_key` and dropped after `forget_after`.
 
 Covered: method, path and query, body digest (RFC 9530 sha-256), body length, time, nonce, key, and the
 audience where one is given. Not covered: host and scheme, which proxies change: a coordinator could pass
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import heapq
 import hmac
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final, NoReturn
@@ -67,7 +66,7 @@ class Reason(StrEnum):
     CLOCK_SKEW = "clock_skew"
     DIGEST_MISMATCH = "digest_mismatch"
     REPLAYED = "replayed"
-    BUSY = "busy"
+    """The nonce was used before; whoever keeps the nonces (the coordinator's database) finds this."""
 
 
 class SignatureError(WireError):
@@ -157,20 +156,83 @@ def verify_request(
     audience: str | None = None,
 ) -> VerifiedRequest:
     """What the signature proves, or a SignatureError; `path_and_query` as it came, still encoded."""
-    fields = _signed_fields(headers)
-    content_length = _content_length(fields)
-    content_digest = _content_digest(fields)
-    message = _Message(method, path_and_query, fields)
-    parameters = _verified_parameters(message, _covered(content_length), _tag(audience))
-    created = _checked_time(parameters, now, window_seconds)
-    public_key = bytes.fromhex(parameters["keyid"])
+    # Only the fields that matter, repeated ones joined as HTTP says; a stranger's other fields are dropped.
+    lines: dict[str, list[str]] = {}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        if name.lower() in _SIGNED_FIELDS:
+            lines.setdefault(name.lower(), []).append(value.strip(" \t"))
+    fields = {name: ", ".join(values) for name, values in lines.items()}
+
+    # The cheap checks come first, so that a stranger cannot make us parse or verify much.
+    for name in ("signature-input", "signature"):
+        if not fields.get(name):
+            raise SignatureError(
+                Reason.UNSIGNED,
+                f"expected a signed request (RFC 9421), found no {name.title()} field; sign it with the "
+                "worker's key",
+            )
+        if len(fields[name]) > MAX_SIGNATURE_CHARACTERS:
+            _refuse_malformed(f"{name.title()} of {len(fields[name])} characters")
+    length = fields.get("content-length", "0")
+    if not _LENGTH_FIELD.fullmatch(length):
+        _refuse_malformed(f"Content-Length {_shown(length)}")
+    digest = _DIGEST_FIELD.fullmatch(fields.get("content-digest", ""))
+    if digest is None:
+        _refuse_malformed(f"Content-Digest {_shown(fields.get('content-digest', ''))} instead of one sha-256")
+
+    tag = _tag(audience)
+    verifier = _Verifier(signature_algorithm=_Ed25519, key_resolver=_KeyInKeyId())
+    try:
+        results: list[VerifyResult] = verifier.verify(
+            _Message(method, path_and_query, fields),
+            max_age=None,
+            expect_tag=tag,
+            require_components=_covered(int(length)),
+        )
+    except _WrongSignature:
+        raise SignatureError(
+            Reason.BAD_SIGNATURE,
+            f"the signature does not match {_shown(method)} {_shown(path_and_query)}: expected one made by "
+            "the key in keyid over exactly this request, found another; a proxy that rewrites the path or "
+            "the digest breaks it, otherwise update the client",
+        ) from None
+    except HTTPMessageSignaturesException as error:
+        _refuse_malformed(_shown(f"{error} (tag {tag})"))
+    if len(results) != 1:
+        _refuse_malformed(f"{len(results)} signatures for {tag}")
+
+    # From here on the parameters are the key owner's own words. Time comes before the nonce: a nonce is
+    # remembered only for as long as its request could be repeated.
+    parameters = dict(results[0].parameters)
+    created, expires = parameters.get("created"), parameters.get("expires")
+    if not isinstance(created, int):
+        _refuse_malformed("no created time")
+    if abs(now - created) > window_seconds:
+        raise SignatureError(
+            Reason.CLOCK_SKEW,
+            f"the clocks differ too much: server time {_clock(now)}, client time {_clock(created)}, the "
+            f"client is {int(abs(now - created))} s {'behind' if created < now else 'ahead'}, at most "
+            f"{window_seconds} s allowed; check the clock and date of the client (turn on automatic time), "
+            "then send the request again",
+        )
+    if isinstance(expires, int) and now > expires:
+        raise SignatureError(
+            Reason.EXPIRED,
+            f"the request is too old: server time {_clock(now)}, signed at client time {_clock(created)}, "
+            f"it was valid until {_clock(expires)}; sign it again and send it at once, and check the clock "
+            "if this happens every time",
+        )
+    nonce = str(parameters.get("nonce", ""))
+    if not _NONCE.fullmatch(nonce):
+        _refuse_malformed(f"nonce {_shown(nonce)} instead of 16 to 64 URL-safe characters")
+    public_key = bytes.fromhex(str(parameters["keyid"]))
     return VerifiedRequest(
         worker_id=worker_id_of(public_key),
         public_key=public_key,
-        nonce=_checked_nonce(parameters),
+        nonce=nonce,
         created=created,
-        content_digest=content_digest,
-        content_length=content_length,
+        content_digest=base64.b64decode(digest[1]),
+        content_length=int(length),
         forget_after=created + window_seconds,
     )
 
@@ -209,92 +271,6 @@ class DigestCheck:
         )
 
 
-@dataclass
-class _Remembered:
-    """One worker's nonces, soonest forgotten first; what expires up to `floor` counts as used."""
-
-    nonces: set[str] = field(default_factory=set)
-    by_expiry: list[tuple[int, str]] = field(default_factory=list)
-    floor: int = 0
-
-    def add(self, forget_after: int, nonce: str) -> None:
-        self.nonces.add(nonce)
-        heapq.heappush(self.by_expiry, (forget_after, nonce))
-
-    def drop_first(self) -> int:
-        forget_after, nonce = heapq.heappop(self.by_expiry)
-        self.nonces.remove(nonce)
-        return forget_after
-
-    def drop_expired(self, now: float) -> int:
-        dropped = 0
-        while self.by_expiry and self.by_expiry[0][0] < now:
-            self.drop_first()
-            dropped += 1
-        return dropped
-
-
-class NonceWindow:
-    """Replay memory of one process, bounded (about 300 bytes a nonce).
-
-    A worker that overflows its share forgets its own oldest nonces, and requests as old as those are
-    refused from then on: a nonce is never accepted twice, and one worker cannot crowd out another.
-    """
-
-    def __init__(self, *, max_nonces: int = 100_000, max_nonces_per_worker: int = 1_000) -> None:
-        self._max_nonces = max_nonces
-        self._max_per_worker = max_nonces_per_worker
-        self._workers: dict[WorkerId, _Remembered] = {}
-        self._count = 0
-        self._now = 0.0
-        self._next_sweep = 0.0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def accept(self, request: VerifiedRequest, *, now: float) -> None:
-        """Remember the request's nonce; SignatureError REPLAYED if it was used, BUSY when full."""
-        # A clock that steps back must not revive what was forgotten.
-        self._now = max(self._now, now)
-        self._sweep()
-        worker = self._workers.get(request.worker_id) or _Remembered()
-        self._refuse_used(worker, request)
-        self._make_room(worker)
-        worker.add(request.forget_after, request.nonce)
-        self._workers[request.worker_id] = worker
-        self._count += 1
-
-    def _refuse_used(self, worker: _Remembered, request: VerifiedRequest) -> None:
-        if request.forget_after < self._now:
-            raise _too_old(request.created, self._now, "its time window ended while it was handled")
-        if request.nonce in worker.nonces or request.forget_after <= worker.floor:
-            raise SignatureError(
-                Reason.REPLAYED,
-                "the request was already received: expected a nonce that was not used before, found "
-                f"{request.nonce}; sign every attempt anew, with a fresh nonce",
-            )
-
-    def _make_room(self, worker: _Remembered) -> None:
-        full = self._count >= self._max_nonces
-        if full and not worker.nonces:
-            raise SignatureError(
-                Reason.BUSY,
-                f"the replay memory is full ({self._count} requests of other workers); try again in a minute",
-            )
-        if full or len(worker.nonces) >= self._max_per_worker:
-            worker.floor = worker.drop_first()
-            self._count -= 1
-
-    def _sweep(self) -> None:
-        if self._now < self._next_sweep:
-            return
-        self._next_sweep = self._now + 5.0
-        for worker_id, worker in list(self._workers.items()):
-            self._count -= worker.drop_expired(self._now)
-            if not worker.nonces:
-                del self._workers[worker_id]
-
-
 class _WrongSignature(InvalidSignature):
     """The bytes are well formed and the signature is not the key's."""
 
@@ -309,7 +285,7 @@ class _Ed25519(ED25519):
 
 class _Verifier(HTTPMessageVerifier):
     def validate_created_and_expires(self, sig_input: Any, max_age: Any = None) -> None:
-        """Nothing: the library reads the wall clock here; `_checked_time` uses the caller's."""
+        """Nothing: the library reads the wall clock here; `verify_request` uses the caller's."""
 
 
 class _OneKey(HTTPSignatureKeyResolver):
@@ -367,25 +343,6 @@ def _shown(text: str) -> str:
     return ascii(text if len(text) <= 80 else text[:80] + "...")
 
 
-def _signed_fields(headers: Headers) -> dict[str, str]:
-    """The fields that matter, repeated ones joined as HTTP says; a stranger's other fields are dropped."""
-    lines: dict[str, list[str]] = {}
-    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
-        if name.lower() in _SIGNED_FIELDS:
-            lines.setdefault(name.lower(), []).append(value.strip(" \t"))
-    fields = {name: ", ".join(values) for name, values in lines.items()}
-    for name in ("signature-input", "signature"):
-        if not fields.get(name):
-            raise SignatureError(
-                Reason.UNSIGNED,
-                f"expected a signed request (RFC 9421), found no {name.title()} field; sign it with the "
-                "worker's key",
-            )
-        if len(fields[name]) > MAX_SIGNATURE_CHARACTERS:
-            _refuse_malformed(f"{name.title()} of {len(fields[name])} characters")
-    return fields
-
-
 def _refuse_malformed(found: str) -> NoReturn:
     raise SignatureError(
         Reason.MALFORMED,
@@ -395,80 +352,8 @@ def _refuse_malformed(found: str) -> NoReturn:
     )
 
 
-def _content_length(fields: dict[str, str]) -> int:
-    text = fields.get("content-length", "0")
-    if not _LENGTH_FIELD.fullmatch(text):
-        _refuse_malformed(f"Content-Length {_shown(text)}")
-    return int(text)
-
-
-def _content_digest(fields: dict[str, str]) -> bytes:
-    text = fields.get("content-digest", "")
-    match = _DIGEST_FIELD.fullmatch(text)
-    if match is None:
-        _refuse_malformed(f"Content-Digest {_shown(text)} instead of one sha-256")
-    return base64.b64decode(match[1])
-
-
-def _verified_parameters(message: _Message, covered: tuple[str, ...], tag: str) -> dict[str, Any]:
-    verifier = _Verifier(signature_algorithm=_Ed25519, key_resolver=_KeyInKeyId())
-    try:
-        results: list[VerifyResult] = verifier.verify(
-            message, max_age=None, expect_tag=tag, require_components=covered
-        )
-    except _WrongSignature:
-        raise SignatureError(
-            Reason.BAD_SIGNATURE,
-            f"the signature does not match {_shown(message.method)} {_shown(message.target)}: expected one "
-            "made by the key in keyid over exactly this request, found another; a proxy that rewrites the "
-            "path or the digest breaks it, otherwise update the client",
-        ) from None
-    except HTTPMessageSignaturesException as error:
-        _refuse_malformed(_shown(f"{error} (tag {tag})"))
-    if len(results) != 1:
-        _refuse_malformed(f"{len(results)} signatures for {tag}")
-    return dict(results[0].parameters)
-
-
-def _checked_nonce(parameters: dict[str, Any]) -> str:
-    nonce = str(parameters.get("nonce", ""))
-    if not _NONCE.fullmatch(nonce):
-        _refuse_malformed(f"nonce {_shown(nonce)} instead of 16 to 64 URL-safe characters")
-    return nonce
-
-
-def _checked_time(parameters: dict[str, Any], now: float, window_seconds: int) -> int:
-    created = parameters.get("created")
-    if not isinstance(created, int):
-        _refuse_malformed("no created time")
-    if abs(now - created) > window_seconds:
-        raise SignatureError(
-            Reason.CLOCK_SKEW,
-            f"the clocks differ too much: server time {_clock(now)}, client time {_clock(created)}, "
-            f"{_difference(now, created)}, at most {window_seconds} s allowed; check the clock and date "
-            "of the client (turn on automatic time), then send the request again",
-        )
-    expires = parameters.get("expires")
-    if isinstance(expires, int) and now > expires:
-        raise _too_old(created, now, f"it was valid until {_clock(expires)}")
-    return created
-
-
-def _too_old(created: int, now: float, why: str) -> SignatureError:
-    return SignatureError(
-        Reason.EXPIRED,
-        f"the request is too old: server time {_clock(now)}, signed at client time {_clock(created)}, {why}; "
-        "sign it again and send it at once, and check the clock if this happens every time",
-    )
-
-
 def _clock(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(int(seconds), tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
         return f"{int(seconds)} s"
-
-
-def _difference(now: float, created: int) -> str:
-    seconds = int(abs(now - created))
-    return f"the client is {seconds} s {'behind' if created < now else 'ahead'}"

@@ -1,53 +1,57 @@
-"""The worker program: joins a run, wires trainer, desk, sender and watchers, and ends cleanly.
+"""The worker program: joins a run, trains what it is lent, and ends cleanly.
 
-Threads meet only in `Standing` and `Desk`. The main thread trains; a stop request reaches it between two
-steps, and what it had done since its last update is kept as error feedback.
+The main thread trains. Beside it run asking and heartbeats (`asking`), sending (`sending`) and one watcher
+per block (`watching`). They meet in `WorkerLogic` and its `BlockProgress`es alone. A stop request reaches the
+trainer between two steps, and what it had done since its last update is kept as error feedback.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import platform
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, Stopped
+from blocktrain.client.cache import BlobCache
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.run import Layout, load_run_corpus, run_setup
+from blocktrain.client.snapshots import Snapshots
 from blocktrain.client.traffic import Spent, Traffic
-from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import ByteTokenizer
-from blocktrain.errors import BlocktrainError, DataError, RecipeError, StoppedError, UserError
-from blocktrain.model.objective import Objective
-from blocktrain.training.inner import build_codebook
+from blocktrain.errors import BlocktrainError, StoppedError, UserError
+from blocktrain.threads import Stopped, Threads
+from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
-from blocktrain.wire.messages import Account, JoinRequest, RunAnswer
-from blocktrain.wire.tokens import find_stamp
-from blocktrain.worker.cache import BlobCache
-from blocktrain.worker.decisions import OPTIMIZER_SAVING_SECONDS, saving_is_due
-from blocktrain.worker.desk import Desk, Task
+from blocktrain.wire.messages import JoinRequest, RunAnswer
+from blocktrain.worker.asking import Asking
+from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
 from blocktrain.worker.frozen import FrozenSnapshots
-from blocktrain.worker.progress import Progress, make_progress
-from blocktrain.worker.sender import Sender
-from blocktrain.worker.snapshots import Layout, Snapshots
-from blocktrain.worker.standing import Base, Standing
-from blocktrain.worker.state import StateFolder
-from blocktrain.worker.threads import Crew
+from blocktrain.worker.joining import Membership
+from blocktrain.worker.live_view import PlainView, open_view
+from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
+from blocktrain.worker.sending import Sending
+from blocktrain.worker.state import StateFolder, saving_is_due
 from blocktrain.worker.training import LocalTraining
-from blocktrain.worker.watcher import Watcher
+from blocktrain.worker.watching import Watching
 
 GOODBYE_SECONDS = 5.0
 """How long a stopping worker lets a running transfer finish."""
+LOSS_SECONDS = 0.5
+"""How often the loss is read; reading it waits for a GPU."""
+OPTIMIZER_SAVING_SECONDS = 120.0
+"""The trainer pauses while its state is copied; and state two minutes old is about as good, because the
+momenta forget within some twenty steps."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +72,29 @@ class WorkerOptions:
 
 def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
     """Train until the run is finished or `stop` is set."""
-    check_label(options.label)
+    try:
+        TypeAdapter(messages.Label).validate_python(options.label)
+    except ValidationError:
+        raise UserError(
+            f"--label {options.label!r}: expected at most 64 letters, digits, spaces and . _ : ( ) / @ + -"
+        ) from None
     identity = load_or_create(options.key or options.data_dir / "key.pem")
     traffic = Traffic()
-    with contextlib.suppress(Stopped), make_progress(identity.worker_id, traffic) as progress:
-        client = CoordinatorClient(options.coordinator, identity, traffic, stop, progress.line)
+    with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
+        client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
             with unless_stopped(stop, f"{options.coordinator} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            recipe = swarm_recipe(run)
-            corpus = load_run_corpus(recipe, run, options.corpus)
-            state = StateFolder(options.data_dir / run.run_id[:16], progress.line)
+            setup = run_setup(run)
+            corpus = load_run_corpus(setup, run, options.corpus)
+            state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             with state.locked():
-                worker = Worker(options, client, progress, stop, state, recipe, corpus, run)
+                worker = Worker(options, client, view, state, setup, corpus, run)
                 try:
                     worker.train()
                 finally:
                     worker.close()
-
-
-def check_label(label: str) -> None:
-    try:
-        TypeAdapter(messages.Label).validate_python(label)
-    except ValidationError:
-        raise UserError(
-            f"--label {label!r}: expected at most 64 letters, digits, spaces and . _ : ( ) / @ + -"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -112,330 +112,175 @@ class Worker:
         self,
         options: WorkerOptions,
         client: CoordinatorClient,
-        progress: Progress,
-        stop: threading.Event,
+        view: PlainView,
         state: StateFolder,
-        recipe: Recipe,
+        setup: Setup,
         corpus: Corpus,
         run: RunAnswer,
     ) -> None:
-        self.client, self.progress, self.stop, self.state = client, progress, stop, state
-        self.traffic, self.identity, self.device = client.traffic, client.identity, options.device
-        self.recipe, self.corpus = recipe, corpus
-        self.invite, self.label = options.invite, options.label
-        self.crew = Crew(stop)
-        self._standings: dict[int, Standing] = {}
-        self._lock = threading.Lock()
-        self._accounted: dict[str, float] = {}
-        self._saved_at: float | None = None
-        self._saving_seconds = 0.0
-        self._before_first_step: dict[str, float] = {}
-        self._build_training()
-        self._build_services(run, options.cache_bytes)
-
-    def _build_training(self) -> None:
-        tokenizer = ByteTokenizer()
-        recipe = self.recipe
-        self.objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        text = tokenizer.encode(self.corpus.train)
-        shards = Shards.of(recipe, text, self.corpus.sha256, self.device)
-        codebook = build_codebook(recipe, tokenizer.vocabulary).to(self.device)
-        self.training = LocalTraining(recipe, self.objective, shards, codebook, self.device)
-
-    def _build_services(self, run: RunAnswer, cache_bytes: int) -> None:
-        cache = BlobCache(self.state.folder / "cache", cache_bytes)
+        self.client, self.view, self.state, self.traffic = client, view, state, client.traffic
+        self.stop, device = client.stop, options.device
+        shards = Shards.of(setup.recipe, setup.tokenizer.encode(corpus.train), corpus.sha256, device)
+        self.training = LocalTraining(setup, shards, setup.codebook().to(device), device)
+        self.logic = WorkerLogic(setup.recipe.swarm, self.stop, state.load_last_block())
+        self.threads = Threads(self.stop)
+        cache = BlobCache(state.folder / "cache", options.cache_bytes)
         layouts = [Layout.of(layout) for layout in run.blocks]
-        self.snapshots = Snapshots(
-            self.client, cache, self.recipe, self.objective, layouts, self.progress.line
-        )
-        self.sender = Sender(
-            self.client,
-            self.snapshots,
-            self.state,
-            self.progress,
-            self.stop,
-            self.recipe.swarm.error_feedback,
-            self.account,
-            self.join,
-            lambda: self.desk.beat_now(),
-        )
-        self.desk = Desk(
-            self.client,
-            self.progress,
-            self.stop,
-            self.standing_in,
-            FrozenSnapshots(self.snapshots, self.state, self._trained).bring,
-            self.join,
-            self.state.load_last_block(),
-        )
-
-    def join(self) -> None:
-        try:
-            answer = self.client.join(self._join_request())
-        except Refusal as refusal:
-            if refusal.reason != "stamp_required":
-                raise
-            answer = self.client.join(self._join_request(stamped=True))
-        self.state.save_receipt(answer.receipt)
-        self.progress.line(f"joined {self.client.url} worker={answer.worker_id} device={self.device}")
-
-    def _join_request(self, stamped: bool = False) -> JoinRequest:
-        asked = self.client.challenge() if stamped else None
-        if asked is not None:
-            self.progress.line(f"stamping bits={asked.bits}: some seconds of hashing, once")
-        return JoinRequest(
-            corpus_sha256=self.corpus.sha256,
+        self.snapshots = Snapshots(client, cache, setup, layouts, view.line)
+        on_gpu = device.type == "cuda"
+        request = JoinRequest(
+            corpus_sha256=corpus.sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            device=self.device.type,
-            label=self.label,
-            memory_bytes=_device_memory(self.device),
-            challenge=asked.challenge if asked is not None else None,
-            stamp=None if asked is None else find_stamp(asked.challenge, asked.bits, self.stop.is_set),
-            invite=self.invite,
+            device=device.type,
+            label=options.label,
+            memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
+            invite=options.invite,
         )
+        worker_id = client.identity.worker_id
+        self.membership = Membership(client, request, state, view)
+        self.watching = Watching(self.logic, self.threads, worker_id, self.snapshots, state, view)
+        frozen = FrozenSnapshots(self.watching.keeper, self.logic)
+        self.asking = Asking(self.logic, client, self.membership, self.watching, frozen, view)
+        self.sending = Sending(self.logic, client, self.membership, self.snapshots, state, view)
+        self._optimizer_saved_at: float | None = None
+        self._optimizer_saving_seconds = 0.0
+        self._before_first_step: dict[str, float] = {}
 
     # --- training
 
     def train(self) -> None:
         with unless_stopped(self.stop, f"joining {self.client.url}"):
-            self.join()
+            self.membership.join()
         for layout in self.snapshots.layouts:
-            self.sender.deliver_leftovers(layout.block)
-        self.crew.start("asking", self.desk.run_asking)
-        self.crew.start("heartbeats", self.desk.run_heartbeats)
-        self.crew.start("sending", self.sender.run)
-        while (task := self._next_task()) is not None:
-            self._do(task)
-        self.crew.check()
-
-    def _next_task(self) -> Task | None:
-        with self.traffic.spending(Spent.WAITING):
-            return self.desk.next()
-
-    def _since_first_step(self) -> dict[str, float]:
-        return {
-            spent: seconds - self._before_first_step.get(spent, seconds)
-            for spent, seconds in self.traffic.seconds().items()
-        }
-
-    def _do(self, task: Task) -> None:
-        assignment, standing = task.assignment, task.standing
-        if self.training.standing is not standing:
+            self.sending.deliver_leftovers(layout.block)
+        self.threads.start("asking", self.asking.run)
+        self.threads.start("heartbeats", self.asking.run_heartbeats)
+        self.threads.start("sending", self.sending.run)
+        logic = self.logic
+        while not self.stop.is_set():
             with self.traffic.spending(Spent.WAITING):
-                self._change_block(task)
-        self.training.freeze(task.frozen)
-        self.progress.assigned(assignment.block, assignment.round, assignment.steps, assignment.reason)
+                logic.wait(lambda: logic.next is not None or logic.run_is_finished)
+            if self.stop.is_set():
+                break
+            update = logic.begin_next(time.monotonic())
+            if update is not None:
+                self._train(update)
+            elif logic.run_is_finished:
+                break
+        self.threads.check()
+
+    def _train(self, update: PendingUpdate) -> None:
+        """All steps of an assignment, unless it is cancelled or the worker stops."""
+        assignment, progress, training = update.assignment, self.logic.blocks[update.block], self.training
+        assert assignment is not None
+        if training.progress is not progress:
+            with self.traffic.spending(Spent.WAITING):
+                # Leave a block with everything it needs to be taken up again, and begin another.
+                self._leave_block()
+                self.state.save_last_block(update.block)
+                training.begin(progress, assignment.total_steps, self.state.load_optimizer(update.block))
+        training.start(update, update.frozen)
+        self.view.assigned(update.block, update.round, assignment.steps, assignment.reason)
         self._before_first_step = self._before_first_step or self.traffic.seconds()
-        started, waited = time.monotonic(), self.training.waiting_seconds
-        loss = self.training.run(
-            assignment,
-            lambda step, ce: self.desk.stepped(task, step, ce),
-            lambda: self.desk.going_on(task),
-        )
-        waited = self.training.waiting_seconds - waited
+        started = read_at = time.monotonic()
+        waited = 0.0
+        while update.step < assignment.steps and self._goes_on(update):
+            before = time.monotonic()
+            if not may_step(
+                step=update.step,
+                steps=own_steps(assignment),
+                version=progress.base.version,
+                round_=update.round,
+                run_ahead=self.logic.swarm.run_ahead,
+            ):
+                self.logic.wait(lambda: progress.base.version >= update.round, TICK_SECONDS)
+                waited += time.monotonic() - before
+                continue
+            if training.pick_up_move(update):
+                waited += time.monotonic() - before
+            loss = training.step(update)
+            if time.monotonic() - read_at >= LOSS_SECONDS:
+                update.loss = float(loss) if torch.isfinite(loss) else None
+                read_at = time.monotonic()
+            self.view.stepped(update.step, update.loss)
+        goes_on = self._goes_on(update)
+        mean_loss = training.mean_loss(update) if goes_on else math.nan
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
         self.traffic.add_seconds(Spent.WAITING, waited)
-        if loss is not None and math.isfinite(loss):
-            self._finish(task, loss)
-        elif loss is not None:
-            self._start_over(task)
-        elif task.cancelled:
-            self.desk.give_up(task)
+        if goes_on and math.isfinite(mean_loss):
+            with self.traffic.spending(Spent.WAITING):
+                self._finish(progress, update, mean_loss)
+        elif goes_on:
+            # Weights that are no numbers help nobody: take the snapshot again, with fresh optimizer state.
+            self.view.line(f"diverged block={update.block} round={update.round}; starting over")
+            with contextlib.suppress(BlocktrainError):
+                self.client.hand_back(update.assignment_id)
+            self.logic.cancel(update)
+            training.begin(progress, assignment.total_steps)
 
-    def _start_over(self, task: Task) -> None:
-        """Weights that are no numbers help nobody: take the snapshot again, with fresh optimizer state."""
-        block = task.assignment.block
-        self.progress.line(f"diverged block={block} round={task.assignment.round}; starting over")
-        with contextlib.suppress(BlocktrainError):
-            self.client.hand_back(task.assignment.assignment_id)
-        self.desk.give_up(task)
-        self.training.begin(task.standing, task.assignment.total_steps, None)
+    def _goes_on(self, update: PendingUpdate) -> bool:
+        return update.state is UpdateState.ASSIGNED and not self.stop.is_set()
 
-    def _change_block(self, task: Task) -> None:
-        """Leave a block with everything it needs to be taken up again, and begin another."""
-        self._leave_block()
-        block = task.assignment.block
-        self.state.save_last_block(block)
-        self.training.begin(task.standing, task.assignment.total_steps, self.state.load_optimizer(block))
-
-    def _leave_block(self) -> None:
-        standing = self.training.standing
-        if standing is not None:
-            standing.abandon(self.training.weights())
-            self.sender.keep_feedback(standing)
-            self.state.save_optimizer(standing.block, self.training.optimizer_state())
-
-    def _finish(self, task: Task, loss: float) -> None:
-        with self.traffic.spending(Spent.WAITING):
-            flight = task.standing.finish(task.assignment, self.training.weights(), loss)
-            self.sender.send(task.standing, flight)
-            now = time.monotonic()
-            if saving_is_due(
-                now=now,
-                saved_at=self._saved_at,
-                cost_seconds=self._saving_seconds,
-                least_seconds=OPTIMIZER_SAVING_SECONDS,
-            ):
-                self._saved_at = now
-                state = self.training.optimizer_state()
-                self.crew.start("saving", lambda: self._save_optimizer(task.standing.block, state))
+    def _finish(self, progress: BlockProgress, update: PendingUpdate, loss: float) -> None:
+        weights = self.training.weights()  # copied from the device before anybody has to wait for it
+        with self.logic.changed:
+            if update.state is not UpdateState.ASSIGNED:
+                return  # a heartbeat cancelled it after its last step
+            progress.finish(update, weights, loss)
+            self.logic.trained(update)
+        now = time.monotonic()
+        if saving_is_due(
+            now=now,
+            saved_at=self._optimizer_saved_at,
+            cost_seconds=self._optimizer_saving_seconds,
+            least_seconds=OPTIMIZER_SAVING_SECONDS,
+        ):
+            self._optimizer_saved_at = now
+            state = self.training.optimizer_state()
+            self.threads.start("saving", partial(self._save_optimizer, update.block, state))
 
     def _save_optimizer(self, block: int, state: dict[str, Tensor]) -> None:
         start = time.monotonic()
         self.state.save_optimizer(block, state)
-        self._saving_seconds = time.monotonic() - start
+        self._optimizer_saving_seconds = time.monotonic() - start
 
-    # --- standings
+    def _leave_block(self) -> None:
+        progress = self.training.progress
+        if progress is not None:
+            progress.abandon(self.training.weights())
+            self.state.save_progress(progress)
+            self.state.save_optimizer(progress.block, self.training.optimizer_state())
 
-    def standing_in(self, block: int) -> Standing:
-        """Where this worker stands in `block`; brings its snapshot if it is new here."""
-        with self._lock:
-            standing = self._standings.get(block)
-        if standing is not None:
-            return standing
-        kept = self.state.load_snapshot_name(block)
-        held = self.snapshots.on_disk(block, kept.version, kept.hash) if kept is not None else None
-        base = self.snapshots.newest_for_joiner(block, held)
-        feedback, _ = self.state.load_feedback(block)
-        standing = Standing(block, base, feedback, self.recipe.swarm.max_age)
-        with self._lock:
-            self._standings[block] = standing
-        self._watch(standing)
-        return standing
-
-    def _trained(self, block: int) -> Base | None:
-        """The snapshot of a block that this worker stands in, if it does."""
-        with self._lock:
-            standing = self._standings.get(block)
-        return None if standing is None else standing.base
-
-    def _watch(self, standing: Standing) -> None:
-        def retired() -> bool:
-            with self._lock:
-                done = standing.block not in self.desk.blocks() and not standing.flights()
-                if done:
-                    del self._standings[standing.block]
-                return done
-
-        watcher = Watcher(
-            standing,
-            self.identity.worker_id,
-            self.snapshots,
-            self.state,
-            self.sender,
-            self.progress,
-            retired,
-        )
-        self.crew.start(f"watching-{standing.block}", lambda: watcher.run(self.stop))
-
-    # --- accounts and the end
-
-    def account(self) -> Account:
-        """What was spent since the last account."""
-        totals = _totals(self.traffic)
-        spent = {key: value - self._accounted.get(key, 0) for key, value in totals.items()}
-        self._accounted = totals
-        return Account(
-            seconds_computing=spent["computing"],
-            seconds_transferring=spent["transferring"],
-            seconds_waiting=spent["waiting"],
-            up=messages.Traffic(**_part(spent, "up.")),
-            down=messages.Traffic(**_part(spent, "down.")),
-        )
+    # --- the end
 
     def close(self) -> None:
         """Let a running transfer finish, keep what was not sent, hand the leases back."""
         if not self.stop.is_set():
-            self.sender.wait_until_idle(GOODBYE_SECONDS)
+            self.logic.wait(self.logic.is_idle, GOODBYE_SECONDS)
         self.stop.set()
-        with self._lock:
-            standings = list(self._standings.values())
-        for standing in standings:
-            standing.close()
-        self.crew.join(GOODBYE_SECONDS)
-        self._hand_back(self.desk.leases() + self._keep_progress())
-        self._write_report()
-
-    def _keep_progress(self) -> list[str]:
-        """Write everything down; returns assignments whose updates were given up."""
+        with self.logic.changed:
+            self.logic.changed.notify_all()
+        self.threads.join(GOODBYE_SECONDS)
+        handed_back = [update.assignment_id for update in self.logic.leases()]
         self._leave_block()
-        standing = self.training.standing
-        if standing is not None:
-            self.snapshots.keep(standing.base)
-            self.state.save_snapshot_name(standing.block, standing.base.version, standing.base.hash)
-        return self.sender.abandon()
-
-    def _hand_back(self, leases: Sequence[str]) -> None:
-        for lease in leases:
+        if self.training.progress is not None:
+            self.watching.keeper.save(self.training.progress.block, self.training.progress.base)
+        for update in self.logic.drop_unsent():
+            self.state.save_progress(self.logic.blocks[update.block])
+            handed_back.append(update.assignment_id)
+        for assignment_id in handed_back:
             with contextlib.suppress(BlocktrainError):
-                self.client.hand_back(lease)
-                self.progress.line(f"handed back assignment={lease[:12]}")
-
-    def _write_report(self) -> None:
+                self.client.hand_back(assignment_id)
+                self.view.line(f"handed back assignment={assignment_id[:12]}")
+        seconds = self.traffic.seconds()
+        steady = {what: value - self._before_first_step.get(what, value) for what, value in seconds.items()}
         self.state.save_report(
             {
-                "worker_id": self.identity.worker_id,
-                "seconds": self.traffic.seconds(),
-                "steady_seconds": self._since_first_step(),
+                "worker_id": self.client.identity.worker_id,
+                "seconds": seconds,
+                "steady_seconds": steady,
                 "up": self.traffic.bytes_up(),
                 "down": self.traffic.bytes_down(),
-                "verdicts": dict(self.progress.doing.verdicts),
+                "verdicts": dict(self.view.verdicts),
             }
         )
-
-
-def swarm_recipe(run: RunAnswer) -> Recipe:
-    try:
-        recipe = resolve_recipe(run.recipe)
-    except RecipeError as error:
-        raise RecipeError(
-            f"cannot read the run's recipe ({error}); it is of another version of blocktrain: use the "
-            "coordinator's"
-        ) from None
-    if recipe.objective.codebook != "fixed":
-        raise RecipeError(
-            f"this run's recipe has objective.codebook={recipe.objective.codebook!r}; a swarm trains blocks "
-            "with a 'fixed' codebook only"
-        )
-    return recipe
-
-
-def load_run_corpus(recipe: Recipe, run: RunAnswer, path: str | None) -> Corpus:
-    """The run's text from this machine, or an explanation of how it differs.
-
-    A recipe comes from a stranger, so a file, folder or dataset it names is opened only where the person at
-    this machine named it too.
-    """
-    if path is None and recipe.data.corpus != "builtin":
-        raise DataError(
-            f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
-            "file that a stranger names: get the same text from whoever runs it, and say where it lies here "
-            "with --corpus PATH (or --corpus hf:NAME)"
-        )
-    data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
-    corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
-    if corpus.sha256 != run.corpus_sha256:
-        builtin = "; the builtin text differs between Python versions" if data.corpus == "builtin" else ""
-        raise DataError(
-            f"this machine's text is not the run's: expected sha256 {run.corpus_sha256[:16]}…, found "
-            f"{corpus.sha256[:16]}… in {data.corpus!r} ({len(corpus.train)} training bytes){builtin}. Get "
-            "the same files from whoever runs the coordinator and name them with --corpus"
-        )
-    return corpus
-
-
-def _device_memory(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def _totals(traffic: Traffic) -> dict[str, float]:
-    totals: dict[str, float] = dict(traffic.seconds())
-    totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
-    totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
-    return totals
-
-
-def _part(values: dict[str, float], prefix: str) -> dict[str, int]:
-    return {key.removeprefix(prefix): int(value) for key, value in values.items() if key.startswith(prefix)}

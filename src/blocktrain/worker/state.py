@@ -1,18 +1,17 @@
 """What a worker keeps on disk so that a killed one goes on as if it had only paused.
 
-Per block: error feedback together with the updates that may not have been counted (one file, so they
-never disagree), optimizer state, and which snapshot is in the cache. Local weights need no file of their
-own: at the end of a round they are the snapshot plus updates on their way, and a stop in the middle of
-one puts its progress into error feedback. A damaged file is reported and left out.
+Per block: error feedback together with the updates that may not have been counted (one file, so they never
+disagree), optimizer state, and which snapshot is in the cache. Local weights need no file of their own: at
+the end of a round they are the snapshot plus updates on their way, and a stop in the middle of one puts its
+progress into error feedback. A damaged file is reported and left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import safetensors.numpy
@@ -21,16 +20,31 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blocktrain.client.snapshots import Base
 from blocktrain.errors import StorageError
-from blocktrain.training.storage import locked_file
+from blocktrain.files import locked_file, write_whole
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Receipt
+from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
 
+SAVING_SHARE = 0.02
 RECEIPTS_FILE = "receipts.jsonl"
 
 
-class Unsettled(BaseModel):
-    """An update whose payload was formed and whose end this worker may not have seen."""
+def saving_is_due(
+    *, now: float, saved_at: float | None, cost_seconds: float, least_seconds: float = 0.0
+) -> bool:
+    """Whether to write to disk again: at first, then after a while, and for a small share of the time."""
+    return saved_at is None or now - saved_at >= max(least_seconds, cost_seconds / SAVING_SHARE)
+
+
+class KeptSnapshot(BaseModel):
+    version: int
+    hash: str
+
+
+class _UnsettledUpdate(BaseModel):
+    """A formed update in the metadata of a feedback file."""
 
     assignment_id: str
     payload_hash: str
@@ -39,44 +53,46 @@ class Unsettled(BaseModel):
     loss: float
 
 
-class KeptSnapshot(BaseModel):
-    version: int
-    hash: str
-
-
 class _Outbox(BaseModel):
-    updates: list[Unsettled]
+    updates: list[_UnsettledUpdate]
 
 
 class StateFolder:
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self.folder, self.report = folder, report
-        self._writing = threading.Lock()
+        self._saving = threading.Lock()
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Keep a second worker out of this folder."""
-        return locked_file(
-            self.folder / "lock",
-            f"another worker is using {self.folder}; give each worker its own --data-dir",
-        )
+        taken = f"another worker is using {self.folder}; give each worker its own --data-dir"
+        return locked_file(self.folder / "lock", taken)
 
-    def save_feedback(self, block: int, feedback: Weights | None, updates: Sequence[Unsettled]) -> None:
-        outbox = _Outbox(updates=list(updates)).model_dump_json()
-        self._replace(
-            f"block-{block}.feedback",
-            lambda path: safetensors.numpy.save_file(feedback or {}, path, {"outbox": outbox}),
-        )
+    # --- error feedback and updates on their way
 
-    def has_unsettled(self, block: int) -> bool:
-        """Whether there are updates to deliver again, without reading the feedback beside them."""
-        path = self.folder / f"block-{block}.feedback"
-        try:
-            with safe_open(path, "numpy") as file:
-                return bool(_Outbox.model_validate_json((file.metadata() or {}).get("outbox", "{}")).updates)
-        except (SafetensorError, ValidationError, OSError):
-            return False
+    def save_progress(self, progress: BlockProgress) -> None:
+        """From any thread; the lock keeps an older moment from overwriting a newer one."""
+        with self._saving:
+            self.save_feedback(progress.block, *progress.kept())
 
-    def load_feedback(self, block: int) -> tuple[Weights | None, list[Unsettled]]:
+    def save_feedback(self, block: int, feedback: Weights | None, updates: Iterable[PendingUpdate]) -> None:
+        entries = []
+        for update in updates:
+            assert update.base is not None
+            assert update.loss is not None
+            entries.append(
+                _UnsettledUpdate(
+                    assignment_id=update.assignment_id,
+                    payload_hash=update.payload_hash,
+                    base_version=update.base.version,
+                    base_hash=update.base.hash,
+                    loss=update.loss,
+                )
+            )
+        metadata = {"outbox": _Outbox(updates=entries).model_dump_json()}
+        self._write(f"block-{block}.feedback", safetensors.numpy.save(feedback or {}, metadata))
+
+    def load_feedback(self, block: int) -> tuple[Weights | None, list[PendingUpdate]]:
+        """Error feedback, and updates that an earlier process had formed (without payload and weights)."""
         path = self.folder / f"block-{block}.feedback"
         if not path.exists():
             return None, []
@@ -87,10 +103,24 @@ class StateFolder:
         except (SafetensorError, ValidationError, OSError) as error:
             self.report(f"error feedback in {path} is damaged ({error}); starting without")
             return None, []
-        return feedback or None, outbox.updates
+        updates = [
+            PendingUpdate(
+                assignment_id=entry.assignment_id,
+                block=block,
+                round=entry.base_version,
+                state=UpdateState.FORMED,
+                loss=entry.loss,
+                base=Base(entry.base_version, entry.base_hash, {}),
+                payload_hash=entry.payload_hash,
+            )
+            for entry in outbox.updates
+        ]
+        return feedback or None, updates
+
+    # --- optimizer, snapshot, the rest
 
     def save_optimizer(self, block: int, tensors: dict[str, Tensor]) -> None:
-        self._replace(f"block-{block}.optimizer", lambda path: safetensors.torch.save_file(tensors, path))
+        self._write(f"block-{block}.optimizer", safetensors.torch.save(tensors))
 
     def load_optimizer(self, block: int) -> dict[str, Tensor] | None:
         path = self.folder / f"block-{block}.optimizer"
@@ -102,9 +132,9 @@ class StateFolder:
             self.report(f"optimizer state in {path} is damaged ({error}); starting without")
             return None
 
-    def save_snapshot_name(self, block: int, version: int, snapshot_hash: str) -> None:
-        kept = KeptSnapshot(version=version, hash=snapshot_hash).model_dump_json()
-        self._replace(f"block-{block}.snapshot", lambda path: path.write_text(kept))
+    def save_snapshot_name(self, block: int, base: Base) -> None:
+        kept = KeptSnapshot(version=base.version, hash=base.hash)
+        self._write(f"block-{block}.snapshot", kept.model_dump_json().encode())
 
     def load_snapshot_name(self, block: int) -> KeptSnapshot | None:
         try:
@@ -113,36 +143,35 @@ class StateFolder:
             return None
 
     def save_last_block(self, block: int) -> None:
-        self._replace("last-block", lambda path: path.write_text(json.dumps(block)))
+        self._write("last-block", str(block).encode())
 
     def load_last_block(self) -> int | None:
         try:
-            return int(json.loads((self.folder / "last-block").read_text()))
-        except (OSError, ValueError, TypeError):
+            return int((self.folder / "last-block").read_text())
+        except (OSError, ValueError):
             return None
 
     def save_receipt(self, receipt: Receipt) -> None:
-        """One JSON line each, in the order they came."""
+        """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`: a JSON
+        line."""
+        path = self.folder / RECEIPTS_FILE
         try:
-            with (self.folder / RECEIPTS_FILE).open("a") as file:
+            with path.open("a") as file:
                 file.write(receipt.model_dump_json() + "\n")
         except OSError as error:
-            raise StorageError(
-                f"cannot write {self.folder / RECEIPTS_FILE}: {error}; free some space or name another "
-                "--data-dir"
-            ) from None
+            raise _not_written(path, error) from None
 
     def save_report(self, report: dict[str, object]) -> None:
-        self._replace("report.json", lambda path: path.write_text(json.dumps(report, indent=1)))
+        self._write("report.json", json.dumps(report, indent=1).encode())
 
-    def _replace(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write beside and rename, so that a kill leaves the old file or the new one."""
-        draft = self.folder / f".{name}.new"
+    def _write(self, name: str, content: bytes) -> None:
+        path = self.folder / name
         try:
-            with self._writing:
-                write(draft)
-                os.replace(draft, self.folder / name)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"cannot write {self.folder / name}: {error}; free some space or name another --data-dir"
-            ) from None
+            # Not worth waiting for the disk: after a power cut an empty file is one that is damaged.
+            write_whole(path, content, durable=False)
+        except OSError as error:
+            raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}: {error}; free some space or name another --data-dir")

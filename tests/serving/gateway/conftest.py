@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -17,24 +18,32 @@ import pytest
 import torch
 
 import blocktrain
-from blocktrain.serving.engine.api import TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.main import background_gateway
-from blocktrain.serving.stage.main import load_stage
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
+
+
+def cost_of(answer: openai.types.Completion) -> dict[str, Any]:
+    """What a completion cost, as the gateway says beside the usual usage."""
+    assert answer.usage is not None
+    assert answer.usage.model_extra is not None
+    cost: dict[str, Any] = answer.usage.model_extra["blocktrain"]
+    return cost
 
 
 @dataclass(frozen=True)
 class Served:
     url: str
 
-    def http(self, **options: object) -> httpx2.Client:
+    def http(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30.0, **options)
 
-    def openai(self, key: str = "none", **options: object) -> openai.OpenAI:
+    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60.0, **options}
         )
@@ -67,8 +76,9 @@ class StageThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.stage: Stage = load_stage(checkpoint, blocks, torch.device("cpu"), StageConfig())
-        asyncio.run_coroutine_threadsafe(self.stage.start(), self.loop).result(20)
+        held, shape = load_blocks(checkpoint, blocks, torch.device("cpu"))
+        opening = Stage.open(held, shape, StageConfig())
+        self.stage = asyncio.run_coroutine_threadsafe(opening, self.loop).result(20)
         self.address = self.stage.address
 
     def kill(self) -> None:
@@ -90,7 +100,7 @@ def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
 
 @contextmanager
 def served_by(checkpoint: Path, addresses: list[Address], seconds: float = 10.0) -> Iterator[Served]:
-    engine = Engine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
+    engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, start_seconds=seconds))
     with background_gateway(engine) as url:
         yield Served(url)
 

@@ -1,4 +1,4 @@
-"""Blocks that hear each other are served by stages that hold all they hear, and write the same text."""
+"""Blocks of a chain are served by stages that hold all blocks upstream, and write the same text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import shaken_blocks, tiny_recipe
 
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import UserError
@@ -17,9 +16,9 @@ from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.block import make_codebook
 from blocktrain.model.objective import Objective
 from blocktrain.serving.engine.local import LocalEngine
-from blocktrain.serving.stage.main import load_stage
-from blocktrain.serving.stage.stage import StageConfig
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.training.checkpoint import save_checkpoint
+from tests.tiny import shaken_blocks, tiny_recipe
 
 from .conftest import serve_engine, served_by, stages
 from .test_launcher import output, verb
@@ -44,10 +43,10 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("chained"), "chain", 3)
 
 
-def test_a_stage_must_hold_the_blocks_that_its_blocks_hear(chained: Path) -> None:
-    with pytest.raises(UserError, match=r"blocks \[2\] hear blocks \[0, 1\] \(objective.kind is chain\)"):
-        load_stage(chained, [2], CPU, StageConfig())
-    assert load_stage(chained, [0, 1], CPU, StageConfig()).blocks == [0, 1]
+def test_a_stage_must_hold_the_blocks_upstream_of_its_own(chained: Path) -> None:
+    with pytest.raises(UserError, match=r"blocks \[2\] need blocks \[0, 1\] upstream \(objective.kind is"):
+        load_blocks(chained, [2], CPU)
+    assert sorted(load_blocks(chained, [0, 1], CPU)[0].blocks) == [0, 1]
 
 
 def test_stages_of_a_chain_write_the_text_of_one_process(chained: Path) -> None:
@@ -67,10 +66,9 @@ def text(client: object, seed: int) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
-    [("denoise", ["0,1", "2,3"]), ("composed", ["0,1", "2,3"]), ("chain", ["0,1,2,3", "0,1,2,3"])],
+    [("denoise", ["0,1", "2,3"]), ("chain", ["0,1,2,3", "0,1,2,3"])],
 )
-def test_serve_groups_blocks_by_who_hears_whom(tmp_path: Path, kind: str, groups: list[str]) -> None:
-    """Blocks trained on the composed loss needed each other in training, and do not at inference."""
+def test_serve_groups_blocks_by_what_is_upstream(tmp_path: Path, kind: str, groups: list[str]) -> None:
     checkpoint = made(tmp_path / kind, kind, 4)
     config = LaunchConfig(checkpoint=checkpoint, num_stages=2, logs=tmp_path)
     named = [program.arguments("x")[3] for program in stage_programs(config)]

@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 
+from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS
 from blocktrain.serving.engine.sweeping import SWEEP_TOKENS
-from blocktrain.serving.gateway import access as doorkeeper
-from blocktrain.serving.gateway import api_errors
+from blocktrain.serving.gateway import access, api_errors
 from blocktrain.serving.gateway import app as gateway
 from blocktrain.serving.gateway.app import ANSWER_HEADERS, create_app
-from blocktrain.serving.gateway.limits import Limits
+from blocktrain.serving.gateway.limits import GatewayLimits
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
-    MAX_DRAFT_TOKENS,
-    MAX_PASSES,
     ChatRequest,
     CompletionRequest,
     TraversalUsage,
 )
+from blocktrain.wire.frame_metadata import MAX_PASSES
 
 from .conftest import Served
 
@@ -68,7 +67,7 @@ def test_every_field_is_documented(model: Any) -> None:
 
 
 def test_every_limit_is_documented_with_its_default() -> None:
-    for limit in dataclasses.fields(Limits):
+    for limit in dataclasses.fields(GatewayLimits):
         default = "none" if limit.default is None else f"{limit.default:.10g}"
         assert f"| `{limit.name}` | {default} |" in PAGE
 
@@ -82,7 +81,7 @@ def test_every_header_and_metric_is_documented() -> None:
 
 
 def test_every_error_code_is_documented() -> None:
-    sources = [Path(module.__file__).read_text() for module in (api_errors, doorkeeper, gateway)]
+    sources = [Path(module.__file__ or "").read_text() for module in (api_errors, access, gateway)]
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source)}
     codes |= {code for _, code in api_errors.HTTP_WORDS.values()}
     assert len(codes) >= 12

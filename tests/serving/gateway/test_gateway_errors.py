@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from blocktrain.serving.gateway.app import GatewayConfig
-from blocktrain.serving.gateway.limits import Keys, Limits
+from blocktrain.serving.gateway.limits import GatewayLimits, Keys
 
 from .conftest import Served, serve_engine
 
@@ -185,7 +185,7 @@ def test_the_clients_error_classes_fit(served: Served, client: openai.OpenAI) ->
 
 
 def test_a_body_beyond_the_limit_is_refused_without_reading_it(engine_of: Any) -> None:
-    config = GatewayConfig(limits=Limits(max_body_bytes=1000))
+    config = GatewayConfig(limits=GatewayLimits(max_body_bytes=1000))
     with serve_engine(engine_of(), config) as served, served.http() as client:
         declared = client.post("/v1/completions", json={**OK, "prompt": "x" * 2000})
         check_error(declared, 413, None, "request_too_large")
@@ -217,7 +217,7 @@ def test_keys_open_the_door_and_nothing_else_does(engine_of: Any) -> None:
 
 def test_a_rate_beyond_the_limit_is_429_with_retry_after(engine_of: Any) -> None:
     config = GatewayConfig(
-        limits=Limits(requests_per_minute=2), keys=Keys([("a", "sk-aaaaaaaa"), ("b", "sk-bbbbbbbb")])
+        limits=GatewayLimits(requests_per_minute=2), keys=Keys([("a", "sk-aaaaaaaa"), ("b", "sk-bbbbbbbb")])
     )
     with serve_engine(engine_of(), config) as served:
         first, second = served.openai("sk-aaaaaaaa"), served.openai("sk-bbbbbbbb")

@@ -8,11 +8,11 @@ import pytest
 from blocktrain.errors import UserError
 from blocktrain.serving.gateway.limits import (
     Bucket,
-    Door,
+    GatewayLimits,
     Keys,
-    Limits,
+    Places,
     Rates,
-    Refusal,
+    TooManyRequestsError,
     after_request,
     load_keys,
 )
@@ -57,7 +57,7 @@ def test_each_caller_has_a_rate_of_its_own() -> None:
     rates = Rates(2)
     for caller in ("a", "a", "b"):
         rates.check(caller, 0.0)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(TooManyRequestsError) as refusal:
         rates.check("a", 0.0)
     assert refusal.value.retry_after_seconds == 30
     rates.check("b", 0.0)
@@ -66,11 +66,11 @@ def test_each_caller_has_a_rate_of_its_own() -> None:
 
 def test_a_limit_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="max_active"):
-        Limits(max_active=0)
+        GatewayLimits(max_active=0)
 
 
-async def _enter(door: Door, count: int, inside: list[int], leave: asyncio.Event) -> None:
-    async with door.places(count):
+async def _enter(places: Places, count: int, inside: list[int], leave: asyncio.Event) -> None:
+    async with places.taken(count):
         inside.append(count)
         await leave.wait()
 
@@ -80,50 +80,51 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_door_lets_in_by_order_of_arrival_and_refuses_beyond_its_queue() -> None:
+def test_places_are_given_by_order_of_arrival_and_refuses_beyond_its_queue() -> None:
     async def scene() -> None:
-        door = Door(Limits(max_active=4, max_waiting=2))
+        places = Places(GatewayLimits(max_active=4, max_waiting=2))
         inside: list[int] = []
         leave = [asyncio.Event() for _ in range(3)]
         tasks = [
-            asyncio.create_task(_enter(door, n, inside, e)) for n, e in zip((3, 2, 1), leave, strict=True)
+            asyncio.create_task(_enter(places, n, inside, e)) for n, e in zip((3, 2, 1), leave, strict=True)
         ]
         await _settle()
-        assert (inside, door.active, door.waiting) == ([3], 3, 2)
-        with pytest.raises(Refusal):
-            await _enter(door, 1, inside, leave[0])
+        assert (inside, places.active, places.waiting) == ([3], 3, 2)
+        with pytest.raises(TooManyRequestsError):
+            await _enter(places, 1, inside, leave[0])
         leave[0].set()
         await _settle()
-        assert (inside, door.active, door.waiting) == ([3, 2, 1], 3, 0)
+        assert (inside, places.active, places.waiting) == ([3, 2, 1], 3, 0)
         leave[1].set()
         leave[2].set()
         await asyncio.gather(*tasks)
-        assert door.active == 0
+        assert places.active == 0
 
     asyncio.run(scene())
 
 
 def test_waiting_ends_with_a_refusal_and_leaves_nothing_behind() -> None:
     async def scene() -> None:
-        door = Door(Limits(max_active=1, max_waiting=5, wait_seconds=0.01))
+        places = Places(GatewayLimits(max_active=1, max_waiting=5, wait_seconds=0.01))
         leave = asyncio.Event()
-        first = asyncio.create_task(_enter(door, 1, [], leave))
+        first = asyncio.create_task(_enter(places, 1, [], leave))
         await _settle()
-        with pytest.raises(Refusal, match="no place became free"):
-            await _enter(door, 1, [], leave)
-        assert door.waiting == 0
+        with pytest.raises(TooManyRequestsError, match="no place became free"):
+            await _enter(places, 1, [], leave)
+        assert places.waiting == 0
         leave.set()
         await first
-        assert door.active == 0
+        assert places.active == 0
 
     asyncio.run(scene())
 
 
 def test_a_cancelled_waiter_gives_its_turn_away() -> None:
     async def scene() -> None:
-        door = Door(Limits(max_active=2))
-        leave, inside = asyncio.Event(), []
-        tasks = [asyncio.create_task(_enter(door, n, inside, leave)) for n in (1, 2, 1)]
+        places = Places(GatewayLimits(max_active=2))
+        leave = asyncio.Event()
+        inside: list[int] = []
+        tasks = [asyncio.create_task(_enter(places, n, inside, leave)) for n in (1, 2, 1)]
         await _settle()
         assert inside == [1]
         tasks[1].cancel()
@@ -131,23 +132,23 @@ def test_a_cancelled_waiter_gives_its_turn_away() -> None:
         assert inside == [1, 1]
         leave.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (door.active, door.waiting) == (0, 0)
+        assert (places.active, places.waiting) == (0, 0)
 
     asyncio.run(scene())
 
 
 def test_a_waiter_cancelled_in_the_moment_of_its_turn_gives_the_place_back() -> None:
     async def scene() -> None:
-        door = Door(Limits(max_active=1))
+        places = Places(GatewayLimits(max_active=1))
         leave = asyncio.Event()
-        first = asyncio.create_task(_enter(door, 1, [], leave))
-        second = asyncio.create_task(_enter(door, 1, [], asyncio.Event()))
+        first = asyncio.create_task(_enter(places, 1, [], leave))
+        second = asyncio.create_task(_enter(places, 1, [], asyncio.Event()))
         await _settle()
         leave.set()
         await first  # the place is now the second's, which has not run yet
-        assert door.active == 1
+        assert places.active == 1
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
-        assert (door.active, door.waiting) == (0, 0)
+        assert (places.active, places.waiting) == (0, 0)
 
     asyncio.run(scene())

@@ -12,7 +12,7 @@ import pytest
 
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.app import GatewayConfig
-from blocktrain.serving.gateway.limits import Limits
+from blocktrain.serving.gateway.limits import GatewayLimits
 
 from .conftest import Served, serve_engine, served_by, stages, wait_until
 
@@ -41,7 +41,8 @@ def test_a_client_that_leaves_a_stream_ends_its_generation(served: Served, clien
 
 def test_a_client_that_leaves_before_its_answer_ends_its_generation(served: Served) -> None:
     before = cancelled(served)
-    with socket.create_connection(served.url.removeprefix("http://").split(":")) as raw:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as raw:
         body = b'{"model": "tiny", "prompt": "x", "max_tokens": 16000}'
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         raw.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
@@ -50,7 +51,7 @@ def test_a_client_that_leaves_before_its_answer_ends_its_generation(served: Serv
 
 
 def test_an_answer_that_takes_too_long_is_given_up(engine_of: EngineOf) -> None:
-    config = GatewayConfig(limits=Limits(request_seconds=0.3))
+    config = GatewayConfig(limits=GatewayLimits(request_seconds=0.3))
     with serve_engine(engine_of(), config) as served, served.openai() as client:
         begun = time.monotonic()
         with pytest.raises(openai.InternalServerError) as failure:
@@ -64,7 +65,7 @@ def test_an_answer_that_takes_too_long_is_given_up(engine_of: EngineOf) -> None:
 
 
 def test_beyond_its_places_and_queue_the_door_answers_429(engine_of: EngineOf) -> None:
-    config = GatewayConfig(limits=Limits(max_active=2, max_waiting=0))
+    config = GatewayConfig(limits=GatewayLimits(max_active=2, max_waiting=0))
     with serve_engine(engine_of(), config) as served, served.openai() as client:
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=16_000, n=2, stream=True)
         next(iter(stream))
@@ -80,7 +81,7 @@ def test_beyond_its_places_and_queue_the_door_answers_429(engine_of: EngineOf) -
 
 
 def test_those_who_wait_get_their_turn(engine_of: EngineOf) -> None:
-    config = GatewayConfig(limits=Limits(max_active=2, max_waiting=10))
+    config = GatewayConfig(limits=GatewayLimits(max_active=2, max_waiting=10))
     with serve_engine(engine_of(), config) as served:
         outcomes = asyncio.run(crowd(served, 8, 4))
         assert [outcome.tokens for outcome in outcomes] == [4] * 8
@@ -114,6 +115,8 @@ async def watch(client: openai.AsyncOpenAI, number: int, max_tokens: int, outcom
             outcome.text += chunk.choices[0].text
             outcome.times.append(time.monotonic())
         else:
+            assert chunk.usage is not None
+            assert chunk.usage is not None
             outcome.tokens = chunk.usage.completion_tokens
 
 
@@ -177,7 +180,7 @@ def test_two_hundred_streams_share_three_stages(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_past_the_limit_some_are_refused_and_the_others_complete(engine_of: EngineOf) -> None:
-    config = GatewayConfig(limits=Limits(max_active=50, max_waiting=25))
+    config = GatewayConfig(limits=GatewayLimits(max_active=50, max_waiting=25))
     with serve_engine(engine_of(), config) as served:
         outcomes = asyncio.run(crowd(served, 200, 24))
         refused = [outcome for outcome in outcomes if outcome.refused]

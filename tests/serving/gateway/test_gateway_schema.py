@@ -15,14 +15,14 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.app import GatewayConfig
-from blocktrain.serving.gateway.limits import Limits
+from blocktrain.serving.gateway.limits import GatewayLimits
 
 from .conftest import serve_engine
 
 
 @pytest.fixture(scope="session")
 def api(checkpoint: Path) -> Iterator[Any]:
-    limits = Limits(max_tokens=32, max_choices=4)
+    limits = GatewayLimits(max_tokens=32, max_choices=4)
     with serve_engine(LocalEngine(checkpoint), GatewayConfig(limits=limits)) as served:
         with served.http() as client:
             described = client.get("/openapi.json").json()

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blocktrain.errors import UserError
+from blocktrain.listening import open_port
 from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups, restart_pause
 from blocktrain.serving.gateway.limits import parse_limits
-from blocktrain.serving.gateway.main import open_port
 
 from .conftest import Served, wait_until
 
@@ -131,12 +132,13 @@ def test_processes_serve_and_a_killed_one_comes_back(
     launched: tuple[Launcher, Served], served: Served
 ) -> None:
     launcher, remote = launched
-    fields = {"model": "tiny", "prompt": "The value ", "seed": 5, "max_tokens": 40}
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "The value ", "seed": 5, "max_tokens": 40}
     with remote.openai(max_retries=5) as client, served.openai() as local:
         expected = local.completions.create(**fields).choices[0].text
         assert client.completions.create(**fields).choices[0].text == expected
         for program in launcher.programs:
             killed = program.pid
+            assert killed is not None
             os.kill(killed, signal.SIGKILL)
             wait_until(lambda: program.pid != killed, 20)  # noqa: B023
             wait_until(lambda: is_ready(remote), 60)
@@ -237,7 +239,7 @@ def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
     with GatewayClient(url) as client, pytest.raises(GatewayError, match="no answer from the gateway"):
         client.model()
     free.close()
-    with pytest.raises(UserError, match="expected an address"):
+    with pytest.raises(UserError, match="no address of a gateway"):
         GatewayClient("127.0.0.1:8000")
 
 

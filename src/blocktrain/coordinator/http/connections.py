@@ -1,17 +1,18 @@
-"""The front of the coordinator: how long a connection may take over a request, and how many there may be.
+"""Connections to the coordinator: how long one may take over a request, and how many there may be.
 
 uvicorn bounds the size of a request's head, not its time, and serves as many connections as the system gives
-it. This protocol closes what is slow, and where connections run out it closes the one that has waited longest
-for a request, so that a crowd of silent sockets cannot keep out who speaks.
+it. This protocol closes slow ones, and where connections run out it closes the one that has been idle
+longest, so that a crowd of idle sockets cannot keep others out.
 
-Covered: slow or unfinished heads (408), what is no HTTP (400), bodies that go on after their answer, readers
-that do not read, and more connections than the caps, from one network or in all. Not covered: slow bodies
-before their answer (`bodies`), and floods that fill the line itself.
+Covered: slow or unfinished heads (408), bytes that are not HTTP (400), bodies that go on after their answer,
+readers that do not read, and more connections than the caps, from one network or in all. Not covered: slow
+bodies before their answer (`signed_requests`), and floods that fill the line itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -35,57 +36,52 @@ MAX_PER_NETWORK = 256
 Connection = TypeVar("Connection")
 
 
-class Crowd(Generic[Connection]):
-    """Who is connected, from where, and who of them is silent: has no request under way. Silent ones are kept
-    in the order in which they fell silent, so finding the one to close costs the same in any crowd."""
+class ConnectionTable(Generic[Connection]):
+    """The open connections, their networks, and which of them are idle (have no request under way)."""
 
-    def __init__(self, limit: int, limit_per_network: int = MAX_PER_NETWORK) -> None:
+    def __init__(self, limit: int, limit_per_network: int) -> None:
         self._limit, self._limit_per_network = limit, limit_per_network
         self._network: dict[Connection, str] = {}
-        self._counts: dict[str, int] = {}
-        self._silent: dict[Connection, None] = {}
-        self._silent_near: dict[str, dict[Connection, None]] = {}
+        self._count: Counter[str] = Counter()
+        # A dict keeps the order in which connections became idle; the longest idle is its first key.
+        self._idle: dict[Connection, str] = {}
 
-    def enter(self, one: Connection, network: str) -> Connection | None:
-        """Let it in, silent as it is; whom to close for it, which is itself where nobody else is silent."""
-        near = self._silent_near.get(network, {})
+    def enter(self, new: Connection, network: str) -> Connection | None:
+        """Register a connection; returns the one to close to make room: the longest idle, or the new one if
+        none is idle."""
         surplus: Connection | None = None
-        if self._counts.get(network, 0) >= self._limit_per_network:
-            surplus = next(iter(near), one)
+        if self._count[network] >= self._limit_per_network:
+            # A network that is over its cap pays with its own connections. The search looks at no more than
+            # the server's cap of 2000, far less work than accepting the connection was.
+            surplus = next((one for one, home in self._idle.items() if home == network), new)
         elif len(self._network) >= self._limit:
-            surplus = next(iter(self._silent), one)
-        self._network[one] = network
-        self._counts[network] = self._counts.get(network, 0) + 1
-        self.fell_silent(one)
+            surplus = next(iter(self._idle), new)
+        self._network[new] = self._idle[new] = network
+        self._count[network] += 1
         return surplus
 
-    def leave(self, one: Connection) -> None:
+    def leave(self, connection: Connection) -> None:
         """Safe to repeat."""
-        self.spoke(one)
-        network = self._network.pop(one, None)
+        self._idle.pop(connection, None)
+        network = self._network.pop(connection, None)
         if network is not None:
-            self._counts[network] -= 1
-            if not self._counts[network]:
-                del self._counts[network]
+            self._count[network] -= 1
+            # A Counter keeps zeros, and a stranger can come from any number of networks.
+            if not self._count[network]:
+                del self._count[network]
 
-    def fell_silent(self, one: Connection) -> None:
-        if one in self._network:
-            self._silent[one] = None
-            self._silent_near.setdefault(self._network[one], {})[one] = None
+    def became_idle(self, connection: Connection) -> None:
+        if connection in self._network:
+            self._idle[connection] = self._network[connection]
 
-    def spoke(self, one: Connection) -> None:
-        if one in self._silent:
-            del self._silent[one]
-            near = self._silent_near[self._network[one]]
-            del near[one]
-            if not near:
-                del self._silent_near[self._network[one]]
+    def became_active(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
 
 
-class Front(H11Protocol):
-    """One connection. A server has its own subclass, with the crowd its connections are in."""
+class LimitedConnection(H11Protocol):
+    """One connection. A server has its own subclass, with the table of its connections."""
 
-    crowd: Crowd[Front]
+    table: ConnectionTable[LimitedConnection]
     _timer: asyncio.TimerHandle | None = None
     _limited = ""
     """What the running timer is for."""
@@ -96,13 +92,13 @@ class Front(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
-        surplus = self.crowd.enter(self, network_name(self.client[0]) if self.client else "")
+        surplus = self.table.enter(self, network_name(self.client[0]) if self.client else "")
         if surplus is not None:
-            self.crowd.leave(surplus)
+            self.table.leave(surplus)
             surplus.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.crowd.leave(self)
+        self.table.leave(self)
         self._cancel_timer()
         self._cancel_stall()
         super().connection_lost(exc)
@@ -114,18 +110,19 @@ class Front(H11Protocol):
             in_head = self.conn.their_state is h11.IDLE
             piece, data = (data[:HEAD_PIECE_BYTES], data[HEAD_PIECE_BYTES:]) if in_head else (data, b"")
             super().data_received(piece)
-        self._look()
+        self._set_time_limit()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         waits = self.conn.their_state is h11.IDLE
         if waits:
-            self.crowd.fell_silent(self)
+            self.table.became_idle(self)
+        # Between two requests uvicorn's own keep-alive applies; a limit of ours begins with the first byte.
         if not waits or self.conn.trailing_data[0]:
-            self._look()
+            self._set_time_limit()
 
-    def _look(self) -> None:
-        """Begin or end the time limit that fits what the connection is doing."""
+    def _set_time_limit(self) -> None:
+        """Begin or end the limit that fits what the connection is doing."""
         if self.transport.is_closing():
             return
         theirs, ours = self.conn.their_state, self.conn.our_state
@@ -134,7 +131,7 @@ class Front(H11Protocol):
         elif theirs is h11.SEND_BODY and ours in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
             self._limit("linger", LINGER_SECONDS, self.transport.close)
         else:
-            self.crowd.spoke(self)
+            self.table.became_active(self)
             self._cancel_timer()
 
     def _await_head(self) -> None:
@@ -143,17 +140,21 @@ class Front(H11Protocol):
     def _refuse_slow_head(self) -> None:
         if self.conn.trailing_data[0]:
             message = f"expected the whole request head within {HEAD_SECONDS:g} s"
-            self.transport.write(_refusal("408 Request Timeout", ErrorReason.TOO_SLOW, message))
+            self._refuse("408 Request Timeout", ErrorReason.TOO_SLOW, message)
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn would say it in plain text."""
-        message = f"this is no HTTP/1.1 request: {msg}"
-        self.transport.write(_refusal("400 Bad Request", ErrorReason.INVALID_MESSAGE, message))
+        self._refuse("400 Bad Request", ErrorReason.INVALID_MESSAGE, f"this is no HTTP/1.1 request: {msg}")
         self.transport.close()
 
+    def _refuse(self, status: str, reason: ErrorReason, message: str) -> None:
+        body = ErrorAnswer(error=ErrorBody(reason=reason, message=message)).model_dump_json(exclude_none=True)
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body.encode())}\r\n\r\n{body}".encode())
+
     def _limit(self, what: str, seconds: float, end: Callable[[], None]) -> None:
-        """More bytes do not begin a limit anew."""
+        # A limit that runs already goes on: more bytes, one at a time, must not extend it.
         if self._limited != what:
             self._cancel_timer()
             self._limited, self._timer = what, self.loop.call_later(seconds, end)
@@ -180,12 +181,7 @@ class Front(H11Protocol):
             self._stall = None
 
 
-def front_of(max_connections: int) -> type[Front]:
-    """The protocol of one server."""
-    return type("ServerFront", (Front,), {"crowd": Crowd[Front](max_connections, MAX_PER_NETWORK)})
-
-
-def _refusal(status: str, reason: ErrorReason, message: str) -> bytes:
-    body = ErrorAnswer(error=ErrorBody(reason=reason, message=message)).model_dump_json(exclude_none=True)
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body.encode())}\r\n\r\n{body}".encode()
+def limited_protocol(max_connections: int) -> type[LimitedConnection]:
+    """The protocol of one server, for uvicorn's `http` setting."""
+    table = ConnectionTable[LimitedConnection](max_connections, MAX_PER_NETWORK)
+    return type("ServerConnection", (LimitedConnection,), {"table": table})

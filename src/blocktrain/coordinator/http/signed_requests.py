@@ -5,20 +5,20 @@ piece against the signed length and digest, within a time that follows from the 
 
 Covered: unsigned, wrongly signed, replayed, expired and skewed requests; endless, oversized, short, slow
 and damaged bodies; a client that goes away. Not covered: slow headers and how many connections there are
-(`front`).
+(`connections`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Annotated, Any, Generic, TypeVar
 
 from blake3 import blake3
-from fastapi import Request
+from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -30,7 +30,7 @@ from blocktrain.wire.messages import MAX_BODY_BYTES, ErrorReason
 from blocktrain.wire.signing import SignatureError, VerifiedRequest, verify_request
 
 MIN_BYTES_PER_SECOND = 16 * 1024
-GRACE_SECONDS = 30.0
+BODY_GRACE_SECONDS = 30.0
 """A body may take this long, plus its length at the minimum rate."""
 
 Message = TypeVar("Message", bound=BaseModel)
@@ -50,28 +50,24 @@ def coordinator_of(request: Request) -> Coordinator:
 
 
 async def verified(request: Request) -> VerifiedRequest:
-    """Who signed this request, before its body is read; refuses it where nobody did, or did so before."""
+    """Who signed this request, before its body is read; refuses one that is unsigned or was seen before."""
     coordinator = coordinator_of(request)
-    now = coordinator.context.clock()
+    now = coordinator.resources.clock()
+    # Path and query as they came, still encoded: that is what the client signed.
+    query = request.scope["query_string"].decode("latin-1")
+    path: str = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
     try:
         signature = verify_request(
             request.method,
-            _target(request),
+            f"{path}?{query}" if query else path,
             [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw],
             now=now,
-            audience=coordinator.context.run.run_id,
+            audience=coordinator.resources.run.run_id,
         )
     except SignatureError as error:
         raise Refusal.of_signature(error, now) from None
     await run_in_threadpool(coordinator.remember, signature)
     return signature
-
-
-def _target(request: Request) -> str:
-    """Path and query as they came, still encoded."""
-    query = request.scope["query_string"].decode("latin-1")
-    path: str = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
-    return f"{path}?{query}" if query else path
 
 
 class SignedBody(Generic[Message]):
@@ -92,10 +88,14 @@ class SignedBody(Generic[Message]):
 
 
 async def signed_empty(request: Request) -> VerifiedRequest:
-    """A dependency: a signed request that has no body."""
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         raise Refusal(ErrorReason.TOO_LARGE, "this route takes no body", "send the request without one")
     return await verified(request)
+
+
+Service = Annotated[Coordinator, Depends(coordinator_of)]
+SignedEmpty = Annotated[VerifiedRequest, Depends(signed_empty)]
+"""A signed request that has no body."""
 
 
 def declared_length(request: Request, limit: int) -> int:
@@ -107,6 +107,7 @@ def declared_length(request: Request, limit: int) -> int:
             "expected a Content-Length",
             "send the body in one piece, not chunked",
         )
+    # Python takes seconds to read a number of a million digits; 20 are more than any limit has.
     length = int(text[:20])
     if length > limit:
         raise Refusal(ErrorReason.TOO_LARGE, f"expected at most {limit} bytes, found {length}")
@@ -116,7 +117,7 @@ def declared_length(request: Request, limit: int) -> int:
 async def checked_body(request: Request, signature: VerifiedRequest) -> AsyncIterator[bytes]:
     """The body in pieces; ends in a refusal where it is slow, cut, longer than signed or damaged."""
     check = signature.digest_check()
-    seconds = GRACE_SECONDS + signature.content_length / MIN_BYTES_PER_SECOND
+    seconds = BODY_GRACE_SECONDS + signature.content_length / MIN_BYTES_PER_SECOND
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
@@ -135,32 +136,25 @@ async def checked_body(request: Request, signature: VerifiedRequest) -> AsyncIte
         raise Refusal(ErrorReason.WRONG_LENGTH, "the connection was closed inside the body") from None
 
 
-@dataclass(frozen=True)
-class ReceivedFile:
-    file: IO[bytes]
-    content_hash: str
-
-
 @asynccontextmanager
-async def received_file(request: Request, signature: VerifiedRequest) -> AsyncIterator[ReceivedFile]:
-    """The body on disk with its blake3, computed as it came; gone afterwards, whatever happens."""
+async def received_file(request: Request, signature: VerifiedRequest) -> AsyncIterator[tuple[IO[bytes], str]]:
+    """The body on disk and its blake3, computed as it came; gone afterwards, whatever happens."""
     with tempfile.TemporaryFile() as file:
         hasher = blake3()
         async for piece in checked_body(request, signature):
             hasher.update(piece)
             file.write(piece)
-        yield ReceivedFile(file, hasher.hexdigest())
+        yield file, hasher.hexdigest()
 
 
 def invalid_message(errors: Sequence[Any]) -> Refusal:
     """Pydantic's findings in one sentence, without repeating what the peer wrote."""
-    shown = "; ".join(f"{'.'.join(map(str, _place(error)))}: {error.get('msg')}" for error in errors[:3])
+    shown = []
+    for error in errors[:3]:
+        place = error.get("loc")
+        parts = place if isinstance(place, tuple) else ()
+        # The last part of the place of an unknown key is the key itself, which the peer made up.
+        parts = (*parts[:-1], "unknown key") if error.get("type") == "extra_forbidden" else parts
+        shown.append(f"{'.'.join(map(str, parts))}: {error.get('msg')}")
     more = f" and {len(errors) - 3} more" if len(errors) > 3 else ""
-    return Refusal(ErrorReason.INVALID_MESSAGE, f"{shown}{more}"[:500], "see /openapi.json")
-
-
-def _place(error: Mapping[str, Any]) -> tuple[object, ...]:
-    """Where the fault is; a key the peer made up is not repeated."""
-    place = error.get("loc")
-    parts = place if isinstance(place, tuple) else ()
-    return (*parts[:-1], "unknown key") if error.get("type") == "extra_forbidden" else parts
+    return Refusal(ErrorReason.INVALID_MESSAGE, f"{'; '.join(shown)}{more}"[:500], "see /openapi.json")

@@ -14,18 +14,18 @@ import numpy as np
 
 from blocktrain.model.generation import window_start
 from blocktrain.model.objective import Objective
+from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.engine.draft_length import DraftLength
-from blocktrain.serving.engine.sampling import EXACT_TOLERANCE, Choice, Row, Sampler, choose, normalised
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
-    """The first blocks of a model that hear no others; the first hears nobody."""
-    deaf = [block for block in range(objective.model.blocks) if not objective.heard(block)]
-    return deaf[: max(1, most)]
+    """The first blocks that have no others upstream; block 0 never has."""
+    alone = [block for block in range(objective.model.blocks) if not objective.upstream(block)]
+    return alone[: max(1, most)]
 
 
 class Drafter:
@@ -37,44 +37,48 @@ class Drafter:
         self.batcher, self.sampler, self.length = batcher, sampler, length
         self.context = batcher.held.context
         self.steps = batcher.held.steps(tuple(blocks))
+        # A block of pooling weight 0 may be the only one here; it still guesses better than nothing.
         weights = np.array([batcher.held.weights[block] or 1.0 for block in blocks])
         self.weights = weights / weights.sum()
         self.cache = self.steps.new_cache()
-        self.drafted: list[Choice] = []
+        self.margins: list[float] = []
+        """By how much each token of the last draft won."""
         self.seen: list[int] = []
         self.start = 0
         self.catch_up_seconds = 0.0
-        """Of the last draft, spent on text that was not drafted; 60 ms of the first after 128 bytes."""
+        """Time of the last draft spent on text that was not drafted; 60 ms of the first after 128 bytes."""
 
     async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens, as many as seem worth it."""
-        most, self.catch_up_seconds = min(most, self.length.most), 0.0
-        self.drafted = await self.batcher.call(lambda: self._draft(list(tokens), most)) if most else []
-        return [choice.token for choice in self.drafted]
+        most, self.catch_up_seconds, self.margins = min(most, self.length.most), 0.0, []
+        if not most:
+            return []
+        return await self.batcher.call(lambda: self._draft(list(tokens), most))
 
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
         """What came of the last draft. Catching up is due however few tokens are drafted."""
         draft_seconds = max(0.0, draft_seconds - self.catch_up_seconds)
-        self.length.observe(_margins(self.drafted), accepted, draft_seconds, traversal_seconds)
+        self.length.observe(self.margins, accepted, draft_seconds, traversal_seconds)
 
-    def _draft(self, text: list[int], most: int) -> list[Choice]:
+    def _draft(self, text: list[int], most: int) -> list[int]:
         """Runs in the computing thread."""
-        choices: list[Choice] = []
-        while len(choices) < most and self.length.go_on(_margins(choices)):
-            choices.append(choose(self._next_row(text), self.sampler, len(text), EXACT_TOLERANCE))
-            text.append(choices[-1].token)
-        return choices
-
-    def _next_row(self, text: list[int]) -> Row:
-        start = window_start(len(text), self.context)
-        window = text[start:]
-        keep = _common_prefix(self.seen, window) if start == self.start else 0
-        keep = min(keep, len(window) - 1)
-        self.seen, self.start = window, start
-        self.cache.truncate(keep)
-        self._catch_up(window[keep:-1])
-        logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
-        return normalised(self.weights @ normalised(logits_NV))
+        known = len(text)
+        while len(self.margins) < most and self.length.go_on(self.margins):
+            start = window_start(len(text), self.context)
+            window = text[start:]
+            # What the cache holds beyond the text they share was a wrong draft, or another window.
+            keep = _common_prefix(self.seen, window) if start == self.start else 0
+            keep = min(keep, len(window) - 1)
+            self.seen, self.start = window, start
+            self.cache.truncate(keep)
+            self._catch_up(window[keep:-1])
+            logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
+            row = normalised(self.weights @ normalised(logits_NV))
+            # The tolerance does not matter here: a token that is not settled is drafted all the same.
+            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE)
+            self.margins.append(choice.margin)
+            text.append(choice.token)
+        return text[known:]
 
     def _catch_up(self, tokens: list[int]) -> None:
         began = time.monotonic()
@@ -86,14 +90,9 @@ class Drafter:
         self.catch_up_seconds += time.monotonic() - began
 
 
-def _margins(choices: Sequence[Choice]) -> list[float]:
-    return [choice.margin for choice in choices]
-
-
 def _common_prefix(first: list[int], second: list[int]) -> int:
+    # The usual case is that nothing was wrong, and lists are compared faster than a loop could.
     if first == second[: len(first)]:
         return len(first)
-    for i, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return i
-    return min(len(first), len(second))
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

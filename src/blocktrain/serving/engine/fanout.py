@@ -1,26 +1,29 @@
 """One traversal over the stages: every block asked at once, spares when one fails or lags, fewer if need be.
 
-The time it takes is the slowest leg's round trip, not the sum. A leg that breaks is asked of another
-stage at once; a leg that lags is asked of a spare as well, and the first answer counts; blocks that
-nobody serves any more are left out once they have been gone for `degrade_seconds`.
+The time it takes is the slowest leg's round trip, not the sum: five stages took 0.98 times as long as one
+at a round trip of 100 ms (docs/experiments.md). A leg that breaks is asked of another stage at once; a leg
+that lags is asked of a spare as well, and the first answer counts; blocks that nobody serves any more are
+left out once they have been gone for `degrade_seconds`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.serving.engine.api import StagesUnavailableError
+from blocktrain.model.sampling import FLOAT32_TOLERANCE, normalised
+from blocktrain.serving.engine.decoding import Rows
 from blocktrain.serving.engine.link import LinkError, StageLink
-from blocktrain.serving.engine.routing import Candidate, Route, cheapest_route
+from blocktrain.serving.engine.questions import Part, Question
+from blocktrain.serving.engine.requests import StagesUnavailableError
 
-POLL_SECONDS = 0.05
+HEALTH_POLL_SECONDS = 0.05
 """How often a waiting leg looks at its link's health."""
 
 
@@ -35,30 +38,57 @@ class FanoutConfig:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What some blocks said: weighted log-probs [R, V] and how far each may be from the exact value."""
+class Candidate:
+    """A stage that could be asked now."""
 
-    blocks: tuple[int, ...]
-    rows: NDArray[np.float64]
-    tolerance: NDArray[np.float64]
+    link: int
+    blocks: frozenset[int]
+    slow: bool = False
+    """It was beaten by a spare a moment ago."""
+    warm: bool = False
+    """It holds this session's caches."""
 
 
-class Call(Protocol):
-    """One question, put to any stage."""
+@dataclass(frozen=True)
+class StageRoute:
+    legs: list[tuple[int, tuple[int, ...]]]
+    """Links and the blocks asked of each; no block twice."""
+    missing: tuple[int, ...]
+    """Blocks that no candidate serves."""
 
-    deadline: float
-    """On the event loop's clock."""
-    retries: int
-    spread: int
 
-    @property
-    def patience_seconds(self) -> float:
-        """Time for computing before a leg counts as lagging."""
+def stage_route(blocks: Collection[int], candidates: Sequence[Candidate], spread: int = 0) -> StageRoute:
+    """Every block from one link: quick ones first, then those with warm caches, then those with most blocks.
 
-    def is_warm(self, link: StageLink) -> bool: ...
+    `spread` (a session's number) turns the order of equals, so that sessions share out equal stages.
+    """
 
-    async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
-        """The stage's answer, or LinkError."""
+    def cost(candidate: Candidate) -> tuple[bool, bool, int, int]:
+        turn = (candidate.link + spread) % max(1, len(candidates))
+        return candidate.slow, not candidate.warm, -len(candidate.blocks), turn
+
+    left = set(blocks)
+    legs: list[tuple[int, tuple[int, ...]]] = []
+    for candidate in sorted(candidates, key=cost):
+        part = tuple(sorted(left & candidate.blocks))
+        if part:
+            legs.append((candidate.link, part))
+            left -= candidate.blocks
+    return StageRoute(legs, tuple(sorted(left)))
+
+
+def pooled(parts: Sequence[Part], weights: NDArray[np.float64]) -> Rows:
+    """The stages' answers as one model's; the weights are scaled up for blocks that were left out."""
+    present = [block for part in parts for block in part.blocks]
+    served = float(weights[present].sum())
+    if served <= 0:
+        missing = sorted(set(range(len(weights))) - set(present))
+        raise StagesUnavailableError(f"the blocks left without {missing} are no model on their own")
+    scale = float(weights.sum()) / served
+    total = sum((part.rows for part in parts), start=np.zeros_like(parts[0].rows))
+    # Errors of a sum add up in the worst case, and every choice must hold in the worst case.
+    tolerance = sum((part.tolerance for part in parts), start=np.zeros_like(parts[0].rows))
+    return Rows(normalised(scale * total), scale * tolerance + FLOAT32_TOLERANCE)
 
 
 class Fanout:
@@ -71,24 +101,26 @@ class Fanout:
 
     # ---- what is known of the fleet ----
 
-    def covered(self) -> frozenset[int]:
-        """Blocks that some stage has announced, reachable now or not."""
-        return frozenset().union(*(link.blocks for link in self.links))
+    def never_served(self) -> list[int]:
+        """Blocks that no stage has announced, reachable now or not."""
+        return sorted(set(self.blocks).difference(*(link.blocks for link in self.links)))
 
     def lost_at(self, block: int, now: float) -> float | None:
         """Since when no usable stage serves the block; None while one does."""
         times = [link.lost_at(now) for link in self.links if block in link.blocks]
+        # One stage within reach is enough.
         if any(time is None for time in times):
             return None
         return max((time for time in times if time is not None), default=0.0)
 
-    def candidates(self, avoid: Iterable[int], call: Call) -> list[Candidate]:
+    def route(self, question: Question, blocks: Collection[int], avoid: frozenset[int]) -> StageRoute:
         now = asyncio.get_running_loop().time()
-        return [
-            Candidate(link.number, link.blocks, link.slow_until > now, call.is_warm(link))
+        candidates = [
+            Candidate(link.number, link.blocks, link.slow_until > now, question.is_warm(link))
             for link in self.links
             if link.number not in avoid and link.usable(now)
         ]
+        return stage_route(blocks, candidates, question.spread)
 
     async def wait_for_change(self, seconds: float) -> None:
         self._changed.clear()
@@ -96,128 +128,97 @@ class Fanout:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    def missing(self, parts: Iterable[Part]) -> set[int]:
-        """Blocks that answers do not cover."""
-        return set(self.blocks) - {block for part in parts for block in part.blocks}
-
     # ---- one traversal ----
 
-    async def collect(self, call: Call, blocks: tuple[int, ...] | None = None) -> list[Part]:
+    async def collect(self, question: Question, blocks: tuple[int, ...] | None = None) -> list[Part]:
         """Answers that cover every block (or these) once, or fewer where some are out of reach."""
-        parts = await self._fetch(blocks or self.blocks, frozenset(), call)
+        asked = blocks or self.blocks
+        parts = await self._fetch(question, asked, frozenset())
         if not parts:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
+        lost = set(asked).difference(*(part.blocks for part in parts))
+        question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
-    async def _fetch(self, blocks: tuple[int, ...], avoid: frozenset[int], call: Call) -> list[Part]:
-        route: Route = cheapest_route(blocks, self.candidates(avoid, call), call.spread)
-        legs = [self._leg(self.links[link], part, avoid, call) for link, part in route.legs]
+    async def _fetch(self, question: Question, blocks: tuple[int, ...], avoid: frozenset[int]) -> list[Part]:
+        route = self.route(question, blocks, avoid)
+        legs = [self._leg(question, self.links[link], part, avoid) for link, part in route.legs]
         if route.missing:
-            legs.append(self._await_return(route.missing, call))
-        return [part for parts in await _all(legs) for part in parts]
+            legs.append(self._await_return(question, route.missing))
+        return await _all(legs)
 
-    async def _await_return(self, missing: tuple[int, ...], call: Call) -> list[Part]:
+    async def _await_return(self, question: Question, missing: tuple[int, ...]) -> list[Part]:
         """Ask again when a stage comes back in time; give the blocks up when none does."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             now = loop.time()
+            # Counted from when the stage went away, not from when we asked: a block that is known to be
+            # gone costs no request its two seconds again.
             lost = max(self.lost_at(block, now) or began for block in missing)
-            if now >= min(lost + self.config.degrade_seconds, call.deadline):
+            if now >= min(lost + self.config.degrade_seconds, question.deadline):
                 return []
-            await self.wait_for_change(POLL_SECONDS)
+            await self.wait_for_change(HEALTH_POLL_SECONDS)
             now = loop.time()
-            back = [block for block in missing if self.lost_at(block, now) is None]
+            back = tuple(block for block in missing if self.lost_at(block, now) is None)
             if back:
                 rest = tuple(block for block in missing if block not in back)
-                legs = [self._fetch(tuple(back), frozenset(), call)]
-                legs += [self._await_return(rest, call)] if rest else []
-                return [part for parts in await _all(legs) for part in parts]
+                legs = [self._fetch(question, back, frozenset())]
+                return await _all(legs + ([self._await_return(question, rest)] if rest else []))
 
     async def _leg(
-        self, link: StageLink, blocks: tuple[int, ...], avoid: frozenset[int], call: Call
+        self, question: Question, link: StageLink, blocks: tuple[int, ...], avoid: frozenset[int]
     ) -> list[Part]:
-        asked = asyncio.get_running_loop().create_task(call.ask(link, blocks))
-        try:
-            if await self._answered_in_time(asked, link, call):
-                return await self._result(asked, link, blocks, avoid, call)
-            return await self._overtake(asked, link, blocks, avoid | {link.number}, call)
-        finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-
-    async def _answered_in_time(self, asked: asyncio.Task[Part], link: StageLink, call: Call) -> bool:
-        usual = link.latency_seconds or 0.0
-        patience = max(self.config.hedge_seconds, 4 * usual) + call.patience_seconds
-        done, _ = await asyncio.wait({asked}, timeout=patience)
-        return bool(done)
-
-    async def _result(
-        self,
-        asked: asyncio.Task[Part],
-        link: StageLink,
-        blocks: tuple[int, ...],
-        avoid: frozenset[int],
-        call: Call,
-    ) -> list[Part]:
-        """The answer of a finished leg, or what others answer instead."""
-        try:
-            return [asked.result()]
-        except LinkError:
-            call.retries += 1
-            return await self._fetch(blocks, avoid | {link.number}, call)
-
-    async def _overtake(
-        self,
-        asked: asyncio.Task[Part],
-        link: StageLink,
-        blocks: tuple[int, ...],
-        avoid: frozenset[int],
-        call: Call,
-    ) -> list[Part]:
-        """A leg that lags: the spare's answer or its own, whichever comes first."""
+        """One stage's share of the question: its own answer, or others' where it fails or lags."""
         loop = asyncio.get_running_loop()
-        while not asked.done():
-            now = loop.time()
-            if not cheapest_route(blocks, self.candidates(avoid, call)).missing:
-                return await self._race(asked, link, blocks, avoid, call)
-            lost = link.lost_at(now)
-            if lost is not None and now >= lost + self.config.degrade_seconds:
-                return await self._fetch(blocks, avoid, call)
-            await asyncio.wait({asked}, timeout=POLL_SECONDS)
-        return await self._result(asked, link, blocks, avoid, call)
-
-    async def _race(
-        self,
-        asked: asyncio.Task[Part],
-        link: StageLink,
-        blocks: tuple[int, ...],
-        avoid: frozenset[int],
-        call: Call,
-    ) -> list[Part]:
-        call.retries += 1
-        loop = asyncio.get_running_loop()
-        spare = loop.create_task(self._fetch(blocks, avoid, call))
+        avoid |= {link.number}
+        asked = loop.create_task(question.ask(link, blocks))
+        tasks: set[asyncio.Task[Any]] = {asked}
         try:
-            await asyncio.wait({asked, spare}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done() and asked.exception() is None:
+            # Four times: a link's own jitter should not make every leg two legs.
+            usual = link.latency_seconds or 0.0
+            patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
+            await asyncio.wait({asked}, timeout=patience)
+            while not asked.done():
+                if not self.route(question, blocks, avoid).missing:
+                    # It lags, and spares could answer for all its blocks: whoever is first counts.
+                    question.stats.retries += 1
+                    spare = loop.create_task(self._fetch(question, blocks, avoid))
+                    tasks.add(spare)
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    if asked.done() and asked.exception() is None:
+                        return [asked.result()]
+                    # It lost: for some seconds it is asked last, so that the next traversals do not wait
+                    # for a hedge.
+                    link.slow_until = loop.time() + self.config.slow_seconds
+                    return await spare
+                # No spare. A link that is lost for long enough is not waited for; one that is only slow is.
+                now = loop.time()
+                lost = link.lost_at(now)
+                if lost is not None and now >= lost + self.config.degrade_seconds:
+                    return await self._fetch(question, blocks, avoid)
+                await asyncio.wait({asked}, timeout=HEALTH_POLL_SECONDS)
+            try:
                 return [asked.result()]
-            link.slow_until = loop.time() + self.config.slow_seconds
-            return await spare
+            except LinkError:
+                question.stats.retries += 1
+                return await self._fetch(question, blocks, avoid)
         finally:
-            spare.cancel()
-            await asyncio.gather(spare, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _all(legs: Sequence[Coroutine[Any, Any, list[Part]]]) -> list[list[Part]]:
-    """All results; when one fails the others are cancelled and waited for."""
+async def _all(legs: Sequence[Coroutine[Any, Any, list[Part]]]) -> list[Part]:
+    """The parts of all legs; when one fails the others are cancelled and waited for."""
     if len(legs) == 1:
-        return [await legs[0]]
+        return await legs[0]
     tasks = [asyncio.get_running_loop().create_task(leg) for leg in legs]
     try:
-        return list(await asyncio.gather(*tasks))
+        return [part for parts in await asyncio.gather(*tasks) for part in parts]
     finally:
+        # No leg outlives its traversal: a late answer would change a cache that the next one relies on.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """One stage as the engine sees it: a connection that is kept up, requests matched to replies, and health.
 
-Reconnects for ever with a growing pause. A request either gets its reply or LinkError, at the latest
+Reconnects without end, with a growing pause. A request either gets its reply or LinkError, at the latest
 when the connection is given up. Covered: replies to nobody, twice or late are dropped; bytes that are no
 frames end the connection; a silent peer is *suspect* after `suspect_seconds` and cut off after
 `dead_seconds`. Not covered: a stage that answers with well-formed lies.
@@ -16,26 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blocktrain.errors import WireError
-from blocktrain.serving.engine.fingerprint import model_mismatch
+from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
-from blocktrain.wire.frame_metadata import (
-    Failure,
-    Hello,
-    Welcome,
-    decode_metadata,
-    encode_metadata,
-)
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    Codec,
-    Frame,
-    FrameType,
-    Header,
-    Limits,
-    ServingFrameError,
-    encode_frame,
-    row_bytes,
-)
+from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import Failure, Hello, Welcome, decode_metadata, encode_metadata
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +46,7 @@ class LinkConfig:
     suspect_seconds: float = 2.0
     """Silence after a ping that makes a link suspect: others are asked instead."""
     dead_seconds: float = 10.0
-    """Silence after which the connection is dropped and made anew."""
+    """Silence after which the connection is dropped and another one made."""
     first_pause_seconds: float = 0.05
     longest_pause_seconds: float = 2.0
 
@@ -80,7 +65,7 @@ class StageLink:
         self._stream: FrameStream | None = None
         self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
         self._credits = asyncio.Semaphore(1)
-        self._limits = GREETING_LIMITS
+        self._limits = frames.GREETING_LIMITS
         self._released: deque[int] = deque(maxlen=REMEMBERED_RELEASES)
         self._asked: float | None = None
         self._lost: float | None = 0.0
@@ -119,85 +104,88 @@ class StageLink:
                 pause = self.config.first_pause_seconds
                 await self._hold(stream)
             except (WireError, OSError) as error:
-                self._note(error)
+                # Log what is news, not every attempt at a stage that stays away.
+                if str(error) != self.problem:
+                    log.warning("lost stage address=%s reason=%s", self.address, error)
+                self.problem = str(error)
+                self.refused = isinstance(error, RefusedError)
+                self.changed()
             await asyncio.sleep(pause)
             pause = min(2 * pause, self.config.longest_pause_seconds)
 
-    def _note(self, error: Exception) -> None:
-        """Remember what is wrong; log it when it is news."""
-        if str(error) != self.problem:
-            log.warning("lost stage address=%s reason=%s", self.address, error)
-        self.problem = str(error)
-        self.refused = isinstance(error, RefusedError)
-        self.changed()
-
     async def _open(self) -> FrameStream:
+        """A connection on which HELLO and WELCOME have bound both sides to one model."""
+        model = self.hello.model
         stream = await connect(self.address, self.config.connect_seconds)
         try:
             async with asyncio.timeout(self.config.connect_seconds):
-                await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
-                welcome = self._read_welcome(await stream.read(GREETING_LIMITS))
+                await stream.write(frames.encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
+                frame = await stream.read(frames.GREETING_LIMITS)
+            if frame.type == FrameType.REFUSED:
+                sentence = decode_metadata(frame, Failure).sentence
+                raise RefusedError(f"stage {self.address} refused: {sentence}")
+            if frame.type != FrameType.WELCOME:
+                raise ConnectionLostError(f"{self.address} answered HELLO with {frame.type.name}")
+            welcome = decode_metadata(frame, Welcome)
+            mismatch = model_mismatch(expected=welcome.model, found=model)
+            if mismatch is not None:
+                raise RefusedError(f"stage {self.address}: {mismatch}")
         except TimeoutError:
             stream.abort()
             raise ConnectionLostError(f"{self.address} does not answer HELLO") from None
         except BaseException:
             stream.abort()
             raise
-        self._adopt(stream, welcome)
-        return stream
-
-    def _read_welcome(self, frame: Frame) -> Welcome:
-        if frame.type == FrameType.REFUSED:
-            raise RefusedError(f"stage {self.address} refused: {decode_metadata(frame, Failure).sentence}")
-        if frame.type != FrameType.WELCOME:
-            raise ConnectionLostError(f"{self.address} answered HELLO with {frame.type.name}")
-        welcome = decode_metadata(frame, Welcome)
-        mismatch = model_mismatch(expected=welcome.model, found=self.hello.model)
-        if mismatch is not None:
-            raise RefusedError(f"stage {self.address}: {mismatch}")
-        return welcome
-
-    def _adopt(self, stream: FrameStream, welcome: Welcome) -> None:
-        model = self.hello.model
-        payload_bytes = max(model.context * row_bytes(Codec.F32, model.vocabulary), 1 << 16)
-        self._limits = Limits(payload_bytes=payload_bytes)
+        rows_bytes = model.context * frames.row_bytes(Codec.F32, model.vocabulary)
+        self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
+        # A new connection starts with all its credits.
         self._credits = asyncio.Semaphore(welcome.credits)
         self.blocks = frozenset(welcome.blocks)
         self._stream, self._asked, self.problem = stream, None, None
         self.refused = self.draining = False
+        # RELEASE is not answered, so one that was under way when the connection broke may be lost.
         stream.post(b"".join(map(_release_frame, self._released)))
         self._released.clear()
         log.info("joined stage address=%s blocks=%s", self.address, sorted(self.blocks))
         self.changed()
+        return stream
 
     async def _hold(self, stream: FrameStream) -> None:
         """Read replies and keep the peer awake until the connection ends."""
         pinging = asyncio.get_running_loop().create_task(self._ping(stream))
         try:
             while True:
-                self._deliver(await stream.read(self._limits))
+                frame = await stream.read(self._limits)
+                # Any frame is a sign of life; whoever waits for a suspect link may go on.
+                was_silent, self._asked = self._asked is not None, None
+                self.draining = self.draining or frame.type == FrameType.GOODBYE
+                if was_silent or frame.type == FrameType.GOODBYE:
+                    self.changed()
+                header = frame.header
+                future = self._pending.pop((header.session, header.epoch, header.traversal), None)
+                if future is not None and not future.done():
+                    future.set_result(frame)
         finally:
+            # First of all, so that no question is sent to a stream that is being closed.
             self._stream = None
             self._lost = asyncio.get_running_loop().time()
             pinging.cancel()
             stream.abort()
             await asyncio.gather(pinging, return_exceptions=True)
-            self._fail_pending()
+            pending, self._pending = self._pending, {}
+            for waiting in pending.values():
+                if not waiting.done():
+                    waiting.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
             self.changed()
-
-    def _fail_pending(self) -> None:
-        pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(LinkError(f"the connection to stage {self.address} was lost"))
 
     async def _ping(self, stream: FrameStream) -> None:
         """Ask for a sign of life now and then; silence for too long ends the connection."""
         loop = asyncio.get_running_loop()
-        ping = encode_frame(Header(FrameType.PING))
+        ping = frames.encode_frame(Header(FrameType.PING))
         while True:
             await asyncio.sleep(self.config.ping_seconds)
             now = loop.time()
+            # One ping under way at a time; the time of the unanswered one says how long the peer is silent.
             if self._asked is None:
                 self._asked = now
                 with contextlib.suppress(ConnectionLostError):
@@ -205,46 +193,28 @@ class StageLink:
             elif now - self._asked > self.config.dead_seconds:
                 stream.abort()
 
-    def _deliver(self, frame: Frame) -> None:
-        was_silent, self._asked = self._asked, None
-        if was_silent is not None:
-            self.changed()
-        if frame.type == FrameType.GOODBYE:
-            self.draining = True
-            self.changed()
-        header = frame.header
-        future = self._pending.pop((header.session, header.epoch, header.traversal), None)
-        if future is not None and not future.done():
-            future.set_result(frame)
-
     # ---- requests ----
 
     async def request(self, header: Header, metadata: bytes, payload: bytes) -> tuple[Frame, int]:
         """The reply, and the bytes it took to ask; LinkError when there will be none."""
         async with self._credits:
+            # After the credit and not before: the connection may be lost while we wait for one.
             stream = self._stream
             if stream is None:
                 raise LinkError(self.problem or f"stage {self.address} is not connected")
             key = (header.session, header.epoch, header.traversal)
             future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
             self._pending[key] = future
-            raw = encode_frame(header, metadata, payload)
+            raw = frames.encode_frame(header, metadata, payload)
             try:
-                await self._write(stream, raw)
+                await stream.write(raw)
                 frame = await future
+            except ConnectionLostError as error:
+                raise LinkError(str(error)) from None
             finally:
+                # A question that is asked again has the same key, and its own future.
                 if self._pending.get(key) is future:
                     del self._pending[key]
-        self._check_reply(frame)
-        return frame, len(raw)
-
-    async def _write(self, stream: FrameStream, raw: bytes) -> None:
-        try:
-            await stream.write(raw)
-        except ConnectionLostError as error:
-            raise LinkError(str(error)) from None
-
-    def _check_reply(self, frame: Frame) -> None:
         if frame.type == FrameType.FAILED:
             try:
                 failure = decode_metadata(frame, Failure)
@@ -253,6 +223,7 @@ class StageLink:
             raise LinkError(f"stage {self.address} failed ({failure.code.value}): {failure.sentence}")
         if frame.type not in (FrameType.LOG_PROBS, FrameType.REFINED, FrameType.RESEND):
             raise LinkError(f"stage {self.address} answered with {frame.type.name}")
+        return frame, len(raw)
 
     def distrust(self) -> None:
         """The peer sent something no sound stage sends: start over with a new connection."""
@@ -267,4 +238,4 @@ class StageLink:
 
 
 def _release_frame(session: int) -> bytes:
-    return encode_frame(Header(FrameType.RELEASE, session=session))
+    return frames.encode_frame(Header(FrameType.RELEASE, session=session))

@@ -15,23 +15,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blocktrain.serving.gateway.api_errors import ApiError, as_api_error
-from blocktrain.serving.gateway.limits import ANYONE, Keys, Limits, Rates, Refusal
+from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Keys, Rates, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 
 KEYED_PATHS = "/v1/"
 REASONS = {401: "key", 413: "size", 429: "rate"}
-Clock = Callable[[], float]
 
 
-class Doorkeeper:
+class AccessCheck:
     def __init__(
         self,
         app: ASGIApp,
         *,
         keys: Keys | None,
-        limits: Limits,
+        limits: GatewayLimits,
         metrics: GatewayMetrics,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app, self.keys, self.limits, self.metrics, self.clock = app, keys, limits, metrics, clock
         self.rates = Rates(limits.requests_per_minute)
@@ -40,41 +39,14 @@ class Doorkeeper:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = Answer(send, self.metrics, scope, self.clock)
-        try:
-            self._admit(scope)
-        except (ApiError, Refusal) as refusal:
-            answered = as_api_error(refusal)
-            self.metrics.refusals.labels(REASONS[answered.status]).inc()
-            await answered.response()(scope, receive, answer.send)
-        else:
-            await self.app(scope, self._limited(receive), answer.send)
-        finally:
-            answer.count()
+        begun, status, read = self.clock(), 500, 0
 
-    def _admit(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        if scope["path"].startswith(KEYED_PATHS):
-            client = scope.get("client")
-            caller = self._owner(headers) or (client[0] if client else ANYONE)
-            self.rates.check(caller, self.clock())
-        declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared[:19]) > self.limits.max_body_bytes:
-            raise self._too_large()
-
-    def _owner(self, headers: Headers) -> str | None:
-        if self.keys is None:
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorized("no API key; send the header `Authorization: Bearer KEY`")
-        owner = self.keys.owner(key.strip())
-        if owner is None:
-            raise _unauthorized("incorrect API key")
-        return owner
-
-    def _limited(self, receive: Receive) -> Receive:
-        read = 0
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = f"req-{secrets.token_hex(12)}"
+            await send(message)
 
         async def limited() -> Message:
             nonlocal read
@@ -85,7 +57,38 @@ class Doorkeeper:
                 raise HTTPException(413, str(self._too_large()))
             return message
 
-        return limited
+        try:
+            self._admit(scope)
+        except (ApiError, TooManyRequestsError) as refusal:
+            answered = as_api_error(refusal)
+            self.metrics.refusals.labels(REASONS[answered.status]).inc()
+            await answered.response()(scope, receive, named)
+        else:
+            await self.app(scope, limited, named)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.duration.observe(self.clock() - begun)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise where the key, the rate or the declared size is wrong, in that order."""
+        headers = Headers(scope=scope)
+        if scope["path"].startswith(KEYED_PATHS):
+            client = scope.get("client")
+            caller = client[0] if client else ANYONE
+            if self.keys is not None:
+                scheme, _, key = headers.get("authorization", "").partition(" ")
+                if scheme.lower() != "bearer" or not key.strip():
+                    raise _unauthorized("no API key; send the header `Authorization: Bearer KEY`")
+                owner = self.keys.owner(key.strip())
+                if owner is None:
+                    raise _unauthorized("incorrect API key")
+                caller = owner or caller
+            # By owner where there are keys: a key is used from many addresses, and an address by many.
+            self.rates.check(caller, self.clock())
+        declared = headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:19]) > self.limits.max_body_bytes:
+            raise self._too_large()
 
     def _too_large(self) -> ApiError:
         limit = self.limits.max_body_bytes
@@ -94,23 +97,3 @@ class Doorkeeper:
 
 def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-
-
-class Answer:
-    """One answer on its way out: it gets an id, and is counted by route and status when it ends."""
-
-    def __init__(self, send: Send, metrics: GatewayMetrics, scope: Scope, clock: Clock) -> None:
-        self._send, self.metrics, self.scope, self.clock = send, metrics, scope, clock
-        self.begun, self.status = clock(), 500
-        self.id = f"req-{secrets.token_hex(12)}"
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.id
-        await self._send(message)
-
-    def count(self) -> None:
-        route = getattr(self.scope.get("route"), "path", "unknown")
-        self.metrics.requests.labels(route, str(self.status)).inc()
-        self.metrics.duration.observe(self.clock() - self.begun)

@@ -15,13 +15,14 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from blocktrain.serving.engine.api import DeadlineError, Mode, TextEngine
+from blocktrain.serving.engine.engine import TextEngine
+from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
-from blocktrain.serving.gateway.formats import Format, usage_of
-from blocktrain.serving.gateway.limits import Door, Limits, Refusal
+from blocktrain.serving.gateway.formats import AnswerFormat
+from blocktrain.serving.gateway.limits import GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
-from blocktrain.serving.gateway.openai_messages import Usage
+from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,17 +37,35 @@ class Job:
     """A checked request: what to write and how the client wants to see it."""
 
     choices: Sequence[Choice]
-    format: Format
+    format: AnswerFormat
     mode: Mode
     seed: int
     prompt_tokens: int
-    stream: bool = False
     include_usage: bool = False
     totals: Totals = field(default_factory=Totals)
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.totals, self.prompt_tokens, self.mode)
+        totals = self.totals
+        traversals, tokens = totals.sum("traversals"), totals.completion_tokens
+        cost = TraversalUsage(
+            mode=self.mode,
+            traversals=traversals,
+            scoring_traversals=totals.sum("scoring_traversals"),
+            text_bytes=totals.text_bytes,
+            bytes_per_traversal=round(totals.text_bytes / traversals, 3) if traversals else 0.0,
+            drafted_tokens=totals.sum("drafted"),
+            accepted_tokens=totals.sum("accepted"),
+            wire_bytes_sent=totals.sum("wire_bytes_sent"),
+            wire_bytes_received=totals.sum("wire_bytes_received"),
+            degraded_blocks=totals.degraded_blocks,
+        )
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=tokens,
+            total_tokens=self.prompt_tokens + tokens,
+            blocktrain=cost,
+        )
 
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""
@@ -59,19 +78,19 @@ class Job:
     def late_headers(self) -> dict[str, str]:
         """What is known at the end."""
         cost = self.usage.blocktrain
-        counts = {
-            "x-blocktrain-traversals": cost.traversals,
-            "x-blocktrain-bytes-per-traversal": cost.bytes_per_traversal,
-            "x-blocktrain-wire-bytes-sent": cost.wire_bytes_sent,
-            "x-blocktrain-wire-bytes-received": cost.wire_bytes_received,
+        return {
+            **self.early_headers(),
+            "x-blocktrain-traversals": str(cost.traversals),
+            "x-blocktrain-bytes-per-traversal": str(cost.bytes_per_traversal),
+            "x-blocktrain-wire-bytes-sent": str(cost.wire_bytes_sent),
+            "x-blocktrain-wire-bytes-received": str(cost.wire_bytes_received),
         }
-        return {**self.early_headers(), **{name: str(count) for name, count in counts.items()}}
 
 
 class Answerer:
-    def __init__(self, engine: TextEngine, limits: Limits, metrics: GatewayMetrics) -> None:
+    def __init__(self, engine: TextEngine, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
         self.engine, self.limits, self.metrics = engine, limits, metrics
-        self.door = Door(limits)
+        self.places = Places(limits)
 
     async def write(self, job: Job, emit: Emit) -> None:
         """Waits for places, then writes every choice. Raises what ended it early."""
@@ -83,9 +102,9 @@ class Answerer:
             await emit(piece)
 
         try:
-            async with self.door.places(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
+            async with self.places.taken(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
                 await write_choices(self.engine, job.choices, timed, job.totals)
-        except Refusal:
+        except TooManyRequestsError:
             self.metrics.refusals.labels("places").inc()
             raise
         except TimeoutError:
@@ -93,8 +112,10 @@ class Answerer:
                 f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"
             ) from None
         except ExceptionGroup as several:
+            # Choices fail together, mostly for one reason; the client gets one error object.
             raise several.exceptions[0] from None
         finally:
+            # Also when the client went away: what was computed for it was spent.
             self.metrics.count_usage(job.usage)
 
     async def whole(self, job: Job, receive: Receive) -> Response:
@@ -120,10 +141,8 @@ class EventStream(Response):
 
     def __init__(self, answerer: Answerer, job: Job) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # Response sets it to 0, and nobody knows the length yet
         self.answerer, self.job = answerer, job
-        self.started = False
-        self.turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -132,37 +151,43 @@ class EventStream(Response):
             self.answerer.metrics.cancelled.inc()
 
     async def _events(self, send: Send) -> None:
+        started, turn = False, asyncio.Lock()
+
+        async def event(data: str) -> None:
+            nonlocal started
+            async with turn:  # choices are written side by side, and events must not interleave
+                if not started:
+                    started = True
+                    self.headers.update(self.job.early_headers())
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                body = f"data: {data}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
         async def emit(piece: Piece) -> None:
-            await self._event(send, self.job.format.chunk(piece).model_dump_json())
+            await event(self.job.format.chunk(piece).model_dump_json())
 
         try:
             await self.answerer.write(self.job, emit)
-            await self._end(send)
+            if self.job.include_usage:
+                await event(self.job.format.usage_chunk(self.job.usage).model_dump_json())
+            await event("[DONE]")
         except Exception as error:
-            if not self.started:
+            if not started:
                 raise
             log.warning("broke off stream error=%r", error)
-            await self._event(send, as_api_error(error).json())
+            await event(as_api_error(error).json())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _end(self, send: Send) -> None:
-        if self.job.include_usage:
-            await self._event(send, self.job.format.usage_chunk(self.job.usage).model_dump_json())
-        await self._event(send, "[DONE]")
-
-    async def _event(self, send: Send, data: str) -> None:
-        async with self.turn:
-            if not self.started:
-                self.started = True
-                self.headers.update(self.job.early_headers())
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
     """The result of `work`, which is cancelled if the client goes away first."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    # Starlette tells nobody that a client left; one must read its messages.
+    working, watching = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -172,8 +197,3 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

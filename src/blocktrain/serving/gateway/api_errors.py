@@ -12,13 +12,30 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from blocktrain.serving.engine.api import DeadlineError, RequestError, ServingError, StagesUnavailableError
-from blocktrain.serving.gateway.limits import Refusal
-from blocktrain.serving.gateway.openai_messages import ErrorAnswer, ErrorBody
+from blocktrain.serving.engine.requests import (
+    DeadlineError,
+    RequestError,
+    ServingError,
+    StagesUnavailableError,
+)
+from blocktrain.serving.gateway.limits import TooManyRequestsError
+from blocktrain.serving.gateway.openai_messages import ApiErrorAnswer, ApiErrorBody
 
 INVALID = "invalid_request_error"
 SERVICE = "server_error"
 RATE = "rate_limit_error"
+
+HTTP_WORDS: dict[int, tuple[str | None, str]] = {
+    400: ("the body could not be read as JSON in UTF-8", "invalid_json"),
+    404: ("no such route; the routes are listed at /openapi.json", "unknown_url"),
+    405: ("this route does not take that method", "method_not_allowed"),
+    413: (None, "request_too_large"),
+}
+FIELD_WORDS = {
+    "prompt": "expected a string, a list of strings, a list of token ids or a list of such lists; not empty",
+    "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
+}
+"""Fields of several types: pydantic reports a problem for each type, and none of them helps."""
 
 
 class ApiError(Exception):
@@ -36,10 +53,10 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
-        self.body = ErrorBody(message=message, type=kind, param=param, code=code)
+        self.body = ApiErrorBody(message=message, type=kind, param=param, code=code)
 
     def json(self) -> str:
-        return ErrorAnswer(error=self.body).model_dump_json()
+        return ApiErrorAnswer(error=self.body).model_dump_json()
 
     def response(self) -> Response:
         return Response(self.json(), self.status, self.headers, media_type="application/json")
@@ -51,85 +68,52 @@ def as_api_error(error: BaseException) -> ApiError:
         return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Refusal):
-        return _too_many(error)
+    if isinstance(error, TooManyRequestsError):
+        seconds = error.retry_after_seconds
+        message, headers = f"{error.reason}; try again in {seconds} s", {"retry-after": str(seconds)}
+        return ApiError(429, message, kind=RATE, code="rate_limit_exceeded", headers=headers)
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors())
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, HTTPException):
-        return _http(error)
-    return _service(error)
-
-
-def _too_many(refusal: Refusal) -> ApiError:
-    seconds = refusal.retry_after_seconds
-    return ApiError(
-        429,
-        f"{refusal.reason}; try again in {seconds} s",
-        kind=RATE,
-        code="rate_limit_exceeded",
-        headers={"retry-after": str(seconds)},
-    )
-
-
-def _service(error: BaseException) -> ApiError:
+        words, code = HTTP_WORDS.get(error.status_code, (None, None))
+        return ApiError(error.status_code, words or str(error.detail), code=code, headers=error.headers)
     if isinstance(error, StagesUnavailableError):
         headers = {"retry-after": "2"}
         return ApiError(503, str(error), kind=SERVICE, code="stages_unavailable", headers=headers)
+    # 504 and not 503: trying the same again would take as long.
     if isinstance(error, DeadlineError | TimeoutError):
         message = str(error) or "the request's deadline passed before its text was complete"
         return ApiError(504, message, kind=SERVICE, code="deadline_exceeded")
     if isinstance(error, ServingError):
         return ApiError(503, str(error), kind=SERVICE, code="service_unavailable")
+    # The cause is for our log, not for strangers.
     return ApiError(500, "something broke here; it was logged", kind=SERVICE, code="internal_error")
-
-
-HTTP_WORDS: dict[int, tuple[str | None, str]] = {
-    400: ("the body could not be read as JSON in UTF-8", "invalid_json"),
-    404: ("no such route; the routes are listed at /openapi.json", "unknown_url"),
-    405: ("this route does not take that method", "method_not_allowed"),
-    413: (None, "request_too_large"),
-}
-
-
-def _http(error: HTTPException) -> ApiError:
-    message, code = HTTP_WORDS.get(error.status_code, (None, None))
-    return ApiError(error.status_code, message or str(error.detail), code=code, headers=error.headers)
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
     """The first problem, named by its field. Unions report one problem per arm; the field is the same."""
     first = errors[0]
     if first["type"] == "json_invalid":
-        return _http(HTTPException(400))
+        return as_api_error(HTTPException(400))
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query", "header")]
     field = where[0] if where else None
     if first["type"] == "extra_forbidden":
-        name = where[-1]
-        message = f"unrecognized request argument: {printable(name)}"
-        return ApiError(400, message, param=printable(name), code="unknown_parameter")
+        name = printable(where[-1])
+        message = f"unrecognized request argument: {name}"
+        return ApiError(400, message, param=name, code="unknown_parameter")
     if first["type"] == "missing":
         message = f"you must provide {'.'.join(where) or 'a JSON object as the body'}"
         return ApiError(400, message, param=field, code="missing_required_parameter")
-    param = field or first.get("ctx", {}).get("param")
-    return ApiError(400, _problem(field, errors), param=param, code="invalid_value")
-
-
-FIELD_WORDS = {
-    "prompt": "expected a string, a list of strings, a list of token ids or a list of such lists; not empty",
-    "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
-}
-
-
-def _problem(field: str | None, errors: Sequence[Any]) -> str:
-    message = str(errors[0]["msg"])
+    message = str(first["msg"])
     if field is None:
-        return message
+        return ApiError(400, message, param=first.get("ctx", {}).get("param"), code="invalid_value")
     if field in FIELD_WORDS and len(errors) > 1:
-        return f"{field}: {FIELD_WORDS[field]}"
-    where = ".".join(str(part) for part in errors[0]["loc"][1:])
-    return f"{where}: {message}"
+        message = f"{field}: {FIELD_WORDS[field]}"
+    else:
+        message = ".".join(str(part) for part in first["loc"][1:]) + f": {message}"
+    return ApiError(400, message, param=field, code="invalid_value")
 
 
 def printable(text: str, limit: int = 64) -> str:

@@ -10,21 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.serving.engine.api import (
-    Chunk,
-    Generation,
-    GenerationRequest,
-    GenerationStats,
-    TextEngine,
-    TokenLogprob,
-)
-from blocktrain.serving.gateway.text import Offsets, TextStream
-
-FinishReason = Literal["stop", "length"]
+from blocktrain.serving.engine.engine import Generation, TextEngine
+from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
+from blocktrain.serving.gateway.text import FinishReason, Offsets, TextStream
 
 
 @dataclass(frozen=True)
@@ -88,10 +79,11 @@ class ChoiceWriter:
         self.begun = False
         self._received = 0
         self._pending: list[tuple[bytes, TokenLogprob | None]] = []
+        """Tokens whose text is still held back: it may become a stop sequence."""
 
     def echo(self, scores: Sequence[TokenLogprob] | None) -> Piece:
         """The prompt as the first piece; with nothing to generate, also the last."""
-        tokens = self._split(self.choice.request.prompt)
+        tokens = [self.tokenizer.decode([token]) for token in self.choice.request.prompt]
         text = b"".join(tokens).decode("utf-8", "replace")
         offsets = self.offsets.of(tokens)
         rows = [] if scores is None else [None, *scores]
@@ -99,7 +91,7 @@ class ChoiceWriter:
         return self._piece(text, scored, "length" if self.choice.request.max_tokens == 0 else None)
 
     def add(self, chunk: Chunk) -> Piece:
-        tokens = self._split(chunk.tokens)
+        tokens = [self.tokenizer.decode([token]) for token in chunk.tokens]
         scores = chunk.logprobs if chunk.logprobs is not None else [None] * len(tokens)
         self._pending += zip(tokens, scores, strict=True)
         self._received += len(tokens)
@@ -114,23 +106,14 @@ class ChoiceWriter:
         """The last piece, where no stop sequence came."""
         return self._generated(text + self.stream.finish(), "length")
 
-    def _split(self, tokens: Sequence[int]) -> list[bytes]:
-        return [self.tokenizer.decode([token]) for token in tokens]
-
     def _generated(self, text: str, reason: FinishReason | None) -> Piece:
-        shown, self._pending = self._take_shown()
+        # Tokens are reported with the piece that shows their last byte, so counts and text agree.
+        count = self.stream.kept_tokens - (self._received - len(self._pending))
+        shown, self._pending = self._pending[:count], self._pending[count:]
         self.text_bytes += sum(len(token) for token, _ in shown)
         offsets = self.offsets.of(token for token, _ in shown)
-        scored = [
-            ScoredToken(token, offset, score) for (token, score), offset in zip(shown, offsets, strict=True)
-        ]
-        return self._piece(text, scored, reason)
-
-    def _take_shown(
-        self,
-    ) -> tuple[list[tuple[bytes, TokenLogprob | None]], list[tuple[bytes, TokenLogprob | None]]]:
-        count = self.stream.kept_tokens - (self._received - len(self._pending))
-        return self._pending[:count], self._pending[count:]
+        pairs = zip(shown, offsets, strict=True)
+        return self._piece(text, [ScoredToken(token, at, score) for (token, score), at in pairs], reason)
 
     def _piece(self, text: str, scored: list[ScoredToken], reason: FinishReason | None) -> Piece:
         piece = Piece(self.choice.index, text, scored, not self.begun, reason)
@@ -140,70 +123,53 @@ class ChoiceWriter:
 
 async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals) -> None:
     """All choices at once. Every request is checked before the first piece of any."""
+    # Not begun yet: a request that is wrong fails before any text is sent.
     generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
     totals.stats = [generation.stats for generation in generations if generation is not None]
-    scores = PromptScores(engine)
-    totals.stats.append(scores.stats)
-    async with asyncio.TaskGroup() as group:
-        for choice, generation in zip(choices, generations, strict=True):
-            group.create_task(_write_choice(engine, choice, generation, scores, emit, totals))
+    scoring = GenerationStats()
+    totals.stats.append(scoring)
+    known: dict[tuple[int, ...], list[TokenLogprob]] = {}
+    turn = asyncio.Lock()
 
-
-async def _write_choice(
-    engine: TextEngine,
-    choice: Choice,
-    generation: Generation | None,
-    scores: PromptScores,
-    emit: Emit,
-    totals: Totals,
-) -> None:
-    writer = ChoiceWriter(choice, engine.model.tokenizer)
-    if choice.echo:
-        await emit(writer.echo(await scores.of(choice.request)))
-    elif generation is None:
-        await emit(writer.finish())
-    if generation is not None:
-        await _write_generation(generation, writer, emit)
-    totals.completion_tokens += writer.stream.kept_tokens
-    totals.text_bytes += writer.text_bytes
-
-
-class PromptScores:
-    """The log-probs of prompts, computed once for the `n` choices that share one."""
-
-    def __init__(self, engine: TextEngine) -> None:
-        self.engine = engine
-        self.stats = GenerationStats()
-        self._scores: dict[tuple[int, ...], list[TokenLogprob]] = {}
-        self._turn = asyncio.Lock()
-
-    async def of(self, request: GenerationRequest) -> list[TokenLogprob] | None:
+    async def prompt_scores(request: GenerationRequest) -> list[TokenLogprob] | None:
         if request.logprobs is None:
             return None
         if len(request.prompt) < 2:
             return []
-        async with self._turn:
+        async with turn:  # the `n` choices of one prompt share its scores, computed by the first
             key = tuple(request.prompt)
-            if key not in self._scores:
-                self._scores[key] = await self.engine.score(
-                    request.prompt,
-                    top=request.logprobs,
-                    deadline_seconds=request.deadline_seconds,
-                    stats=self.stats,
+            if key not in known:
+                seconds = request.deadline_seconds
+                known[key] = await engine.score(
+                    request.prompt, top=request.logprobs, deadline_seconds=seconds, stats=scoring
                 )
-            return self._scores[key]
+            return known[key]
 
+    async def write(choice: Choice, generation: Generation | None) -> None:
+        writer = ChoiceWriter(choice, engine.model.tokenizer)
+        if choice.echo:
+            await emit(writer.echo(await prompt_scores(choice.request)))
+        elif generation is None:
+            await emit(writer.finish())
+        if generation is not None:
+            try:
+                async for chunk in generation:
+                    piece = writer.add(chunk)
+                    await emit(piece)
+                    # A stop sequence: what was drafted behind it is thrown away, and its caches are freed.
+                    if piece.finish_reason is not None:
+                        break
+                else:
+                    await emit(writer.finish())
+            finally:
+                await generation.aclose()
+        totals.completion_tokens += writer.stream.kept_tokens
+        totals.text_bytes += writer.text_bytes
 
-async def _write_generation(generation: Generation, writer: ChoiceWriter, emit: Emit) -> None:
-    try:
-        async for chunk in generation:
-            piece = writer.add(chunk)
-            await emit(piece)
-            if piece.finish_reason is not None:
-                return
-        await emit(writer.finish())
-    finally:
-        await generation.aclose()
+    # One that fails cancels the others: half of `n` choices is no answer.
+    async with asyncio.TaskGroup() as group:
+        for choice, generation in zip(choices, generations, strict=True):
+            group.create_task(write(choice, generation))
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

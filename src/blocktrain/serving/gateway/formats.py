@@ -4,152 +4,111 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from blocktrain.data.tokenizer import Tokenizer
-from blocktrain.serving.engine.api import Mode, TokenLogprob
-from blocktrain.serving.gateway.choices import Piece, ScoredToken, Totals
-from blocktrain.serving.gateway.openai_messages import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    TopLogprob,
-    TraversalUsage,
-    Usage,
-)
+from blocktrain.serving.engine.requests import ModelInfo
+from blocktrain.serving.gateway import openai_messages as shapes
+from blocktrain.serving.gateway.choices import Piece
 from blocktrain.serving.gateway.text import token_label
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What every chunk of one answer repeats."""
+class AnswerFormat(ABC):
+    prefix: ClassVar[str]
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
+    def __init__(self, model: ModelInfo, top: int | None) -> None:
+        """`top` as the request's log-probs: None for none, or how many alternatives."""
+        self.tokenizer, self.top = model.tokenizer, top
+        self.heading: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": f"bt-{model.model_hash[:16]}",
+        }
+        """What every chunk of one answer repeats."""
 
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
 
-def new_heading(prefix: str, model: str, model_hash: str) -> Heading:
-    return Heading(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, f"bt-{model_hash[:16]}")
-
-
-class Format(Protocol):
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> BaseModel: ...
-
+    @abstractmethod
     def chunk(self, piece: Piece) -> BaseModel: ...
 
-    def usage_chunk(self, usage: Usage) -> BaseModel: ...
+    @abstractmethod
+    def usage_chunk(self, usage: shapes.Usage) -> BaseModel: ...
 
 
-class CompletionFormat:
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, top: int | None) -> None:
-        self.heading, self.tokenizer, self.top = vars(heading), tokenizer, top
+class CompletionFormat(AnswerFormat):
+    prefix = "cmpl"
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> Completion:
-        return Completion(**self.heading, choices=[self._choice(piece) for piece in pieces], usage=usage)
+    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> shapes.Completion:
+        return shapes.Completion(
+            **self.heading, choices=[self._choice(piece) for piece in pieces], usage=usage
+        )
 
-    def chunk(self, piece: Piece) -> Completion:
-        return Completion(**self.heading, choices=[self._choice(piece)])
+    def chunk(self, piece: Piece) -> shapes.Completion:
+        return shapes.Completion(**self.heading, choices=[self._choice(piece)])
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return Completion(**self.heading, choices=[], usage=usage)
+    def usage_chunk(self, usage: shapes.Usage) -> shapes.Completion:
+        return shapes.Completion(**self.heading, choices=[], usage=usage)
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = None if self.top is None else self._logprobs(piece.scored)
-        return CompletionChoice(
+    def _choice(self, piece: Piece) -> shapes.CompletionChoice:
+        logprobs = None
+        if self.top is not None:
+            scores = [token.score for token in piece.scored]
+            tops: list[dict[str, float] | None] = []
+            for score in scores:
+                # The most likely tokens and, as OpenAI does, the chosen one.
+                rows = [] if score is None else [*score.top, (score.token, score.logprob)]
+                labels = {token_label(self.tokenizer.decode([token])): value for token, value in rows}
+                tops.append(None if score is None else labels)
+            logprobs = shapes.CompletionLogprobs(
+                tokens=[token_label(token.token) for token in piece.scored],
+                token_logprobs=[None if score is None else score.logprob for score in scores],
+                top_logprobs=tops if self.top else None,
+                text_offset=[token.offset for token in piece.scored],
+            )
+        return shapes.CompletionChoice(
             index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
         )
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            tokens=[token_label(token.token) for token in scored],
-            token_logprobs=[None if token.score is None else token.score.logprob for token in scored],
-            top_logprobs=[self._top(token.score) for token in scored] if self.top else None,
-            text_offset=[token.offset for token in scored],
-        )
 
-    def _top(self, score: TokenLogprob | None) -> dict[str, float] | None:
-        """The most likely tokens and, as OpenAI does, the chosen one."""
-        if score is None:
-            return None
-        rows = [*score.top, (score.token, score.logprob)]
-        return {token_label(self.tokenizer.decode([token])): logprob for token, logprob in rows}
+class ChatFormat(AnswerFormat):
+    prefix = "chatcmpl"
 
-
-class ChatFormat:
-    def __init__(self, heading: Heading, tokenizer: Tokenizer, top: int | None) -> None:
-        self.heading, self.tokenizer, self.top = vars(heading), tokenizer, top
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> ChatCompletion:
+    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> shapes.ChatCompletion:
         choices = [
-            ChatChoice(
-                index=piece.index,
-                message=AssistantMessage(content=piece.text),
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
-            )
+            shapes.ChatChoice(message=shapes.AssistantMessage(content=piece.text), **self._ending(piece))
             for piece in pieces
         ]
-        return ChatCompletion(**self.heading, choices=choices, usage=usage)
+        return shapes.ChatCompletion(**self.heading, choices=choices, usage=usage)
 
-    def chunk(self, piece: Piece) -> ChatChunk:
-        choice = ChatChunkChoice(
-            index=piece.index,
-            delta=ChatDelta(role="assistant" if piece.first else None, content=piece.text),
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+    def chunk(self, piece: Piece) -> shapes.ChatChunk:
+        delta = shapes.ChatDelta(role="assistant" if piece.first else None, content=piece.text)
+        return shapes.ChatChunk(
+            **self.heading, choices=[shapes.ChatChunkChoice(delta=delta, **self._ending(piece))]
         )
-        return ChatChunk(**self.heading, choices=[choice])
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return ChatChunk(**self.heading, choices=[], usage=usage)
+    def usage_chunk(self, usage: shapes.Usage) -> shapes.ChatChunk:
+        return shapes.ChatChunk(**self.heading, choices=[], usage=usage)
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if self.top is None:
-            return None
-        return ChatLogprobs(content=[self._row(t.score) for t in piece.scored if t.score is not None])
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        """What whole choices and chunks have in common."""
+        logprobs = None
+        if self.top is not None:
+            scores = [token.score for token in piece.scored if token.score is not None]
+            rows = [
+                shapes.ChatLogprob(
+                    **vars(self._row(score.token, score.logprob)),
+                    top_logprobs=[self._row(token, value) for token, value in score.top],
+                )
+                for score in scores
+            ]
+            logprobs = shapes.ChatLogprobs(content=rows)
+        return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
-    def _row(self, score: TokenLogprob) -> ChatLogprob:
-        own = self._one(score.token, score.logprob)
-        tops = [self._one(token, logprob) for token, logprob in score.top]
-        return ChatLogprob(**vars(own), top_logprobs=tops)
-
-    def _one(self, token: int, logprob: float) -> TopLogprob:
+    def _row(self, token: int, logprob: float) -> shapes.TopLogprob:
         raw = self.tokenizer.decode([token])
-        return TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))
-
-
-def usage_of(totals: Totals, prompt_tokens: int, mode: Mode) -> Usage:
-    traversals = totals.sum("traversals")
-    cost = TraversalUsage(
-        mode=mode,
-        traversals=traversals,
-        scoring_traversals=totals.sum("scoring_traversals"),
-        text_bytes=totals.text_bytes,
-        bytes_per_traversal=round(totals.text_bytes / traversals, 3) if traversals else 0.0,
-        drafted_tokens=totals.sum("drafted"),
-        accepted_tokens=totals.sum("accepted"),
-        wire_bytes_sent=totals.sum("wire_bytes_sent"),
-        wire_bytes_received=totals.sum("wire_bytes_received"),
-        degraded_blocks=totals.degraded_blocks,
-    )
-    tokens = totals.completion_tokens
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=tokens,
-        total_tokens=prompt_tokens + tokens,
-        blocktrain=cost,
-    )
+        return shapes.TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))

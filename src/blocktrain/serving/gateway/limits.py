@@ -1,7 +1,7 @@
 """Who may come in, how often and how many at once.
 
-Decisions take the clock as an argument and give a value; only `Door` waits. Nothing here knows HTTP:
-the gateway turns a `Refusal` into an answer. Keys are compared as hashes, in constant time.
+Decisions take the clock as an argument and give a value; only `Places` waits. Nothing here knows HTTP:
+the gateway turns a `TooManyRequestsError` into an answer. Keys are compared as hashes, in constant time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_KEY_CHARACTERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class GatewayLimits:
     max_active: int = 256
     """Generations in progress at once; every choice of `n` and every prompt of a list is one."""
     max_waiting: int = 64
@@ -54,30 +54,27 @@ class Limits:
                 raise UserError(f"limit {name} must be above 0 and finite, found {value}")
 
 
-def parse_limits(changes: Iterable[str]) -> Limits:
+def parse_limits(changes: Iterable[str]) -> GatewayLimits:
     """The limits with some changed, each written `name=value`; `none` lifts one that can be lifted."""
     values: dict[str, float | None] = {}
-    known = {field.name: field for field in dataclasses.fields(Limits)}
+    known = {field.name: field for field in dataclasses.fields(GatewayLimits)}
     for change in changes:
-        name, _, text = change.partition("=")
-        if name.strip() not in known:
-            raise UserError(f"unknown limit {name.strip()!r}; known: {', '.join(known)}")
-        values[name.strip()] = _limit(known[name.strip()], text.strip())
-    return dataclasses.replace(Limits(), **values)  # type: ignore[arg-type]
+        name, text = (part.strip() for part in change.partition("=")[::2])
+        if name not in known:
+            raise UserError(f"unknown limit {name!r}; known: {', '.join(known)}")
+        whole = not isinstance(known[name].default, float)
+        if text.lower() == "none" and known[name].default is None:
+            values[name] = None
+            continue
+        try:
+            values[name] = int(text) if whole else float(text)
+        except ValueError:
+            kind = "a whole number" if whole else "a number"
+            raise UserError(f"limit {name} must be {kind}, found {text!r}") from None
+    return dataclasses.replace(GatewayLimits(), **values)  # type: ignore[arg-type]
 
 
-def _limit(field: dataclasses.Field[object], text: str) -> float | None:
-    if text.lower() == "none" and field.default is None:
-        return None
-    whole = not isinstance(field.default, float)
-    try:
-        return int(text) if whole else float(text)
-    except ValueError:
-        kind = "a whole number" if whole else "a number"
-        raise UserError(f"limit {field.name} must be {kind}, found {text!r}") from None
-
-
-class Refusal(Exception):
+class TooManyRequestsError(Exception):
     """Why there is no place, and when to try again."""
 
     def __init__(self, reason: str, retry_after_seconds: int) -> None:
@@ -91,13 +88,10 @@ class Keys:
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
         self._names = {_digest(key): name for name, key in keys}
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def owner(self, key: str) -> str | None:
         """The name that goes with a key, or None for a key nobody was given."""
-        digest = _digest(key)
-        found = None
+        digest, found = _digest(key), None
+        # Every key is compared, so that the time taken says nothing about which one came close.
         for known, name in self._names.items():
             if hmac.compare_digest(known, digest):
                 found = name
@@ -113,14 +107,9 @@ def load_keys(path: Path) -> Keys:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the key file {path}: {error}") from None
-    keys = list(_parse_keys(lines, path))
-    if not keys:
-        raise UserError(f"{path} holds no keys; write one per line, or leave the option out to serve anyone")
-    return Keys(keys)
-
-
-def _parse_keys(lines: Iterable[str], path: Path) -> Iterable[tuple[str, str]]:
+    keys: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
+        # Keys hold no `#`; what follows one is a comment.
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -130,7 +119,10 @@ def _parse_keys(lines: Iterable[str], path: Path) -> Iterable[tuple[str, str]]:
             raise UserError(
                 f"{path}, line {number}: expected {MIN_KEY_CHARACTERS} or more ASCII characters, no spaces"
             )
-        yield name, key
+        keys.append((name, key))
+    if not keys:
+        raise UserError(f"{path} holds no keys; write one per line, or leave the option out to serve anyone")
+    return Keys(keys)
 
 
 @dataclass(frozen=True)
@@ -150,7 +142,7 @@ def after_request(bucket: Bucket, now: float, per_minute: int) -> tuple[Bucket, 
 
 
 class Rates:
-    """A bucket for each caller. Those not heard of for longest are forgotten first."""
+    """A bucket for each caller. The caller that was silent for longest is forgotten first."""
 
     def __init__(self, per_minute: int | None) -> None:
         self.per_minute = per_minute
@@ -161,16 +153,17 @@ class Rates:
             return
         before = self._buckets.pop(caller, Bucket(float(self.per_minute), now))
         self._buckets[caller], wait = after_request(before, now, self.per_minute)
+        # Bounded: addresses are free to make up, and each would keep a bucket.
         if len(self._buckets) > MAX_REMEMBERED_CALLERS:
             self._buckets.popitem(last=False)
         if wait:
-            raise Refusal(f"more than {self.per_minute} requests per minute", math.ceil(wait))
+            raise TooManyRequestsError(f"more than {self.per_minute} requests per minute", math.ceil(wait))
 
 
-class Door:
+class Places:
     """Places for generations, given out in order of arrival; a bounded number of requests may wait."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: GatewayLimits) -> None:
         self.limits = limits
         self.active = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -180,24 +173,22 @@ class Door:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def places(self, count: int) -> AsyncIterator[None]:
-        """`count` places at once, or a `Refusal`. A request larger than the house counts as all of it."""
-        count = min(count, self.limits.max_active)
-        await self._enter(count)
+    async def taken(self, count: int) -> AsyncIterator[None]:
+        """`count` places at once, or TooManyRequestsError. A request for more than all counts as all."""
+        limits, count = self.limits, min(count, self.limits.max_active)
+        # Not past those who wait, even where a small request would fit.
+        if not self._waiting and self.active + count <= limits.max_active:
+            self.active += count
+        elif len(self._waiting) >= limits.max_waiting:
+            raise TooManyRequestsError(
+                f"{self.active} generations are in progress and {len(self._waiting)} requests wait", 1
+            )
+        else:
+            await self._wait(count)
         try:
             yield
         finally:
-            self._leave(count)
-
-    async def _enter(self, count: int) -> None:
-        if not self._waiting and self.active + count <= self.limits.max_active:
-            self.active += count
-            return
-        if len(self._waiting) >= self.limits.max_waiting:
-            raise Refusal(
-                f"{self.active} generations are in progress and {len(self._waiting)} requests wait", 1
-            )
-        await self._wait(count)
+            self._give_back(count)
 
     async def _wait(self, count: int) -> None:
         turn = (count, asyncio.get_running_loop().create_future())
@@ -206,27 +197,22 @@ class Door:
             # Not wait_for: before Python 3.12 it swallows a cancellation that meets a finished future.
             async with asyncio.timeout(self.limits.wait_seconds):
                 await turn[1]
-        except TimeoutError:
-            self._give_up(turn)
-            raise Refusal(f"no place became free within {self.limits.wait_seconds:g} s", 2) from None
-        except asyncio.CancelledError:
-            self._give_up(turn)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+                self._give_back(0)
+            elif turn[1].done() and not turn[1].cancelled():
+                self._give_back(count)  # the place was given in the same moment as the waiter went away
+            if isinstance(error, TimeoutError):
+                sentence = f"no place became free within {self.limits.wait_seconds:g} s"
+                raise TooManyRequestsError(sentence, 2) from None
             raise
 
-    def _give_up(self, turn: tuple[int, asyncio.Future[None]]) -> None:
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-            self._admit()
-        elif turn[1].done() and not turn[1].cancelled():
-            self._leave(turn[0])  # the place was given in the same moment as the waiter went away
-
-    def _leave(self, count: int) -> None:
+    def _give_back(self, count: int) -> None:
+        """Free places go to whoever waits longest; a large request is not overtaken by small ones."""
         self.active -= count
-        self._admit()
-
-    def _admit(self) -> None:
         while self._waiting and self.active + self._waiting[0][0] <= self.limits.max_active:
-            count, turn = self._waiting.popleft()
+            wanted, turn = self._waiting.popleft()
             if not turn.done():
-                self.active += count
+                self.active += wanted
                 turn.set_result(None)

@@ -13,22 +13,22 @@ from pathlib import Path
 
 import uvicorn
 
-from blocktrain.errors import UserError
-from blocktrain.serving.engine.api import TextEngine
-from blocktrain.serving.engine.engine import Engine, EngineConfig
+from blocktrain.listening import open_port, url_of
+from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
 from blocktrain.serving.transport import Address
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10
+SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
 BACKLOG = 2048
 Announce = Callable[[str], None]
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn without its signal handlers, which raise the signal again before we can close the engine."""
 
     @contextmanager
@@ -39,39 +39,21 @@ class Server(uvicorn.Server):
         yield
 
 
-def open_port(host: str, port: int) -> socket.socket:
-    """A listening address that is ours before the model is loaded; port 0 takes a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        opened.bind((host, port))
-    except OSError as error:
-        opened.close()
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    return opened
-
-
-def url_of(opened: socket.socket) -> str:
-    host, port = opened.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def new_server(engine: TextEngine, config: GatewayConfig) -> Server:
-    return Server(
+def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
+    return GatewayServer(
         uvicorn.Config(
             create_app(engine, config),
             log_config=None,
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
 
 
 async def serve_gateway(
-    engine: TextEngine, server: Server, opened: socket.socket, announce: Announce
+    engine: TextEngine, server: GatewayServer, opened: socket.socket, announce: Announce
 ) -> None:
     """Serve until the server is told to exit; `announce` gets the readiness line."""
     await engine.start()
@@ -98,11 +80,12 @@ def run_gateway(
 ) -> None:
     """The verb `gateway`: returns when the last answer is given after SIGTERM. Without stages, all
     blocks are held in this process."""
+    # The port first: loading takes seconds, and a port that is taken should be said before them.
     opened = open_port(host, port)
     engine: TextEngine
     if stages:
         addresses = [Address.parse(stage) for stage in stages]
-        engine = Engine(checkpoint, EngineConfig(stages=addresses, token=token))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
     else:
         engine = LocalEngine(checkpoint)
     server = new_server(engine, config or GatewayConfig())
@@ -124,6 +107,7 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
             failures.append(error)
             opened_up.set()
 
+    # A daemon: a test or a chat that dies must not wait for answers under way.
     thread = threading.Thread(target=serve, name="gateway", daemon=True)
     thread.start()
     opened_up.wait()
@@ -133,4 +117,4 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         yield url_of(opened)
     finally:
         server.should_exit = True
-        thread.join(GRACE_SECONDS)
+        thread.join(SHUTDOWN_SECONDS)

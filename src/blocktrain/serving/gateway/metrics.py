@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from blocktrain.serving.engine.api import Mode
 from blocktrain.serving.gateway.openai_messages import Usage
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -41,16 +40,10 @@ class GatewayMetrics:
     def count_usage(self, usage: Usage) -> None:
         cost, mode = usage.blocktrain, usage.blocktrain.mode
         self.prompt_tokens.inc(usage.prompt_tokens)
-        self._count_text(mode, usage.completion_tokens, cost.text_bytes, cost.traversals)
+        self.completion_tokens.labels(mode).inc(usage.completion_tokens)
+        self.text_bytes.labels(mode).inc(cost.text_bytes)
+        self.traversals.labels(mode).inc(cost.traversals)
         self.wire_sent.inc(cost.wire_bytes_sent)
         self.wire_received.inc(cost.wire_bytes_received)
         if cost.degraded_blocks:
             self.degraded.inc()
-
-    def _count_text(self, mode: Mode, tokens: int, text_bytes: int, traversals: int) -> None:
-        self.completion_tokens.labels(mode).inc(tokens)
-        self.text_bytes.labels(mode).inc(text_bytes)
-        self.traversals.labels(mode).inc(traversals)
-
-    def page(self) -> bytes:
-        return generate_latest(self.registry)

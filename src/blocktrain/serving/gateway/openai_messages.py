@@ -15,13 +15,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from blocktrain.serving.engine.api import MAX_DRAFT_TOKENS, Mode
+from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS, Mode
+from blocktrain.serving.gateway.text import FinishReason
 from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Overflow = Literal["refuse", "slide"]
 
 
 def _unicode(text: str) -> str:
+    # JSON may hold half a surrogate pair, which no encoder takes; ASCII needs no second look.
     if not text.isascii():
         try:
             text.encode()
@@ -43,18 +45,18 @@ def _wrong(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_field", "`{param}` {problem}", {"param": field, "problem": problem})
 
 
-class Request(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(Request):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     """Send one more chunk with the usage of the whole request before `[DONE]`."""
     include_obfuscation: bool | None = None
     """Ignored: nothing is obfuscated here."""
 
 
-class SamplingRequest(Request):
+class SamplingRequest(StrictModel):
     """What completions and chat have in common."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -86,18 +88,13 @@ class SamplingRequest(Request):
     """Only 0."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     """Only empty."""
+    # Ignored: clients send them, and they change nothing here.
     user: str | None = None
-    """Ignored."""
     metadata: dict[str, Any] | None = None
-    """Ignored."""
     store: bool | None = None
-    """Ignored: nothing is stored."""
     service_tier: str | None = None
-    """Ignored."""
     safety_identifier: str | None = None
-    """Ignored."""
     prompt_cache_key: str | None = None
-    """Ignored."""
 
     @property
     def stops(self) -> list[str]:
@@ -105,18 +102,10 @@ class SamplingRequest(Request):
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
-
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SamplingRequest:
+    def _options_need_what_they_are_for(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "is only allowed when `stream` is true")
-        return self
-
-    @model_validator(mode="after")
-    def _passes_need_sweep(self) -> SamplingRequest:
         if self.passes is not None and self.mode != "sweep":
             raise _wrong("passes", "is only allowed when `mode` is `sweep`")
         return self
@@ -145,6 +134,7 @@ class CompletionRequest(SamplingRequest):
     def prompts(self) -> list[str] | list[list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
+        # Pydantic made sure that a list is not empty and holds one kind.
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
@@ -153,17 +143,17 @@ class CompletionRequest(SamplingRequest):
     def _offered_here(self) -> CompletionRequest:
         if self.suffix:
             raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
-        if self.best_of is not None and self.best_of != self.choices:
+        if self.best_of is not None and self.best_of != (self.n or 1):
             raise _wrong("best_of", "other than `n` is not offered; ask for `n` and choose yourself")
         return self
 
 
-class TextPart(Request):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(Request):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: str | None = None
@@ -178,7 +168,7 @@ class ChatMessage(Request):
         return "".join(part.text for part in self.content)
 
 
-class ResponseFormat(Request):
+class ResponseFormat(StrictModel):
     type: Literal["text"]
 
 
@@ -213,11 +203,7 @@ class ChatRequest(SamplingRequest):
         return self
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-Absent = Field(exclude_if=_is_none)
+Absent = Field(exclude_if=lambda value: value is None)
 """Left out of the JSON where there is nothing to say, as OpenAI does."""
 
 
@@ -246,14 +232,20 @@ class Usage(BaseModel):
     blocktrain: TraversalUsage
 
 
+class Heading(BaseModel):
+    """What every answer and every chunk of a stream begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
-
-
-FinishReason = Literal["stop", "length"]
 
 
 class CompletionChoice(BaseModel):
@@ -263,12 +255,8 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
 
 
-class Completion(BaseModel):
-    id: str
+class Completion(Heading):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Annotated[Usage | None, Absent] = None
 
@@ -301,12 +289,8 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason | None = None
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Heading):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -323,12 +307,8 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None = None
 
 
-class ChatChunk(BaseModel):
-    id: str
+class ChatChunk(Heading):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Annotated[Usage | None, Absent] = None
 
@@ -349,14 +329,14 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class ErrorBody(BaseModel):
+class ApiErrorBody(BaseModel):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorAnswer(BaseModel):
+class ApiErrorAnswer(BaseModel):
     """The one shape of every error."""
 
-    error: ErrorBody
+    error: ApiErrorBody

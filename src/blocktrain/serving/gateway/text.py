@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
 
 
 class TextStream:
@@ -29,6 +32,7 @@ class TextStream:
         """The text that can be shown now. After a stop, nothing more comes out."""
         if self.stopped:
             return ""
+        # Bytes, not characters: a stop sequence may begin inside a token, and a character span two of them.
         self._held.extend(tokens)
         held = b"".join(self._held)
         cut = first_stop(held, self.stops)
@@ -41,6 +45,7 @@ class TextStream:
         return text + self._decoder.decode(b"", final=True)
 
     def _release(self, shown: bytes) -> str:
+        # A token counts once all its bytes are shown, so usage is the same for every way of cutting chunks.
         left = len(shown)
         while self._held and len(self._held[0]) <= left:
             left -= len(self._held.pop(0))
@@ -84,9 +89,8 @@ class Offsets:
 
     def of(self, tokens: Iterable[bytes]) -> list[int]:
         """Offsets of the tokens that follow those given before."""
-        return [self._advance(token) for token in tokens]
-
-    def _advance(self, token: bytes) -> int:
-        before = self.place
-        self.place += len(self._decoder.decode(token))
-        return before
+        offsets = []
+        for token in tokens:
+            offsets.append(self.place)
+            self.place += len(self._decoder.decode(token))
+        return offsets

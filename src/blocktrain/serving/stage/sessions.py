@@ -1,6 +1,6 @@
 """What a stage remembers between traversals: caches by session, bounded, least recently used out first.
 
-Pure state with the clock passed in. (session, epoch, traversal) names a traversal for ever: the same one
+Pure state with the clock passed in. (session, epoch, traversal) names one traversal and no other: the same
 again is answered from memory, an older one is stale, and a newer one must continue what is cached or be
 sent from the start.
 """
@@ -11,9 +11,11 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from numpy.typing import NDArray
 
 from blocktrain.model.block import Cache
-from blocktrain.serving.batching import Outcome
 from blocktrain.wire.frames import prefix_checksum
 
 SessionKey = tuple[str, int]
@@ -36,8 +38,8 @@ class Session:
     caches: dict[int, Cache]
     ids: list[int] = field(default_factory=list)
     traversal: int = 0
-    outcome: asyncio.Future[Outcome] | None = None
-    """Of the latest traversal, done or not."""
+    outcome: asyncio.Future[NDArray[Any]] | None = None
+    """The rows of the latest traversal, done or not."""
     used: float = 0.0
 
 
@@ -53,12 +55,15 @@ class Asked:
 
 
 def next_step(session: Session | None, asked: Asked) -> Step:
+    # A new epoch starts from nothing, so it can only begin with the first id.
     if session is None or asked.epoch > session.epoch:
         return Step.RUN if asked.base == 0 else Step.RESEND
     if asked.epoch < session.epoch or asked.traversal < session.traversal:
         return Step.STALE
+    # A client that lost the connection asks again; computing again would move the caches a second time.
     if asked.traversal == session.traversal:
         return Step.REPLAY
+    # The checksum guards against a mistake of either side; a wrong prefix would give a wrong text silently.
     continues = asked.base <= len(session.ids) and asked.blocks == session.blocks
     if continues and prefix_checksum(session.ids[: asked.base]) == asked.prefix:
         return Step.RUN
@@ -83,17 +88,18 @@ class SessionStore:
 
     def put(self, key: SessionKey, session: Session, now: float) -> None:
         """Keep the session as the most recently used, and evict others until the bounds hold."""
+        # Most recently used last: an OrderedDict is the queue of evictions.
         session.used = now
         self._sessions[key] = session
         self._sessions.move_to_end(key)
-        while len(self._sessions) > 1 and self._is_over(now):
+        # Evicting loses no text: the client is told RESEND and sends its ids again.
+        while len(self._sessions) > 1:
+            oldest = next(iter(self._sessions.values()))
+            too_many = len(self._sessions) > self.max_sessions or self.num_positions > self.max_positions
+            if not too_many and now - oldest.used <= self.idle_seconds:
+                break
             self._sessions.popitem(last=False)
             self.num_evicted += 1
-
-    def _is_over(self, now: float) -> bool:
-        oldest = next(iter(self._sessions.values()))
-        too_many = len(self._sessions) > self.max_sessions or self.num_positions > self.max_positions
-        return too_many or now - oldest.used > self.idle_seconds
 
     def release(self, key: SessionKey) -> Session | None:
         return self._sessions.pop(key, None)

@@ -15,21 +15,21 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.errors import BlocktrainError
-from blocktrain.serving.batching import Batcher, CacheGapError, LateError, Outcome, QueueFullError
-from blocktrain.serving.blocks import HeldBlocks, Refinement, Work
-from blocktrain.serving.engine.fingerprint import model_mismatch
+from blocktrain.serving.batching import Batcher, CacheGapError, LateError, QueueFullError
+from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork
+from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.stage.metrics import StageMetrics
-from blocktrain.serving.stage.sessions import Asked, Session, SessionStore, Step, next_step
+from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
+from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
-    Answer,
     Ask,
     Failure,
     FailureCode,
@@ -41,22 +41,7 @@ from blocktrain.wire.frame_metadata import (
     encode_metadata,
     sentence,
 )
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    NO_DEADLINE,
-    Codec,
-    Frame,
-    FrameType,
-    Header,
-    Limits,
-    ServingFrameError,
-    decode_ids,
-    decode_rows,
-    encode_frame,
-    encode_rows,
-    id_dtype,
-    row_bytes,
-)
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -85,18 +70,20 @@ class StageConfig:
     """The key to speak TLS with; None for plain TCP."""
 
 
-def max_payload_bytes(shape: ModelShape, swept: bool) -> int:
-    """A context's ids; with sweep, also a row for each new token."""
-    rows = shape.context * row_bytes(Codec.F32, shape.vocabulary) if swept else 0
-    return shape.context * id_dtype(shape.vocabulary).itemsize + rows
-
-
 class RequestRefusedError(BlocktrainError):
     """A request this stage cannot answer, with the code that goes into FAILED."""
 
     def __init__(self, code: FailureCode, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+FAILURE_CODES: dict[type[Exception], FailureCode] = {
+    ServingFrameError: FailureCode.BAD_REQUEST,
+    LateError: FailureCode.LATE,
+    QueueFullError: FailureCode.BUSY,
+}
+"""What other errors are called in FAILED; what is not listed is INTERNAL, and logged."""
 
 
 @dataclass(eq=False)
@@ -107,38 +94,46 @@ class _Connection:
 
 
 class Stage:
+    """A running stage, made by `Stage.open`."""
+
+    _server: asyncio.Server
+    _expiry: asyncio.Task[None]
+
     def __init__(self, held: HeldBlocks, shape: ModelShape, config: StageConfig) -> None:
         self.held, self.shape, self.config = held, shape, config
         self.blocks = sorted(held.blocks)
-        self.metrics = StageMetrics()
         self.sessions = SessionStore(
             max_sessions=config.max_sessions,
             max_positions=config.max_positions,
             idle_seconds=config.idle_seconds,
         )
-        self._limits = Limits(payload_bytes=max_payload_bytes(shape, held.objective.trained_for_sweep))
+        self.metrics = StageMetrics()
+        self._batcher = Batcher(held, max_waiting=config.max_waiting, observe=self.metrics.observe_forward)
+        # A context's ids; with sweep, also a row for each new token.
+        swept = held.objective.trained_for_sweep
+        position_bytes = frames.id_dtype(shape.vocabulary).itemsize
+        position_bytes += frames.row_bytes(Codec.F32, shape.vocabulary) if swept else 0
+        self._limits = FrameLimits(payload_bytes=shape.context * position_bytes)
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._watch_gauges()
-
-    def _watch_gauges(self) -> None:
         self.metrics.sessions.set_function(lambda: len(self.sessions))
         self.metrics.positions.set_function(lambda: self.sessions.num_positions)
         self.metrics.evicted.set_function(lambda: self.sessions.num_evicted)
         self.metrics.connections.set_function(lambda: len(self._connections))
-
-    async def start(self) -> None:
-        self._batcher = Batcher(
-            self.held, max_waiting=self.config.max_waiting, observe=self.metrics.observe_forward
-        )
         self.metrics.waiting.set_function(lambda: self._batcher.num_waiting)
-        self._batcher.start()
-        context = server_context(self.config.identity) if self.config.identity is not None else None
-        listen = self.config.listen
-        self._server = await asyncio.start_server(self._accept, listen.host, listen.port, ssl=context)
-        self._expiry = asyncio.get_running_loop().create_task(self._expire_sessions())
+
+    @classmethod
+    async def open(cls, held: HeldBlocks, shape: ModelShape, config: StageConfig) -> Stage:
+        """A stage that listens."""
+        stage = cls(held, shape, config)
+        context = server_context(config.identity) if config.identity is not None else None
+        stage._server = await asyncio.start_server(
+            stage._accept, config.listen.host, config.listen.port, ssl=context
+        )
+        stage._expiry = asyncio.get_running_loop().create_task(stage._expire_sessions())
+        return stage
 
     @property
     def address(self) -> Address:
@@ -149,6 +144,7 @@ class Stage:
         """Stop at once."""
         self._server.close()
         self._expiry.cancel()
+        # Before the tasks: what they would still write goes nowhere.
         for connection in list(self._connections):
             connection.stream.abort()
         for task in (*self._requests, *self._talks):
@@ -161,7 +157,8 @@ class Stage:
         self._draining = True
         self._server.close()
         log.info("draining connections=%d", len(self._connections))
-        goodbye = encode_frame(Header(FrameType.GOODBYE))
+        # Engines that read GOODBYE ask a spare from now on, so nothing is lost by closing after this.
+        goodbye = frames.encode_frame(Header(FrameType.GOODBYE))
         for connection in list(self._connections):
             with contextlib.suppress(ConnectionLostError):
                 await connection.stream.write(goodbye)
@@ -175,20 +172,25 @@ class Stage:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.config.idle_seconds / 4)
+            # A client that died sent no RELEASE; its caches would stay until others push them out.
             self.sessions.expire(loop.time())
 
     # ---- connections ----
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A task of our own: asyncio's (before 3.12) reports one that was cancelled as an error."""
-        talk = asyncio.get_running_loop().create_task(self._serve(_Connection(FrameStream(reader, writer))))
+        # A task of our own: asyncio's (before 3.12) reports one that was cancelled as an error.
+        talk = asyncio.get_running_loop().create_task(self._talk(_Connection(FrameStream(reader, writer))))
         self._talks.add(talk)
         talk.add_done_callback(self._talks.discard)
 
-    async def _serve(self, connection: _Connection) -> None:
+    async def _talk(self, connection: _Connection) -> None:
+        """One connection from HELLO to its end; a broken frame ends it and nothing else."""
         self._connections.add(connection)
         try:
-            await self._converse(connection)
+            if await self._greet(connection):
+                while True:
+                    await self._take(connection, await connection.stream.read(self._limits))
+                    self._count_bytes(connection.stream)
         except ConnectionLostError:
             pass
         except ServingFrameError as error:
@@ -196,176 +198,163 @@ class Stage:
             log.warning("dropped connection peer=%s reason=%s", connection.stream.peer, error)
         finally:
             self._connections.discard(connection)
-            self._count_bytes(connection)
+            self._count_bytes(connection.stream)
             await connection.stream.close()
 
-    async def _converse(self, connection: _Connection) -> None:
-        if not await self._greet(connection):
-            return
-        while True:
-            frame = await connection.stream.read(self._limits)
-            await self._take(connection, frame)
-            self._count_bytes(connection)
-
-    async def _greet(self, connection: _Connection) -> bool:
-        """Whether the peer said a HELLO that fits; otherwise it has been told why not."""
-        try:
-            async with asyncio.timeout(self.config.hello_seconds):
-                frame = await connection.stream.read(GREETING_LIMITS)
-        except TimeoutError:
-            return False
-        hello = decode_metadata(frame, Hello) if frame.type == FrameType.HELLO else None
-        refusal = self._refusal(hello)
-        if refusal is not None or hello is None:
-            self.metrics.refused.labels(reason="hello").inc()
-            log.warning("refused connection peer=%s reason=%r", connection.stream.peer, refusal)
-            failure = encode_metadata(Failure(FailureCode.BAD_REQUEST, sentence(refusal or "")))
-            await connection.stream.write(encode_frame(Header(FrameType.REFUSED), failure))
-            return False
-        connection.client = hello.client
-        welcome = Welcome(self.shape, self.blocks, self.config.credits, self.shape.context)
-        await connection.stream.write(encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
-        return True
-
-    def _refusal(self, hello: Hello | None) -> str | None:
-        """Why this peer is of no use, or None."""
-        if hello is None:
-            return "expected HELLO as the first frame"
-        if self.config.token is not None and not hmac.compare_digest(
-            hello.token.encode(), self.config.token.encode()
-        ):
-            return "this stage asks for a token, and HELLO carried none or another"
-        if len(self._connections) > self.config.max_connections:
-            return f"this stage already has {self.config.max_connections} connections"
-        if self._draining:
-            return "this stage is shutting down"
-        return model_mismatch(expected=self.shape, found=hello.model)
-
-    def _count_bytes(self, connection: _Connection) -> None:
-        stream = connection.stream
+    def _count_bytes(self, stream: FrameStream) -> None:
         self.metrics.bytes_received.inc(stream.bytes_received)
         self.metrics.bytes_sent.inc(stream.bytes_sent)
         stream.bytes_received = stream.bytes_sent = 0
 
+    async def _greet(self, connection: _Connection) -> bool:
+        """Whether the peer said a HELLO that fits; otherwise it has been told why not."""
+        config, stream = self.config, connection.stream
+        try:
+            async with asyncio.timeout(config.hello_seconds):
+                frame = await stream.read(frames.GREETING_LIMITS)
+        except TimeoutError:
+            return False
+        # Nothing has been allocated for this peer but 4 KiB of metadata.
+        hello = decode_metadata(frame, Hello) if frame.type == FrameType.HELLO else None
+        refusal: str | None
+        if hello is None:
+            refusal = "expected HELLO as the first frame"
+        elif config.token is not None and not hmac.compare_digest(
+            hello.token.encode(), config.token.encode()
+        ):
+            refusal = "this stage asks for a token, and HELLO carried none or another"
+        elif len(self._connections) > config.max_connections:
+            refusal = f"this stage already has {config.max_connections} connections"
+        elif self._draining:
+            refusal = "this stage is shutting down"
+        else:
+            refusal = model_mismatch(expected=self.shape, found=hello.model)
+        if refusal is not None or hello is None:
+            self.metrics.refused.labels(reason="hello").inc()
+            log.warning("refused connection peer=%s reason=%r", stream.peer, refusal)
+            failure = encode_metadata(Failure(FailureCode.BAD_REQUEST, sentence(refusal or "")))
+            await stream.write(frames.encode_frame(Header(FrameType.REFUSED), failure))
+            return False
+        connection.client = hello.client
+        # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
+        welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
+        await stream.write(frames.encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
+        return True
+
     # ---- requests ----
 
     async def _take(self, connection: _Connection, frame: Frame) -> None:
+        """Answer what takes no computing at once; the rest gets a task each, as many as there are credits."""
         if frame.type == FrameType.PING:
-            await connection.stream.write(encode_frame(replace(frame.header, type=FrameType.PONG)))
+            await connection.stream.write(frames.encode_frame(replace(frame.header, type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
-            asyncio.get_running_loop().call_soon(self._release, connection, frame.header.session)
-        elif frame.type in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
-            await self._admit(connection, frame)
-        else:
+            asyncio.get_running_loop().call_soon(self._release, (connection.client, frame.header.session))
+        elif frame.type not in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
+        # A well-behaved client waits for a credit; this bounds the tasks of one that does not.
+        elif connection.in_flight >= self.config.credits:
+            await self._fail(connection, frame, FailureCode.BUSY, "more requests in flight than credits")
+        else:
+            connection.in_flight += 1
+            task = asyncio.get_running_loop().create_task(self._answer(connection, frame))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
 
-    def _release(self, connection: _Connection, session: int) -> None:
-        released = self.sessions.release((connection.client, session))
+    def _release(self, key: SessionKey) -> None:
+        released = self.sessions.release(key)
         if released is not None and released.outcome is not None:
             released.outcome.cancel()
-
-    async def _admit(self, connection: _Connection, frame: Frame) -> None:
-        """One task per request, as many as the connection has credits."""
-        if connection.in_flight >= self.config.credits:
-            await self._fail(connection, frame, FailureCode.BUSY, "more requests in flight than credits")
-            return
-        connection.in_flight += 1
-        task = asyncio.get_running_loop().create_task(self._answer(connection, frame))
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
 
     async def _answer(self, connection: _Connection, frame: Frame) -> None:
         """Compute and reply; whatever goes wrong becomes a frame that says so."""
         try:
+            kind = FrameType.LOG_PROBS
             if frame.type == FrameType.REFINE:
-                await self._refine(connection, frame)
-                return
-            outcome = await self._ask(connection, frame)
-            if outcome is None:
-                await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
+                kind, rows = await self._refined(frame)
             else:
-                await self._reply_rows(connection, frame, outcome)
+                found = await self._rows(connection, frame)
+                if found is None:
+                    await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
+                    return
+                rows = found
+            # Said here with a sentence; the engine would take such a row for a broken stage.
+            if not np.isfinite(rows).all():
+                raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
+            codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
+            self.metrics.rows.inc(len(rows))
+            header = Header(kind, codec, rows=len(rows))
+            await self._reply(connection, frame, header, "ok", payload=frames.encode_rows(rows, codec))
         except ConnectionLostError:
             pass
-        except ServingFrameError as error:
-            await self._fail(connection, frame, FailureCode.BAD_REQUEST, str(error))
+        except asyncio.CancelledError:
+            # Either close() cancelled this task, or its session was released while it waited.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            await self._fail(connection, frame, FailureCode.STALE, "the session was released")
         except RequestRefusedError as error:
             await self._fail(connection, frame, error.code, str(error))
-        except LateError as error:
-            await self._fail(connection, frame, FailureCode.LATE, str(error))
-        except QueueFullError as error:
-            await self._fail(connection, frame, FailureCode.BUSY, str(error))
-        except asyncio.CancelledError:
-            await self._cancelled(connection, frame)
+        except tuple(FAILURE_CODES) as error:
+            await self._fail(connection, frame, FAILURE_CODES[type(error)], str(error))
         except Exception as error:
             log.exception("failed request type=%s", frame.type.name)
             await self._fail(connection, frame, FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             connection.in_flight -= 1
 
-    async def _ask(self, connection: _Connection, frame: Frame) -> Outcome | None:
-        handlers: dict[FrameType, Callable[[_Connection, Frame, Ask, list[int]], Awaitable[Outcome | None]]]
-        handlers = {
-            FrameType.TRAVERSE: self._traverse,
-            FrameType.SCORE: self._score,
-            FrameType.EXACT: self._exact,
-        }
-        ask = decode_metadata(frame, Ask)
-        ids = decode_ids(frame.payload, self.shape.vocabulary)
-        self._check(frame.header, ask, ids)
-        return await handlers[frame.type](connection, frame, ask, ids)
-
-    async def _cancelled(self, connection: _Connection, frame: Frame) -> None:
-        """Either this task was cancelled by close(), or its session was released while it waited."""
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
-        await self._fail(connection, frame, FailureCode.STALE, "the session was released")
-
-    def _check(self, header: Header, ask: Ask, ids: list[int]) -> None:
-        unknown = [block for block in ask.blocks if block not in self.held.blocks]
-        if unknown or not ask.blocks:
-            raise RequestRefusedError(
-                FailureCode.BAD_REQUEST,
-                f"expected blocks among {self.blocks}, found {ask.blocks}; route by the blocks of WELCOME",
-            )
-        fits = 1 <= header.rows <= len(ids) and header.base + len(ids) <= self.shape.context
-        if not fits:
-            raise RequestRefusedError(
-                FailureCode.BAD_REQUEST,
-                f"expected 1 to {len(ids)} rows and positions up to {self.shape.context}, found "
-                f"{header.rows} rows and {header.base} + {len(ids)} positions",
-            )
-        if header.codec == Codec.NONE:
-            raise RequestRefusedError(FailureCode.BAD_REQUEST, "expected a codec for the rows, found none")
-
     def _deadline(self, header: Header) -> float:
-        if header.deadline_ms == NO_DEADLINE:
+        if header.deadline_ms == frames.NO_DEADLINE:
             return float("inf")
         return asyncio.get_running_loop().time() + header.deadline_ms / 1000
 
-    async def _traverse(
-        self, connection: _Connection, frame: Frame, ask: Ask, ids: list[int]
-    ) -> Outcome | None:
-        """The outcome of a session's traversal; None asks the client to resend."""
-        header, key = frame.header, (connection.client, frame.header.session)
+    async def _rows(self, connection: _Connection, frame: Frame) -> NDArray[Any] | None:
+        """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
+        header, ask = frame.header, decode_metadata(frame, Ask)
+        ids = frames.decode_ids(frame.payload, self.shape.vocabulary)
+        blocks = tuple(ask.blocks)
+        problem = None
+        if not blocks or not set(blocks) <= set(self.blocks):
+            problem = (
+                f"expected blocks among {self.blocks}, found {ask.blocks}; route by the blocks of WELCOME"
+            )
+        elif not 1 <= header.rows <= len(ids) or header.base + len(ids) > self.shape.context:
+            problem = (
+                f"expected 1 to {len(ids)} rows and positions up to {self.shape.context}, found "
+                f"{header.rows} rows and {header.base} + {len(ids)} positions"
+            )
+        elif header.codec == Codec.NONE:
+            problem = "expected a codec for the rows, found none"
+        if problem is not None:
+            raise RequestRefusedError(FailureCode.BAD_REQUEST, problem)
+        if frame.type == FrameType.EXACT:
+            return await self._batcher.submit(RowWork(ids, 1, blocks, {}, exact=True), self._deadline(header))
+        if frame.type == FrameType.SCORE:
+            work = RowWork(ids, header.rows, blocks, self.held.new_caches(blocks))
+            return await self._batcher.submit(work, self._deadline(header))
+
+        key = (connection.client, header.session)
         session = self.sessions.get(key)
-        asked = Asked(header.epoch, header.traversal, header.base, tuple(ask.blocks), ask.prefix)
+        asked = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
         step = next_step(session, asked)
         if step is Step.STALE:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND:
             return None
+        # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, asked.blocks, self.held.new_caches(asked.blocks))
-            self._begin(session, header, ids)
+                session = Session(header.epoch, blocks, self.held.new_caches(blocks))
+            work = RowWork(ids, header.rows, session.blocks, session.caches, header.base)
+            session.outcome = self._batcher.submit(work, self._deadline(header))
+            session.ids = [*session.ids[: header.base], *ids]
+            session.traversal = header.traversal
             self.sessions.put(key, session, asyncio.get_running_loop().time())
         assert session is not None
         assert session.outcome is not None
         try:
+            # Shielded: the same traversal may be asked again while a first asker goes away.
             return await asyncio.shield(session.outcome)
         except CacheGapError:
             return None
@@ -375,74 +364,38 @@ class Stage:
                 self.sessions.release(key)
             raise
 
-    def _begin(self, session: Session, header: Header, ids: list[int]) -> None:
-        work = Work(ids, header.rows, session.blocks, session.caches, header.base)
-        session.outcome = self._batcher.submit(work, exact=False, deadline=self._deadline(header))
-        session.ids = [*session.ids[: header.base], *ids]
-        session.traversal = header.traversal
-
-    async def _score(self, connection: _Connection, frame: Frame, ask: Ask, ids: list[int]) -> Outcome:
-        blocks = tuple(ask.blocks)
-        work = Work(ids, frame.header.rows, blocks, self.held.new_caches(blocks))
-        return await self._batcher.rows(work, self._deadline(frame.header))
-
-    async def _exact(self, connection: _Connection, frame: Frame, ask: Ask, ids: list[int]) -> Outcome:
-        return await self._batcher.exact_row(ids, tuple(ask.blocks), self._deadline(frame.header))
-
-    async def _refine(self, connection: _Connection, frame: Frame) -> None:
+    async def _refined(self, frame: Frame) -> tuple[FrameType, NDArray[Any]]:
         """Rows of a sweep through this stage's blocks; nothing is kept."""
+        header, shape = frame.header, self.shape
         if not self.held.objective.trained_for_sweep:
             raise RequestRefusedError(FailureCode.BAD_REQUEST, "this model was not trained for sweep")
         ask = decode_metadata(frame, Refine)
-        task, rows = self._read_refinement(frame, ask)
-        blocks, began = tuple(ask.blocks), asyncio.get_running_loop().time()
-        refined = await self._batcher.call(
-            lambda: self.held.refine(task, blocks, rows), self._deadline(frame.header)
-        )
-        seconds = asyncio.get_running_loop().time() - began
-        last = blocks[-1] == self.shape.num_blocks - 1
-        kind = FrameType.LOG_PROBS if last else FrameType.REFINED
-        await self._reply_rows(connection, frame, Outcome(refined, 0.0, seconds), kind)
-
-    def _read_refinement(self, frame: Frame, ask: Refine) -> tuple[Refinement, NDArray[np.float64] | None]:
-        header, vocabulary = frame.header, self.shape.vocabulary
-        run = list(range(ask.blocks[0], ask.blocks[-1] + 1)) if ask.blocks else []
-        fits = ask.num_known >= 1 and header.rows >= 1 and header.codec == Codec.F32
-        if ask.blocks != run or not set(run) <= set(self.blocks) or not run:
+        blocks = tuple(ask.blocks)
+        run = tuple(range(blocks[0], blocks[-1] + 1)) if blocks else ()
+        if blocks != run or not run or not set(run) <= set(self.blocks):
             raise RequestRefusedError(
                 FailureCode.BAD_REQUEST, f"expected neighbours among blocks {self.blocks}, found {ask.blocks}"
             )
-        if not fits or ask.num_known + header.rows - 1 > self.shape.context:
+        fits = ask.num_known >= 1 and header.rows >= 1 and header.codec == Codec.F32
+        if not fits or ask.num_known + header.rows - 1 > shape.context:
             raise RequestRefusedError(
                 FailureCode.BAD_REQUEST,
-                f"expected known and new tokens of at most {self.shape.context + 1} in all and rows as F32, "
+                f"expected known and new tokens of at most {shape.context + 1} in all and rows as F32, "
                 f"found {ask.num_known} and {header.rows} as {header.codec.name}",
             )
-        end = ask.num_known * id_dtype(vocabulary).itemsize
-        known, rest = decode_ids(frame.payload[:end], vocabulary), frame.payload[end:]
-        rows = decode_rows(rest, Codec.F32, header.rows, vocabulary) if ask.begun else None
+        end = ask.num_known * frames.id_dtype(shape.vocabulary).itemsize
+        known, rest = frames.decode_ids(frame.payload[:end], shape.vocabulary), frame.payload[end:]
+        rows = frames.decode_rows(rest, Codec.F32, header.rows, shape.vocabulary) if ask.begun else None
         if len(known) != ask.num_known or (rest and not ask.begun):
             raise RequestRefusedError(FailureCode.BAD_REQUEST, "the payload does not fit its metadata")
         task = Refinement(
             known=known, num_new=header.rows, seed=ask.seed, position=ask.position, passes=ask.passes
         )
-        return task, rows
-
-    async def _reply_rows(
-        self,
-        connection: _Connection,
-        frame: Frame,
-        outcome: Outcome,
-        kind: FrameType = FrameType.LOG_PROBS,
-    ) -> None:
-        if not np.isfinite(outcome.rows).all():
-            raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
-        codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
-        header = Header(kind, codec, rows=len(outcome.rows))
-        answer = Answer(outcome.queue_seconds * 1000, outcome.compute_seconds * 1000)
-        self.metrics.rows.inc(len(outcome.rows))
-        payload = encode_rows(outcome.rows, codec)
-        await self._reply(connection, frame, header, "ok", encode_metadata(answer), payload)
+        refined = await self._batcher.call(
+            lambda: self.held.refine(task, blocks, rows), self._deadline(header)
+        )
+        is_last = blocks[-1] == shape.num_blocks - 1
+        return FrameType.LOG_PROBS if is_last else FrameType.REFINED, refined
 
     async def _fail(self, connection: _Connection, frame: Frame, code: FailureCode, text: str) -> None:
         metadata = encode_metadata(Failure(code, sentence(text)))
@@ -464,4 +417,4 @@ class Stage:
             header, session=asked.session, epoch=asked.epoch, traversal=asked.traversal, base=asked.base
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
-        await connection.stream.write(encode_frame(named, metadata, payload))
+        await connection.stream.write(frames.encode_frame(named, metadata, payload))

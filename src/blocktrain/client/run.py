@@ -1,0 +1,66 @@
+"""What a coordinator says of its run, checked before use: recipe, text and block layouts.
+
+A recipe comes from a stranger: a file, folder or dataset that it names is opened only where the person at
+this machine named it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from blocktrain.config import resolve_recipe
+from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.errors import DataError, RecipeError
+from blocktrain.training.setup import Setup
+from blocktrain.wire.codec import CodecSpec, Schema
+from blocktrain.wire.messages import BlockLayout, RunAnswer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every frame and snapshot of a block looks like."""
+
+    block: int
+    codec: CodecSpec
+    schema: Schema
+    payload_bytes: int
+    initial_hash: str
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> Layout:
+        schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
+        codec = CodecSpec.parse(layout.codec)
+        return cls(layout.block, codec, schema, layout.payload_bytes, layout.initial_hash)
+
+
+def run_setup(run: RunAnswer) -> Setup:
+    """The parts that the run's recipe describes."""
+    try:
+        return Setup.of_swarm(resolve_recipe(run.recipe))
+    except RecipeError as error:
+        raise RecipeError(
+            f"cannot use the run's recipe ({error}); it may be of another version of blocktrain: use the "
+            "coordinator's"
+        ) from None
+
+
+def load_run_corpus(setup: Setup, run: RunAnswer, path: str | None) -> Corpus:
+    """The run's text from this machine, or an explanation of how it differs."""
+    recipe = setup.recipe
+    if path is None and recipe.data.corpus != "builtin":
+        raise DataError(
+            f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
+            "file that a stranger names: get the same text from whoever runs it, and say where it lies here "
+            "with --corpus PATH (or --corpus hf:NAME)"
+        )
+    data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
+    corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
+    if corpus.sha256 != run.corpus_sha256:
+        builtin = "; the builtin text differs between Python versions" if data.corpus == "builtin" else ""
+        raise DataError(
+            f"this machine's text is not the run's: expected sha256 {run.corpus_sha256[:16]}…, found "
+            f"{corpus.sha256[:16]}… in {data.corpus!r} ({len(corpus.train)} training bytes){builtin}. Get "
+            "the same files from whoever runs the coordinator and name them with --corpus"
+        )
+    return corpus

@@ -1,0 +1,82 @@
+"""Snapshots and merged payloads: whole, one range, "you have it", or a redirect to shared storage."""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+
+from blocktrain.coordinator.http.openapi import Answers, HashPath, refuses
+from blocktrain.coordinator.http.signed_requests import Service
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
+from blocktrain.wire.messages import ErrorReason
+
+downloads = APIRouter()
+
+BLOB_ANSWERS: Answers = {
+    200: {"description": "the whole object", "content": {"application/octet-stream": {}}},
+    206: {"description": "the range asked for", "content": {"application/octet-stream": {}}},
+    304: {"description": "the client has it (If-None-Match)"},
+    307: {
+        "description": "it lies in shared storage: follow the presigned Location, without signature headers"
+    },
+    **refuses(ErrorReason.NOT_FOUND, ErrorReason.INVALID_MESSAGE, ErrorReason.RANGE_NOT_SATISFIABLE),
+}
+
+
+@downloads.get("/v1/updates/{payload_hash}", response_class=Response, responses=BLOB_ANSWERS)
+def get_update(request: Request, service: Service, payload_hash: HashPath) -> Response:
+    """Payload of a merged update."""
+    service.reports.find_merged_payload(payload_hash)
+    return _blob_response(request, service.resources.blobs, payload_key(payload_hash), payload_hash)
+
+
+@downloads.get("/v1/snapshots/{snapshot_hash}", response_class=Response, responses=BLOB_ANSWERS)
+def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) -> Response:
+    """A snapshot as safetensors."""
+    service.reports.find_snapshot(snapshot_hash)
+    return _blob_response(request, service.resources.blobs, snapshot_key(snapshot_hash), snapshot_hash)
+
+
+def _blob_response(request: Request, blobs: Blobs, key: str, digest: str) -> Response:
+    if blobs.shared:
+        return RedirectResponse(blobs.presigned_get(key), status_code=307)
+    # The name is the hash of the content, so it can never be out of date.
+    etag = f'"{digest}"'
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "public, immutable"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    size = blobs.size(key)
+    if size is None:
+        raise Refusal(ErrorReason.NOT_FOUND, f"{key} is no longer in the blob store", "ask for a newer one")
+    # If-Range with another tag: the client has begun another object, so it gets this one whole.
+    wanted = request.headers.get("range", "") if request.headers.get("if-range", etag) == etag else ""
+    start, end = byte_range(wanted, size)
+    headers["Content-Length"] = str(end - start)
+    if wanted:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    return StreamingResponse(
+        blobs.stream(key, start, end),
+        status_code=206 if wanted else 200,
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+def byte_range(header: str, size: int) -> tuple[int, int]:
+    """First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; the whole for an empty header."""
+    if not header:
+        return 0, size
+    start = end = 0
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header)
+    if match is not None and match[1]:
+        start, end = int(match[1]), min(size, int(match[2]) + 1) if match[2] else size
+    elif match is not None and match[2]:
+        start, end = max(0, size - int(match[2])), size
+    if start >= end:
+        raise Refusal(
+            ErrorReason.RANGE_NOT_SATISFIABLE, f"expected one range within {size} bytes, as bytes=0-99"
+        )
+    return start, end

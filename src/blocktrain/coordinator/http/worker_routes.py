@@ -1,0 +1,162 @@
+"""Routes for workers: join, ask, train, promise an update and reveal it. A route checks and translates;
+deciding and writing is the service's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from blocktrain.coordinator.http.openapi import BINARY, HashPath, IdPath, refuses, signed_refusals, takes
+from blocktrain.coordinator.http.signed_requests import (
+    Service,
+    Signed,
+    SignedBody,
+    SignedEmpty,
+    checked_body,
+    declared_length,
+    received_file,
+    verified,
+)
+from blocktrain.wire import messages
+from blocktrain.wire.messages import ErrorReason
+
+worker_routes = APIRouter()
+
+OWN_ASSIGNMENT = (ErrorReason.NOT_FOUND, ErrorReason.NOT_YOURS)
+
+
+@worker_routes.get("/v1/challenge/{worker_id}", responses=refuses(ErrorReason.INVALID_MESSAGE))
+def get_challenge(service: Service, worker_id: IdPath) -> messages.ChallengeAnswer:
+    """What this worker must stamp before it joins, and how hard that is."""
+    return service.admission.challenge(worker_id, service.resources.clock())
+
+
+@worker_routes.post(
+    "/v1/join",
+    responses=signed_refusals(
+        ErrorReason.CORPUS_MISMATCH,
+        ErrorReason.STAMP_REQUIRED,
+        ErrorReason.INVITE_REQUIRED,
+        ErrorReason.NOT_LISTED,
+        ErrorReason.ADDRESS_FULL,
+    ),
+    openapi_extra=takes(messages.JoinRequest),
+)
+def post_join(
+    request: Request,
+    service: Service,
+    signed: Annotated[Signed[messages.JoinRequest], Depends(SignedBody(messages.JoinRequest))],
+) -> messages.JoinAnswer:
+    """Become a worker of this run; doing it again is safe."""
+    address = None if request.client is None else request.client.host
+    return service.assignments.join(signed.worker_id, signed.public_key, signed.message, address)
+
+
+# --- assignments -------------------------------------------------------------------------------------
+
+
+@worker_routes.post(
+    "/v1/assignments",
+    responses=signed_refusals(*OWN_ASSIGNMENT),
+    openapi_extra=takes(messages.AssignmentRequest),
+)
+def post_assignments(
+    service: Service,
+    signed: Annotated[Signed[messages.AssignmentRequest], Depends(SignedBody(messages.AssignmentRequest))],
+) -> messages.Assignment | messages.Wait | messages.Finished:
+    """What to train next."""
+    return service.assignments.ask(signed.worker_id, signed.message)
+
+
+@worker_routes.post(
+    "/v1/assignments/{assignment_id}/heartbeat",
+    responses=signed_refusals(*OWN_ASSIGNMENT),
+    openapi_extra=takes(messages.HeartbeatRequest),
+)
+def post_heartbeat(
+    service: Service,
+    assignment_id: IdPath,
+    signed: Annotated[Signed[messages.HeartbeatRequest], Depends(SignedBody(messages.HeartbeatRequest))],
+) -> messages.HeartbeatAnswer:
+    """Keep the lease; learn of a new head, the deadline, or that the work can no longer count."""
+    return service.assignments.heartbeat(signed.worker_id, assignment_id, signed.message)
+
+
+@worker_routes.delete("/v1/assignments/{assignment_id}", responses=signed_refusals(*OWN_ASSIGNMENT))
+def delete_assignment(service: Service, assignment_id: IdPath, signed: SignedEmpty) -> messages.ReturnAnswer:
+    """Hand the lease back."""
+    return service.assignments.hand_back(signed.worker_id, assignment_id)
+
+
+# --- updates -----------------------------------------------------------------------------------------
+
+
+@worker_routes.post(
+    "/v1/assignments/{assignment_id}/commit",
+    responses=signed_refusals(
+        *OWN_ASSIGNMENT,
+        ErrorReason.LEASE_RETURNED,
+        ErrorReason.ALREADY_COMMITTED,
+        ErrorReason.UNKNOWN_BASE,
+        ErrorReason.ROUND_NOT_OPEN,
+    ),
+    openapi_extra=takes(messages.CommitRequest),
+)
+def post_commit(
+    service: Service,
+    assignment_id: IdPath,
+    signed: Annotated[Signed[messages.CommitRequest], Depends(SignedBody(messages.CommitRequest))],
+) -> messages.CommitAnswer:
+    """Promise a payload by its hash; learn where to put it."""
+    return service.updates.commit(signed.worker_id, assignment_id, signed.message)
+
+
+@worker_routes.put(
+    "/v1/updates/{payload_hash}",
+    responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.HASH_MISMATCH),
+    openapi_extra={"requestBody": {"required": True, "content": BINARY}},
+)
+async def put_update(request: Request, service: Service, payload_hash: HashPath) -> messages.Verdict:
+    """Reveal a committed payload; Content-Length must be exactly the committed one."""
+    length = declared_length(request, service.resources.run.max_payload_bytes)
+    signature = await verified(request)
+    expected = await run_in_threadpool(service.updates.expect, signature.worker_id, payload_hash, length)
+    if expected.verdict is not None:
+        # A repeated upload: read it to its end, or the client would see a closed connection, not the answer.
+        async for _ in checked_body(request, signature):
+            pass
+        return expected.verdict
+    async with received_file(request, signature) as (file, content_hash):
+        return await _in_decoding_thread(request, service.updates.reveal, expected, file, content_hash)
+
+
+@worker_routes.post(
+    "/v1/updates/{payload_hash}/uploaded",
+    responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.NOT_UPLOADED, ErrorReason.HASH_MISMATCH),
+)
+async def post_uploaded(
+    request: Request, service: Service, payload_hash: HashPath, signed: SignedEmpty
+) -> messages.Verdict:
+    """The payload lies at the presigned upload place: look at it."""
+    return await _in_decoding_thread(request, service.updates.uploaded, signed.worker_id, payload_hash)
+
+
+async def _in_decoding_thread(
+    request: Request, receive: Callable[..., messages.Verdict], *arguments: Any
+) -> messages.Verdict:
+    """Few at a time: each holds a whole decoded block in memory."""
+    limiter: CapacityLimiter = request.app.state.decoding
+    return await to_thread.run_sync(receive, *arguments, limiter=limiter)
+
+
+@worker_routes.get(
+    "/v1/updates/{payload_hash}/verdict",
+    responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.NOT_UPLOADED),
+)
+def get_verdict(service: Service, payload_hash: HashPath, signed: SignedEmpty) -> messages.Verdict:
+    """What has become of this worker's payload so far."""
+    return service.updates.verdict(signed.worker_id, payload_hash)

@@ -1,0 +1,104 @@
+"""What people see on a terminal: progress of long work on stderr, and a model's text on stdout.
+
+Strangers trained the model, so its text may hold what a terminal would obey: control characters are replaced.
+Where stdout is no terminal (a pipe, a file), text goes out as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PLAIN_LINE_SECONDS = 10.0
+KEPT = b"\n\t"
+_BYTES = bytes(ord("?") if (n < 32 and n not in KEPT) or n == 127 else n for n in range(256))
+_CHARACTERS = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if n not in KEPT}
+
+
+def harmless_bytes(text: bytes) -> bytes:
+    return text.translate(_BYTES)
+
+
+def harmless(text: str) -> str:
+    """Without escape sequences, bells and other control characters; line breaks and tabs stay."""
+    return text.translate(_CHARACTERS)
+
+
+def write(text: str) -> None:
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_bytes(text: bytes) -> None:
+    """Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character."""
+    sys.stdout.buffer.write(harmless_bytes(text) if sys.stdout.isatty() else text)
+    sys.stdout.buffer.flush()
+
+
+class TrainingProgress:
+    """Loss, bytes per second and time left for each unit of a local run: bars on a terminal, else lines."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.tasks: dict[str, TaskID] = {}
+        self.begun: dict[str, tuple[float, int]] = {}
+        self.last_line = 0.0
+        self.bars: Progress | None = None
+        if console.is_terminal:
+            self.bars = Progress(
+                TextColumn("{task.description:<10}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+                TextColumn("loss {task.fields[ce]}  {task.fields[rate]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+
+    def __enter__(self) -> TrainingProgress:
+        if self.bars is not None:
+            self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def started(self, unit: str, step: int, total: int) -> None:
+        self.begun[unit] = (time.monotonic(), step)
+        if self.bars is not None:
+            self.tasks[unit] = self.bars.add_task(unit, total=total, completed=step, ce="  …  ", rate="")
+        else:
+            where = f" from step {step}" if step else ""
+            self.console.print(f"training {unit}: {total} steps{where}", highlight=False)
+
+    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
+        now = time.monotonic()
+        start, first = self.begun[unit]
+        # The rate counts the steps of this process only: a resumed run did the others earlier.
+        rate = _per_second(tokens * (step - first) / max(now - start, 1e-9))
+        if self.bars is not None:
+            self.bars.update(self.tasks[unit], completed=step, ce=f"{ce:.3f}", rate=rate)
+        elif now - self.last_line >= PLAIN_LINE_SECONDS or step == total:
+            self.last_line = now
+            left = (now - start) / max(step - first, 1) * (total - step)
+            line = f"  {unit} step={step}/{total} loss={ce:.3f} rate={rate} left={left:.0f}s"
+            self.console.print(line, highlight=False)
+
+    def message(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def _per_second(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}/s"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB/s"

@@ -1,0 +1,185 @@
+"""Questions to the stages, and the one place that knows what each stage has cached of a session.
+
+A question may be put to any stage, to several, and to the same one again; what asking costs is added to its
+stats. Ids are sent from where the stage's cache ends, and from the start when it lost it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktrain.serving.blocks import Refinement
+from blocktrain.serving.engine.link import LinkError, StageLink
+from blocktrain.serving.engine.requests import GenerationStats
+from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import Ask, ModelShape, Refine, encode_metadata
+from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some blocks said: weighted log-probs [R, V] and how far each may be from the exact value."""
+
+    blocks: tuple[int, ...]
+    rows: NDArray[np.float64]
+    tolerance: NDArray[np.float64]
+
+
+@dataclass(eq=False, kw_only=True)
+class Question:
+    """Rows for ids alone: SCORE a window, or settle a near tie with EXACT."""
+
+    type: FrameType
+    codec: Codec
+    shape: ModelShape
+    ids: list[int]
+    num_rows: int
+    deadline: float
+    """On the event loop's clock."""
+    stats: GenerationStats
+    spread: int = field(default_factory=lambda: secrets.randbits(62))
+    """Turns the order of equal stages, see `fanout.stage_route`."""
+    patience_seconds: float = 0.0
+    """Time for computing before a leg counts as lagging."""
+
+    def is_warm(self, link: StageLink) -> bool:
+        """Whether the stage holds caches that the question continues."""
+        return False
+
+    async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
+        """The stage's answer, or LinkError."""
+        payload = frames.encode_ids(self.ids, self.shape.vocabulary)
+        frame = await self.send(link, Ask(list(blocks)), payload, session=secrets.randbits(64))
+        return self.read(link, frame, blocks)
+
+    async def send(self, link: StageLink, metadata: msgspec.Struct, payload: bytes, **names: int) -> Frame:
+        """The reply to a frame whose session, epoch, traversal and base are `names`."""
+        left = self.deadline - asyncio.get_running_loop().time()
+        deadline_ms = min(max(int(left * 1000), 0), frames.NO_DEADLINE - 1)
+        header = Header(self.type, self.codec, rows=self.num_rows, deadline_ms=deadline_ms, **names)
+        frame, sent = await link.request(header, encode_metadata(metadata), payload)
+        self.stats.wire_bytes_sent += sent
+        self.stats.wire_bytes_received += frame.num_bytes
+        return frame
+
+    def read(self, link: StageLink, frame: Frame, blocks: tuple[int, ...]) -> Part:
+        try:
+            if frame.header.rows != self.num_rows:
+                raise LinkError(
+                    f"stage {link.address}: expected {self.num_rows} rows, found {frame.header.rows}"
+                )
+            codec = frame.header.codec
+            values = frames.decode_rows(frame.payload, codec, self.num_rows, self.shape.vocabulary)
+        except ServingFrameError as error:
+            link.distrust()
+            raise LinkError(f"stage {link.address}: {error}") from None
+        return Part(blocks, values, frames.row_tolerance(values, codec))
+
+
+@dataclass
+class StageCache:
+    """What one stage has cached of a session, as far as we know."""
+
+    epoch: int
+    blocks: tuple[int, ...]
+    start: int
+    """Where in the text the cached window begins."""
+    ids: list[int] = field(default_factory=list)
+    traversal: int = 0
+    question: Question | None = None
+    """The question that `traversal` numbers while it has no answer."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TraverseQuestion(Question):
+    """New ids for whatever each stage has cached of the session."""
+
+    session: int
+    start: int
+    caches: dict[int, StageCache]
+    """The session's own, by link number: what one question leaves behind is what the next one continues."""
+
+    def is_warm(self, link: StageLink) -> bool:
+        cache = self.caches.get(link.number)
+        return cache is not None and cache.start == self.start
+
+    async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
+        cache = self.caches.get(link.number)
+        if cache is None or cache.blocks != blocks or cache.start != self.start:
+            cache = self._new_epoch(link, blocks)
+        frame = await self._traverse(link, cache)
+        if frame.type == FrameType.RESEND:
+            # The stage evicted the session, or holds other ids than we think.
+            self.stats.retries += 1
+            cache = self._new_epoch(link, blocks)
+            frame = await self._traverse(link, cache)
+        if frame.type == FrameType.RESEND:
+            raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
+        part = self.read(link, frame, blocks)
+        # All but the drafts are certain to stay in the text.
+        cache.ids, cache.question = self.ids[: len(self.ids) - self.num_rows + 1], None
+        return part
+
+    def _new_epoch(self, link: StageLink, blocks: tuple[int, ...]) -> StageCache:
+        """An epoch in which the stage has nothing cached; what it may hold of older ones is stale there."""
+        before = self.caches.get(link.number)
+        cache = StageCache(before.epoch + 1 if before is not None else 0, blocks, self.start)
+        self.caches[link.number] = cache
+        return cache
+
+    async def _traverse(self, link: StageLink, cache: StageCache) -> Frame:
+        # Asked again, the question keeps its number, and the stage may answer from memory.
+        if cache.question is not self:
+            cache.traversal, cache.question = cache.traversal + 1, self
+        base = min(len(cache.ids), len(self.ids) - self.num_rows)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        frame = await self.send(
+            link,
+            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base])),
+            frames.encode_ids(self.ids[base:], self.shape.vocabulary),
+            session=self.session,
+            epoch=cache.epoch,
+            traversal=cache.traversal,
+            base=base,
+        )
+        # Only these count as the link's usual time: a score or a sweep computes for longer.
+        seconds, usual = loop.time() - began, link.latency_seconds
+        link.latency_seconds = seconds if usual is None else usual + 0.2 * (seconds - usual)
+        return frame
+
+
+@dataclass(eq=False, kw_only=True)
+class RefineQuestion(Question):
+    """One hop of a sweep: asked for one block, a stage is given as many of the next ones as it holds."""
+
+    task: Refinement
+    rows: NDArray[np.float64] | None
+    """The state so far; None before the first block."""
+
+    async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
+        task, run = self.task, run_of_blocks(blocks[0], link.blocks)
+        begun = self.rows is not None
+        metadata = Refine(list(run), len(task.known), task.seed, task.position, task.passes, begun)
+        payload = frames.encode_ids(self.ids, self.shape.vocabulary)
+        if self.rows is not None:
+            payload += frames.encode_rows(self.rows, self.codec)
+        frame = await self.send(link, metadata, payload, session=secrets.randbits(64))
+        expected = FrameType.LOG_PROBS if run[-1] == self.shape.num_blocks - 1 else FrameType.REFINED
+        if frame.type != expected:
+            raise LinkError(f"stage {link.address}: expected {expected.name}, found {frame.type.name}")
+        return self.read(link, frame, run)
+
+
+def run_of_blocks(first: int, held: frozenset[int]) -> tuple[int, ...]:
+    """`first` and the blocks that follow it without a gap."""
+    end = first + 1
+    while end in held:
+        end += 1
+    return tuple(range(first, end))

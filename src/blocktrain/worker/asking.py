@@ -1,0 +1,137 @@
+"""Two threads: one keeps the next assignment ready, one keeps the leases of those in hand.
+
+The next assignment is asked for shortly before the running one ends, and what it needs is brought meanwhile,
+so that the trainer never waits for an answer: the snapshot of a block that is new here, and those of frozen
+blocks. An assignment that names a frozen snapshot which the coordinator no longer has is handed back, and
+another asked for. Heartbeats run beside, so that a long download does not cost the lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
+from blocktrain.errors import BlocktrainError, WireError
+from blocktrain.wire.messages import Assignment, Finished, HeartbeatRequest, Wait
+from blocktrain.worker.block_progress import PendingUpdate, UpdateState
+from blocktrain.worker.frozen import FrozenSnapshots
+from blocktrain.worker.joining import Membership
+from blocktrain.worker.live_view import PlainView
+from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic
+from blocktrain.worker.watching import Watching
+
+ASLEEP_SECONDS = 20.0
+LONGEST_PAUSE_SECONDS = 1.0
+UNKNOWN_REASONS = {"not_found", "not_yours"}
+GONE_STATUS = 404
+MAX_DECLINED = 3
+"""Assignments in a row with a snapshot that nobody has: then it is the operator's affair."""
+
+
+def slept_seconds(*, wall: float, monotonic: float) -> float | None:
+    """How long this machine was suspended, from what both clocks say has passed; None if it was not.
+
+    The monotonic clock stands still in suspension on Linux and macOS; the wall clock does not. A wall clock
+    set back is no sleep.
+    """
+    gap = wall - monotonic
+    return gap if gap > ASLEEP_SECONDS else None
+
+
+class Asking:
+    def __init__(
+        self,
+        logic: WorkerLogic,
+        client: CoordinatorClient,
+        membership: Membership,
+        watching: Watching,
+        frozen: FrozenSnapshots,
+        view: PlainView,
+    ) -> None:
+        self.logic, self.client, self.membership = logic, client, membership
+        self.watching, self.frozen, self.view = watching, frozen, view
+        self._declined = 0
+
+    # --- the next assignment
+
+    def run(self) -> None:
+        logic = self.logic
+        while not logic.stop.is_set() and not logic.run_is_finished:
+            if not logic.should_ask(time.monotonic()):
+                logic.stop.wait(TICK_SECONDS)
+                continue
+            try:
+                answer = self.client.ask(logic.request())
+            except RequestRefused as refusal:
+                if refusal.reason == "not_joined":
+                    self.membership.join()
+                elif logic.current is not None and refusal.reason in UNKNOWN_REASONS:
+                    logic.forget_current()
+                else:
+                    raise
+                continue
+            if isinstance(answer, Assignment):
+                update = logic.lent(answer)
+                if update is not None:
+                    self._prepare(update, answer)
+            elif isinstance(answer, Wait):
+                self._pause(answer)
+            elif isinstance(answer, Finished):
+                self.view.line(f"finished reason={answer.reason!r}")
+                logic.finish_run()
+
+    def _pause(self, answer: Wait) -> None:
+        """As long as asked, but not longer than until the block moves on, which is what is waited for."""
+        current, seconds = self.logic.current, min(max(answer.seconds, TICK_SECONDS), LONGEST_PAUSE_SECONDS)
+        if current is None or current.state is not UpdateState.ASSIGNED:
+            self.view.waiting(answer.reason)
+        progress = None if current is None else self.logic.blocks.get(current.block)
+        if progress is None:
+            self.logic.stop.wait(seconds)
+        else:
+            version = progress.base.version
+            self.logic.wait(lambda: progress.base.version > version, seconds)
+
+    def _prepare(self, update: PendingUpdate, assignment: Assignment) -> None:
+        """Bring everything it takes to begin; hand the lease back where a frozen snapshot is gone."""
+        try:
+            self.watching.progress_of(assignment.block)
+            update.frozen = self.frozen.bring(assignment)
+            self._declined = 0
+        except RequestRefused as refusal:
+            if refusal.status != GONE_STATUS:
+                raise
+            named = ", ".join(f"block {one.block} version {one.version}" for one in assignment.frozen)
+            what = f"block {assignment.block} round {assignment.round} needs {named}: {refusal}"
+            self._declined += 1
+            if self._declined >= MAX_DECLINED:
+                raise WireError(
+                    f"{what}; that was so {MAX_DECLINED} times: ask the operator to restore the snapshots"
+                ) from None
+            self.view.line(f"declined {what}; asking for another assignment")
+            with contextlib.suppress(BlocktrainError):
+                self.client.hand_back(assignment.assignment_id)
+            self.logic.cancel(update)
+        self.logic.prepared(update)
+
+    # --- heartbeats
+
+    def run_heartbeats(self) -> None:
+        logic, wall, monotonic = self.logic, time.time(), time.monotonic()
+        while not logic.stop.wait(TICK_SECONDS):
+            slept = slept_seconds(wall=time.time() - wall, monotonic=time.monotonic() - monotonic)
+            wall, monotonic = time.time(), time.monotonic()
+            if slept is not None:
+                self.view.line(f"woke after {slept:.0f} s asleep; opening new connections")
+                self.client.reconnect()
+                logic.hurry_heartbeats()
+            for update in logic.heartbeats_due(monotonic):
+                request = HeartbeatRequest(step=update.step, loss=update.loss)
+                try:
+                    answer = self.client.heartbeat(update.assignment_id, request)
+                    cancel, reason = answer.cancel, answer.reason
+                except RequestRefused as refusal:
+                    cancel, reason = True, str(refusal)
+                if cancel and logic.cancel(update):
+                    self.view.line(f"cancelled block={update.block} round={update.round} reason={reason!r}")

@@ -1,0 +1,145 @@
+"""The sending thread: forms updates from finished rounds and delivers them, one after the other.
+
+Runs beside training. The payload, and the error feedback it leaves, are on disk before the coordinator hears
+of them, so that a killed worker can deliver them again or take them back, and never counts the same progress
+twice.
+"""
+
+from __future__ import annotations
+
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
+from blocktrain.client.snapshots import Base, Snapshots
+from blocktrain.client.traffic import Traffic
+from blocktrain.threads import Stopped
+from blocktrain.wire import messages
+from blocktrain.wire.messages import Account, CommitRequest, Outcome, Verdict
+from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, is_discarded
+from blocktrain.worker.joining import Membership
+from blocktrain.worker.live_view import PlainView
+from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic
+from blocktrain.worker.state import StateFolder
+
+FIRST_VERDICT_SECONDS = 0.05
+LONGEST_VERDICT_SECONDS = 2.0
+
+
+def verdict_wait_seconds(asked: int) -> float:
+    """How long until a verdict is asked for again: soon at first, then seldom."""
+    return min(LONGEST_VERDICT_SECONDS, FIRST_VERDICT_SECONDS * 1.5 ** min(asked, 20))
+
+
+class Sending:
+    def __init__(
+        self,
+        logic: WorkerLogic,
+        client: CoordinatorClient,
+        membership: Membership,
+        snapshots: Snapshots,
+        state: StateFolder,
+        view: PlainView,
+    ) -> None:
+        self.logic, self.client, self.membership = logic, client, membership
+        self.snapshots, self.state, self.view = snapshots, state, view
+        self._accounted: dict[str, float] = {}
+
+    def run(self) -> None:
+        while not self.logic.stop.is_set():
+            if not self.logic.wait(self.logic.can_send, TICK_SECONDS):
+                continue
+            update = self.logic.next_to_send()
+            assert update is not None
+            progress = self.logic.blocks[update.block]
+            progress.form(update)
+            self.snapshots.keep_payload(update.payload_hash, update.payload)
+            self.state.save_progress(progress)
+            self._deliver(progress, update)
+            self.logic.delivered(update)
+
+    def deliver_leftovers(self, block: int) -> None:
+        """Before anything else: deliver what a killed process had formed, or take it back."""
+        feedback, updates = self.state.load_feedback(block)
+        if not updates:
+            return
+        # A progress without weights: only its error feedback matters, nothing is being trained yet.
+        progress = BlockProgress(
+            self.snapshots.layouts[block], Base(0, "", {}), feedback, self.logic.swarm, pending=updates
+        )
+        for update in updates:
+            payload = self.snapshots.kept_payload(update.payload_hash)
+            if payload is None:
+                self.view.line(f"lost payload={update.payload_hash[:12]}: no longer in the cache")
+                continue
+            assert update.base is not None
+            base = self.snapshots.on_disk(block, update.base.version, update.base.hash)
+            if base is None and progress.layout.codec.sends_weights:
+                self.view.line(f"lost payload={update.payload_hash[:12]}: its base is not in the cache")
+            update.payload, update.base = payload, base or update.base
+            self._deliver(progress, update)
+        self.state.save_feedback(block, progress.feedback, [])
+
+    def _deliver(self, progress: BlockProgress, update: PendingUpdate) -> None:
+        """Commit, reveal, wait for the verdict, and account for it."""
+        assert update.base is not None
+        request = CommitRequest(
+            payload_hash=update.payload_hash,
+            payload_bytes=len(update.payload),
+            base_hash=update.base.hash,
+            loss=update.loss,
+            account=self._account(),
+        )
+        verdict: Verdict | None = None
+        while verdict is None:
+            try:
+                answer = self.client.commit(update.assignment_id, request)
+                verdict = answer.verdict
+                if verdict is None:
+                    verdict = self.client.reveal(update.payload_hash, update.payload, answer)
+                self.state.save_receipt(answer.receipt)
+                self.state.save_receipt(verdict.receipt)
+                # A judge takes its time. The round cannot close before, so nothing is held up by waiting
+                # here.
+                asked = 0
+                while verdict.outcome is Outcome.PENDING:
+                    if self.logic.stop.wait(verdict_wait_seconds(asked)):
+                        raise Stopped("the worker is stopping")
+                    verdict, asked = self.client.verdict(update.payload_hash), asked + 1
+                if asked:
+                    self.state.save_receipt(verdict.receipt)
+            except RequestRefused as refusal:
+                verdict = None
+                if refusal.reason == "not_joined":
+                    self.membership.join()
+                    continue
+                self.view.judged(update.block, update.round, "refused", 0, str(refusal))
+                break
+        progress.judged(update, verdict)
+        self.state.save_progress(progress)
+        if verdict is not None:
+            age = max(0, verdict.head_version - update.base.version)
+            self.view.judged(update.block, update.round, verdict.outcome.value, age, verdict.sentence)
+            if is_discarded(verdict.outcome, verdict.reason):
+                self.logic.hurry_heartbeats()
+
+    def _account(self) -> Account:
+        """What was spent since the last account."""
+        totals = _totals(self.client.traffic)
+        spent = {key: value - self._accounted.get(key, 0) for key, value in totals.items()}
+        self._accounted = totals
+        up, down = (
+            {key.removeprefix(way): int(value) for key, value in spent.items() if key.startswith(way)}
+            for way in ("up.", "down.")
+        )
+        return Account(
+            seconds_computing=spent["computing"],
+            seconds_transferring=spent["transferring"],
+            seconds_waiting=spent["waiting"],
+            up=messages.ByteCounts(**up),
+            down=messages.ByteCounts(**down),
+        )
+
+
+def _totals(traffic: Traffic) -> dict[str, float]:
+    totals: dict[str, float] = dict(traffic.seconds())
+    totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
+    totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
+    return totals
