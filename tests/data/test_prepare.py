@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -207,6 +208,7 @@ def test_a_sorted_source_is_mixed_over_the_shards(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from blocktrain.data import prepare as preparing
 preparing.PORTION_BYTES, preparing.CHECKPOINT_BYTES = 8_000, 40_000
 source, out, tokenizer, processes, after = sys.argv[1:]
@@ -293,9 +295,9 @@ def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(
     whole = make(tmp_path / "whole", lines)
     real = Path.open
 
-    def open_full(path: Path, *arguments: object, **named: object) -> object:
+    def open_full(path: Path, *arguments: Any, **named: Any) -> Any:
         target = Path("/dev/full") if path.name == "train-00002.bin" else path
-        return real(target, *arguments, **named)  # type: ignore[arg-type]
+        return real(target, *arguments, **named)
 
     monkeypatch.setattr(Path, "open", open_full)
     with pytest.raises(StorageError, match="No space left.*same command"):
