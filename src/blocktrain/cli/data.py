@@ -142,9 +142,10 @@ def train(
 ) -> None:
     """Train a byte-level BPE tokenizer on a sample of the sources. The same sources give the same file."""
     from blocktrain.data.bpe import FileTokenizer, train_bpe
-    from blocktrain.data.dataset import write_whole
+    from blocktrain.data.dataset import writing
     from blocktrain.data.prepare import sampled_documents
     from blocktrain.data.sources import Reading, find_sources
+    from blocktrain.files import write_whole
 
     reading = Reading(field=field, document_start=_unescaped(document_start))
     with ByteProgress(Console(stderr=True)).shown() as progress:
@@ -153,8 +154,8 @@ def train(
     Console(stderr=True).print(f"learning {vocabulary} tokens from {learned / 1e6:.1f} MB", highlight=False)
     content = train_bpe((text.decode() for text in texts), vocabulary)
     made = FileTokenizer(content, str(out))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, content)
+    with writing(out):
+        write_whole(out, content)
     if made.vocabulary < vocabulary:
         typer.echo(f"the text has no more than {made.vocabulary} tokens to give", err=True)
     typer.echo(f"wrote {out}: {made.vocabulary} tokens, sha256 {made.sha256}")

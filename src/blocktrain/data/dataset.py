@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -311,26 +310,16 @@ def shard_files(
     return tuple(sorted(chosen))
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The old file or the new one, never a torn one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what to do where the disk is full or the folder is not ours."""
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
-
-
-def cannot_write(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, then run "
-        "the same command again"
-    )
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, then "
+            "run the same command again"
+        ) from error
 
 
 def total(entries: Sequence[ShardEntry]) -> tuple[int, int, int]:

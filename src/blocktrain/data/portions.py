@@ -26,10 +26,11 @@ from safetensors.numpy import save
 import blocktrain
 from blocktrain.data.bpe import FileTokenizer
 from blocktrain.data.clusters import Clustering, word_counts
-from blocktrain.data.dataset import BYTE_SEPARATOR, TOKENIZER, write_whole
+from blocktrain.data.dataset import BYTE_SEPARATOR, TOKENIZER
 from blocktrain.data.similarity import SketchIndex, sketch
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import BlocktrainError, DataError
+from blocktrain.files import write_whole
 
 SCAN = "scan.safetensors"
 TRAINING, POOLING, HELD_OUT = 0, 1, 2

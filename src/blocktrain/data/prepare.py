@@ -18,7 +18,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -40,9 +40,8 @@ from blocktrain.data.dataset import (
     Manifest,
     ShardEntry,
     SplitName,
-    cannot_write,
     token_dtype,
-    write_whole,
+    writing,
 )
 from blocktrain.data.portions import (
     HELD_OUT,
@@ -59,7 +58,8 @@ from blocktrain.data.portions import (
 )
 from blocktrain.data.similarity import Hashes, SketchIndex, sketch
 from blocktrain.data.sources import Reading, TextSource, find_sources, read_documents
-from blocktrain.errors import DataError, UserError
+from blocktrain.errors import DataError
+from blocktrain.files import locked_file, write_whole
 
 WORK, PLAN, JOURNAL, LOCK = ".prepare", "plan.json", "journal.jsonl", "lock"
 DEFAULT_SHARD_TOKENS = 1 << 22
@@ -129,11 +129,10 @@ def prepare(options: PrepareOptions, out: Path, *, processes: int, watch: Watch)
     work = out / WORK
     if out.exists() and not work.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty and no begun dataset; choose another --out")
-    try:
+    with writing(out):
         work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(out, error) from None
-    with _locked(work / LOCK, out):
+    taken = f"another preparation is writing {out}; stop it, or choose another --out"
+    with locked_file(work / LOCK, taken), writing(out):
         # The tokenizer is copied first: from here on a change of the user's file changes nothing.
         content = None if options.tokenizer == "byte" else _tokenizer_bytes(options.tokenizer)
         chosen = "byte" if content is None else hashlib.sha256(content).hexdigest()
@@ -191,24 +190,6 @@ def _settle_plan(path: Path, plan: dict[str, Any], out: Path) -> None:
             f"{out} was begun with other {', '.join(differing)} (a changed file counts); delete it and begin "
             "again, or choose another --out"
         )
-
-
-@contextmanager
-def _locked(path: Path, out: Path) -> Iterator[None]:
-    """One preparation at a time; the lock ends with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nobody is kept out
-        yield
-        return
-    with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"another preparation is writing {out}; stop it, or choose another --out"
-            ) from None
-        yield
 
 
 # --- the first reading --------------------------------------------------------------------------------------
@@ -503,40 +484,37 @@ def _write_shards(
     expected = scan.text_bytes // (4 * options.shard_tokens * options.clusters)
     lanes = max(1, min(MAX_LANES, expected, MAX_OPEN_SHARDS // options.clusters))
     with ExitStack() as stack:
-        try:
-            writer = ShardWriter(out, dtype, options.shard_tokens)
-            stack.callback(writer.close)
-            done_bytes = writer.text_bytes
-            next_checkpoint = done_bytes + CHECKPOINT_BYTES
-            found = Found()
-            portions = _portions(sources, options, scan, found, skip=writer.documents)
-            for portion, lane_keys, encoded in _in_order(portions, scan, tokenizer, out, processes, stack):
-                view, start = memoryview(encoded.tokens), 0
-                for document, split, lane_key, label, size in zip(
-                    portion.documents, portion.splits, lane_keys, encoded.labels, encoded.sizes, strict=True
-                ):
-                    if label == LEFT_OUT:
-                        writer.left_out += 1
-                    else:
-                        # Held-out and pooling text is scored as a whole, so it needs no lanes.
-                        lane = lane_key % lanes if split == TRAINING else 0
-                        writer.append((split, label, lane), view[start : start + size], len(document))
-                    start += size
-                    done_bytes += len(document)
-                writer.documents += len(portion.documents)
-                writer.text_bytes = done_bytes
-                if done_bytes >= next_checkpoint:
-                    writer.checkpoint()
-                    next_checkpoint = done_bytes + CHECKPOINT_BYTES
-                watch("tokenizing", done_bytes, scan.text_bytes)
-            if (found.documents, found.keys_sum) != (scan.documents, scan.keys_sum):
-                raise DataError(
-                    f"the sources had {scan.documents} documents at first and {found.documents} now, or "
-                    f"others; delete {out} and begin again"
-                )
-            splits = writer.finish()
-        except OSError as error:
-            raise cannot_write(out, error) from error
+        writer = ShardWriter(out, dtype, options.shard_tokens)
+        stack.callback(writer.close)
+        done_bytes = writer.text_bytes
+        next_checkpoint = done_bytes + CHECKPOINT_BYTES
+        found = Found()
+        portions = _portions(sources, options, scan, found, skip=writer.documents)
+        for portion, lane_keys, encoded in _in_order(portions, scan, tokenizer, out, processes, stack):
+            view, start = memoryview(encoded.tokens), 0
+            for document, split, lane_key, label, size in zip(
+                portion.documents, portion.splits, lane_keys, encoded.labels, encoded.sizes, strict=True
+            ):
+                if label == LEFT_OUT:
+                    writer.left_out += 1
+                else:
+                    # Held-out and pooling text is scored as a whole, so it needs no lanes.
+                    lane = lane_key % lanes if split == TRAINING else 0
+                    writer.append((split, label, lane), view[start : start + size], len(document))
+                start += size
+                done_bytes += len(document)
+            writer.documents += len(portion.documents)
+            writer.text_bytes = done_bytes
+            if done_bytes >= next_checkpoint:
+                writer.checkpoint()
+                next_checkpoint = done_bytes + CHECKPOINT_BYTES
+            watch("tokenizing", done_bytes, scan.text_bytes)
+        if (found.documents, found.keys_sum) != (scan.documents, scan.keys_sum):
+            raise DataError(
+                f"the sources had {scan.documents} documents at first and {found.documents} now, or "
+                f"others; delete {out} and begin again"
+            )
+        splits = writer.finish()
     for name in SPLITS:
         if not splits[name]:
             raise DataError(
