@@ -366,8 +366,11 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
 
         pinned = engine(identity.worker_id)
         await pinned.start()
-        tokens, _ = await text_of(pinned, PROMPTS[0], 8)
-        assert len(tokens) == 8
+        local = LocalEngine(checkpoint)
+        await local.start()
+        expected, _ = await text_of(local, PROMPTS[0], 8)
+        assert (await text_of(pinned, PROMPTS[0], 8))[0] == expected
+        await local.close()
         await pinned.close()
         for pin in (stranger.worker_id, None):
             refused = engine(pin)
