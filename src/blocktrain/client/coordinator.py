@@ -270,9 +270,31 @@ class CoordinatorClient:
         attempts: int | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        return self._retried(
-            lambda: self._once(method, path, body, signed, max_bytes), attempts or self.attempts
-        )
+        url = path if "://" in path else self.url + path
+
+        def once() -> bytes:
+            headers: dict[str, str] = {}
+            if signed:
+                # At every try: a nonce may be used once, and the clock window is two minutes.
+                headers = sign_request(
+                    self.identity,
+                    method,
+                    path,
+                    now=time.time(),
+                    nonce=fresh_nonce(),
+                    content_digest=body_digest(body),
+                    content_length=len(body),
+                    audience=self.audience,
+                )
+                if body and method != "PUT":
+                    headers["content-type"] = "application/json"
+            with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                content = _bounded(response, max_bytes)
+                if response.is_success:
+                    return content
+                raise _failure(response, content)
+
+        return self._retried(once, attempts or self.attempts)
 
     def _retried(self, once: Callable[[], bytes], attempts: int | None) -> bytes:
         attempt = 0
@@ -302,29 +324,6 @@ class CoordinatorClient:
             self.report(f"{self.url} answers again after {time.monotonic() - self._silent_since:.1f} s")
             self._silent_since = None
         return content
-
-    def _once(self, method: str, path: str, body: bytes, signed: bool, max_bytes: int) -> bytes:
-        # Signed at every try: a nonce may be used once, and the clock window is two minutes.
-        headers = self._signature(method, path, body) if signed else {}
-        url = path if "://" in path else self.url + path
-        with self._http.stream(method, url, content=body or None, headers=headers) as response:
-            content = _bounded(response, max_bytes)
-            if response.is_success:
-                return content
-            raise _failure(response, content)
-
-    def _signature(self, method: str, path: str, body: bytes) -> dict[str, str]:
-        content_type = {} if method == "PUT" or not body else {"content-type": "application/json"}
-        return content_type | sign_request(
-            self.identity,
-            method,
-            path,
-            now=time.time(),
-            nonce=fresh_nonce(),
-            content_digest=body_digest(body),
-            content_length=len(body),
-            audience=self.audience,
-        )
 
     def _continue_download(self, path: str, target: Path, max_bytes: int) -> bytes:
         have = target.stat().st_size if target.exists() else 0

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -70,7 +70,10 @@ class MetricsFile:
         torn = False
         for line in file:
             torn = not line.endswith(b"\n")
-            self._known |= {key for key in [_key_of_line(line)] if key is not None}
+            with suppress(ValueError):  # a line that is no JSON is somebody else's: it has no key
+                record = json.loads(line)
+                if isinstance(record, dict) and (key := record_key(record)) is not None:
+                    self._known.add(key)
         if torn:  # a process was killed inside a line
             file.write(b"\n")
         return file
@@ -89,14 +92,6 @@ def record_key(record: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if record.get("event") == "evaluation":
         return ("evaluation", tuple(record.get("versions", ())), record.get("time"))
     return None
-
-
-def _key_of_line(line: bytes) -> tuple[Any, ...] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record_key(record) if isinstance(record, dict) else None
 
 
 def scalars_of(record: Record) -> tuple[str, int, dict[str, float]] | None:

@@ -154,33 +154,35 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
     recipe, setup = described.recipe, described.setup()
     objective = setup.objective
     indices = range(recipe.model.blocks) if only is None else only
-    blocks = [_load_block(path, described, objective, i).to(device).eval() for i in indices]
-    codebook = _load_codebook(path / CODEBOOK_FILE, described, objective)
+    blocks = []
+    for index in indices:
+        file = path / block_file(index)
+        tensors, _ = read_tensors(file)
+        found = {name: kind(tensor) for name, tensor in tensors.items()}
+        # First: building the block that a stranger's recipe describes could take all memory.
+        check_layers(recipe.model.layers_per_block, found, str(file))
+        check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
+        if index >= len(described.block_sha256):
+            raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
+        check_sha256(file, described.block_sha256[index])
+        # The seed does not matter: every weight is replaced, as the kinds above were all there.
+        block = objective.build(index, seed=0)
+        block.load_state_dict(tensors)
+        blocks.append(block.to(device).eval())
+    tensors, _ = read_tensors(path / CODEBOOK_FILE)
+    found = {name: kind(tensor) for name, tensor in tensors.items()}
+    check_kinds({"table": codebook_kind(objective)}, found, str(path / CODEBOOK_FILE))
+    if described.codebook_sha256 is not None:
+        check_sha256(path / CODEBOOK_FILE, described.codebook_sha256)
     return Checkpoint(
         recipe,
         described.corpus_sha256,
         objective,
         blocks,
-        codebook.to(device),
+        tensors["table"].to(device),
         described.pooling,
         setup.tokenizer,
     )
-
-
-def _load_block(path: Path, described: Description, objective: Objective, index: int) -> Block:
-    file = path / block_file(index)
-    tensors, _ = read_tensors(file)
-    found = {name: kind(tensor) for name, tensor in tensors.items()}
-    # First: building the block that a stranger's recipe describes could take all memory.
-    check_layers(described.recipe.model.layers_per_block, found, str(file))
-    check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
-    if index >= len(described.block_sha256):
-        raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
-    check_sha256(file, described.block_sha256[index])
-    # The seed does not matter: every weight is replaced, as the kinds above were all there.
-    block = objective.build(index, seed=0)
-    block.load_state_dict(tensors)
-    return block
 
 
 def block_kinds(objective: Objective, index: int) -> dict[str, str]:
@@ -227,12 +229,3 @@ def kind(tensor: Tensor) -> str:
 
 def codebook_kind(objective: Objective) -> str:
     return f"float32 {[objective.vocabulary, objective.model.width]}"
-
-
-def _load_codebook(path: Path, described: Description, objective: Objective) -> Tensor:
-    tensors, _ = read_tensors(path)
-    found = {name: kind(tensor) for name, tensor in tensors.items()}
-    check_kinds({"table": codebook_kind(objective)}, found, str(path))
-    if described.codebook_sha256 is not None:
-        check_sha256(path, described.codebook_sha256)
-    return tensors["table"]

@@ -134,7 +134,10 @@ def import_checkpoint(folder: Path, to: Path) -> None:
     # In this order: bytes, then names and shapes, then the index; no tensor exists before all three agree.
     shards = _checked_shards(folder, own["files"])
     expected = _expected_kinds(folder, described, shards)
-    _check_index(folder, expected)
+    # Other programs go by the index, so it must tell the truth.
+    found = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
+    if found != {tensor: name for name, kinds in expected.items() for tensor in kinds}:
+        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: its weight_map is not that of the files")
     for name, kinds in expected.items():
         check_kinds(kinds, shards[name], str(folder / name))
     *block_shards, codebook_shard = expected
@@ -243,10 +246,3 @@ def _expected_kinds(
         expected[name] = {tensor_prefix(block) + tensor: kind for tensor, kind in kinds.items()}
     expected[names[-1]] = {CODEBOOK_TENSOR: codebook_kind(objective)}
     return expected
-
-
-def _check_index(folder: Path, expected: Mapping[str, Mapping[str, str]]) -> None:
-    """Other programs go by the index, so it must tell the truth."""
-    found = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
-    if found != {tensor: name for name, kinds in expected.items() for tensor in kinds}:
-        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: its weight_map is not that of the files")

@@ -40,7 +40,7 @@ from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
-from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
+from blocktrain.training.storage import read_tensors, stored_run, write_file, write_json, write_tensors
 
 # A curve of 200 points draws well, and the loss leaves the device 200 times and not at every step, which
 # would stall CUDA.
@@ -96,16 +96,12 @@ class LocalRun:
         self.train_tokens = self.tokenizer.encode(self.corpus.train)
         self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
         self.codebook: Codebook = setup.codebook().to(device)
-        self.units = self._build_units()
+        self.units = [Unit(f"block {b}", b, setup.initial(b)) for b in range(recipe.model.blocks)]
+        if recipe.training.reference:
+            self.units.append(Unit(REFERENCE, None, setup.initial_reference()))
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
-
-    def _build_units(self) -> list[Unit]:
-        units = [Unit(f"block {b}", b, self.setup.initial(b)) for b in range(self.recipe.model.blocks)]
-        if self.recipe.training.reference:
-            units.append(Unit(REFERENCE, None, self.setup.initial_reference()))
-        return units
 
     @property
     def blocks(self) -> list[Block]:
@@ -124,21 +120,19 @@ class LocalRun:
     def train(self, *, resume: bool) -> None:
         prepare_folder(self.out, self.recipe, self.corpus, resume=resume)
         for number, units in enumerate(self.groups()):
-            self._train_group(self.out / "state" / f"group-{number}.safetensors", units, resume=resume)
-
-    def _train_group(self, path: Path, units: list[Unit], *, resume: bool) -> None:
-        """Only the group being trained is on the device; frozen blocks visit it one at a time."""
-        for unit in units:
-            unit.block.to(self.device)
-        # After the move, so that a peak counts this group only.
-        self.memory.reset()
-        group = Group(self, units, path)
-        start = group.load() if resume and path.exists() else 0
-        group.train(start, self.recipe.training.steps)
-        for unit in units:
-            self.peaks[unit.name] = self.memory.peak_bytes
-            self.seconds[unit.name] = group.seconds / len(units)
-            unit.block.to("cpu")
+            # Only the group being trained is on the device; frozen blocks visit it one at a time.
+            for unit in units:
+                unit.block.to(self.device)
+            # After the move, so that a peak counts this group only.
+            self.memory.reset()
+            path = self.out / "state" / f"group-{number}.safetensors"
+            group = Group(self, units, path)
+            start = group.load() if resume and path.exists() else 0
+            group.train(start, self.recipe.training.steps)
+            for unit in units:
+                self.peaks[unit.name] = self.memory.peak_bytes
+                self.seconds[unit.name] = group.seconds / len(units)
+                unit.block.to("cpu")
 
     def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
@@ -286,7 +280,9 @@ class Group:
         # Tensors and not numbers: `float()` here would wait for the device at every step.
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
-            first = round_start(self.run.recipe, step)
+            # `swarm.steps_per_round` counts in `blocktrain train` too (docs/objective.md): blocks of a serial
+            # model that train by turns then see neighbours as stale as in a swarm.
+            first = step - step % self.run.recipe.swarm.steps_per_round
             if step in (first, start):
                 # A resumed run enters a round in the middle, with the copies as they were saved.
                 self._freeze(first, refresh=step == first)
@@ -372,15 +368,6 @@ class Group:
         return int(progress["step"])
 
 
-def round_start(recipe: Recipe, step: int) -> int:
-    """The step at which the frozen blocks that `step` takes input from were copied.
-
-    `swarm.steps_per_round` governs this in `blocktrain train` too (docs/objective.md): under
-    `training.order = "turns"` a serial model's blocks then see neighbours as stale as in a swarm.
-    """
-    return step - step % recipe.swarm.steps_per_round
-
-
 def finite(ce: float, where: str) -> float:
     if not math.isfinite(ce):
         raise DivergedError(
@@ -403,12 +390,7 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
         return
     if not resume:
         raise UserError(f"{out} already holds a run; add --resume to go on with it, or choose another --out")
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
-        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    before = stored_run(path)
     changed = list(changed_settings(before["recipe"], recipe))
     changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus.sha256 else []
     if changed:

@@ -214,16 +214,12 @@ def _largest(magnitudes: Floats, k: int) -> NDArray[np.int64]:
     chosen = bits >= threshold
     tied = np.count_nonzero(chosen, axis=1) > k
     if tied.any():
-        chosen[tied] = _without_late_ties(bits[tied], threshold[tied], k)
+        # More values equal the threshold than there is room for: the first of them in the row are kept.
+        above, equal = bits[tied] > threshold[tied], bits[tied] == threshold[tied]
+        room = k - np.count_nonzero(above, axis=1, keepdims=True)
+        chosen[tied] = above | (equal & (np.cumsum(equal, axis=1) <= room))
     _, index = np.nonzero(chosen)
     return index.reshape(num_chunks, k)
-
-
-def _without_late_ties(bits: NDArray[np.uint32], threshold: NDArray[np.uint32], k: int) -> Bits:
-    above, equal = bits > threshold, bits == threshold
-    room = k - np.count_nonzero(above, axis=1, keepdims=True)
-    chosen: Bits = above | (equal & (np.cumsum(equal, axis=1) <= room))
-    return chosen
 
 
 def _two_magnitudes(magnitudes: Floats) -> tuple[NDArray[np.float64], Bits]:

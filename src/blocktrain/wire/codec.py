@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,7 +318,8 @@ class _Chunked:
                 values = self._chunks.decode(records, region.chunk_values)
             # Only here is the tensor's name known, which is what a person needs to find the fault.
             except ChunkError as error:
-                _refuse_chunk(error, name, first)
+                problem = f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}"
+                raise FrameError(error.reason, problem) from None
             grid = values.reshape(region.num_down, region.num_across, region.height, region.width)
             region.of(matrix)[:] = grid.swapaxes(1, 2)
         return matrix.reshape(shape)
@@ -332,7 +333,3 @@ class _Chunked:
                 end = offset + batch.num_chunks * size
                 yield batch, first, part[offset:end].reshape(batch.num_chunks, size)
                 offset, first = end, first + batch.num_chunks
-
-
-def _refuse_chunk(error: ChunkError, name: str, first: int) -> NoReturn:
-    raise FrameError(error.reason, f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}") from None
