@@ -437,6 +437,7 @@ def resolve_recipe(
     values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
     _require(isinstance(values, dict), f"recipe: expected a table, found {values!r}")
+    # A copy: the caller's values are also what is stored with the run.
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     # The file first, then the environment, then flags: the nearer to the person who types, the stronger.
     for dotted, text in _environment_overrides(environment or {}):

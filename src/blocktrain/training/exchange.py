@@ -146,15 +146,16 @@ def import_checkpoint(folder: Path, to: Path) -> None:
         to,
         described.recipe,
         described.corpus_sha256,
-        (_block_tensors(folder / name, block) for block, name in enumerate(block_shards)),
+        (
+            {
+                key.removeprefix(tensor_prefix(block)): one
+                for key, one in read_tensors(folder / name)[0].items()
+            }
+            for block, name in enumerate(block_shards)
+        ),
         codebook[CODEBOOK_TENSOR],
         described.pooling,
     )
-
-
-def _block_tensors(file: Path, block: int) -> dict[str, Tensor]:
-    tensors, _ = read_tensors(file)
-    return {name.removeprefix(tensor_prefix(block)): tensor for name, tensor in tensors.items()}
 
 
 def _read_own_config(folder: Path) -> dict[str, Any]:
