@@ -231,31 +231,29 @@ class Group:
         self.run, self.units, self.path = run, units, path
         shared = Optimizer(run.codebook, run.recipe.training) if run.codebook.learned else None
         self.codebook_optimizer = shared if any(unit.index is not None for unit in units) else None
-        self.trainers = [self._trainer(unit) for unit in units]
-        self.copies = self._host_copies()
+        # Members train at the same time, so they share the room for frozen outputs.
+        training = run.recipe.training
+        host_bytes = max(1, training.frozen_host_bytes // len(units))
+        recipe = replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes))
+        self.trainers = [
+            BlockTrainer(
+                recipe,
+                run.objective,
+                unit.block.train(),
+                unit.index,
+                run.shards,
+                run.codebook,
+                codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
+            )
+            for unit in units
+        ]
+        # CPU copies of the members that others here take as input. Independent blocks have none: then nothing
+        # is copied, and a group costs what its members cost.
+        members = {unit.index: unit.block for unit in units if unit.index is not None}
+        needed = {other for index in members for other in run.objective.upstream(index)}
+        self.copies = {i: copy.deepcopy(b).to(HOST).eval() for i, b in members.items() if i in needed}
         self.table = run.codebook.copied()
         self.seconds = 0.0
-
-    def _trainer(self, unit: Unit) -> BlockTrainer:
-        run, training = self.run, self.run.recipe.training
-        # Members train at the same time, so they share the room for frozen outputs.
-        host_bytes = max(1, training.frozen_host_bytes // len(self.units))
-        return BlockTrainer(
-            replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes)),
-            run.objective,
-            unit.block.train(),
-            unit.index,
-            run.shards,
-            run.codebook,
-            codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
-        )
-
-    def _host_copies(self) -> dict[int, Block]:
-        """CPU copies of the blocks that others in this group take as input."""
-        members = {unit.index: unit.block for unit in self.units if unit.index is not None}
-        # Independent blocks have none: then nothing is copied, and a group costs what its members cost.
-        upstream = {other for index in members for other in self.run.objective.upstream(index)}
-        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in upstream}
 
     def _freeze(self, first: int, *, refresh: bool) -> None:
         """Give every trainer the blocks upstream for the round that began at step `first`."""
