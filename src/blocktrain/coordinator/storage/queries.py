@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, RoundFacts
+from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, OpenRound, RoundFacts, round_state
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.run import Run
@@ -109,6 +109,11 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         merging=row.closing_version is not None,
         claimed_until=row.claim_until,
     )
+
+
+def open_round(session: Session, run: Run, row: BlockRow, now: float) -> OpenRound:
+    """The block's open round as it stands: whom it waits for, until when, and whether it closes now."""
+    return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
 
 
 def inputs_of_merge(session: Session, block: int, version: int | None) -> list[UpdateRow]:

@@ -13,8 +13,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
     Connection,
@@ -246,6 +247,15 @@ class EvaluationRow(Table):
     """JSON of messages.EvaluationState."""
 
 
+Message = TypeVar("Message", bound=BaseModel)
+
+
+def message_of(model: type[Message], row: Table, **others: Any) -> Message:
+    """The message that shows a row: columns fill the fields of their name, `others` the rest."""
+    names = [name for name in model.model_fields if name not in others and hasattr(row, name)]
+    return model(**{name: getattr(row, name) for name in names}, **others)
+
+
 class Store:
     """Transactions on one database."""
 
@@ -310,20 +320,21 @@ def _engine(url: str) -> Engine:
     engine = create_engine(
         parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, pool_size=POOL_SIZE
     )
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions; `begin` does
+        # FULL: an acknowledged update must survive a power cut, not only a kill.
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then finds
+    # another writer would fail at its first write instead of waiting for BUSY_SECONDS.
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
+
     return engine
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver must not begin transactions; `_begin_sqlite` does
-    # FULL: an acknowledged update must survive a power cut, not only a kill.
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-        connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
 
 
 @contextmanager
