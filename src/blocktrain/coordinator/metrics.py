@@ -100,6 +100,7 @@ class CountTraffic:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # By what travels, not by route: docs/experiments.md compares payloads with whole checkpoints.
         method, path = scope["method"], scope["path"]
         kind = "control"
         if path.startswith("/v1/snapshots/"):

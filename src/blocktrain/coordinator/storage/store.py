@@ -262,6 +262,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        # Rows stay readable after their transaction: answers are made from them outside of it.
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
 
     @contextmanager
@@ -283,6 +284,7 @@ class Store:
         from alembic.util import CommandError
 
         with _translated(), self.engine.begin() as connection:
+            # SQLite needs no lock here: the lock file of the data directory has kept others out.
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
             logging.getLogger("alembic").setLevel(logging.WARNING)
