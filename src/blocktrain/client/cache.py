@@ -24,6 +24,7 @@ class BlobCache:
         """The blob's file, marked as used; None if it is not here."""
         path = self.folder / name
         try:
+            # Last use and not last write: the snapshot that frozen blocks are read from stays, however old.
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -35,6 +36,7 @@ class BlobCache:
 
     def put(self, name: str, content: bytes) -> Path:
         """From any thread: two may put the same blob at the same time."""
+        # A draft per thread, then a rename: nobody ever reads half a blob.
         draft, path = self.folder / f".{name}.{threading.get_ident()}", self.folder / name
         write_whole(draft, content)
         os.replace(draft, path)
@@ -60,6 +62,7 @@ class BlobCache:
         """Remove the least recently used until the bound holds; `keep` stays whatever its size."""
         entries = []
         for path in self.folder.iterdir():
+            # Another thread may have renamed or removed it since the folder was listed.
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))

@@ -32,6 +32,7 @@ from blocktrain.wire.messages import StatusAnswer
 OWN_WORKERS = "trust.stamp_bits=0"
 """Nobody else can reach this coordinator, so its workers need no proof of work."""
 READY_LINE = r"coordinator ready url=(\S+)"
+# Importing torch and preparing the text come before the line, and on a loaded machine both are slow.
 READY_SECONDS = 120.0
 ENDING_SECONDS = 60.0
 STATUS_SECONDS = 0.5
@@ -75,6 +76,7 @@ class LocalSwarm:
             *settings,
             *self.options.coordinator_options,
         ]
+        # Port 0, and the address from the line it prints: two swarms on one machine never meet.
         self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
         self.url = await_line(self.coordinator, READY_LINE, READY_SECONDS, self.stop)
         for index in range(self.options.workers):
@@ -84,6 +86,7 @@ class LocalSwarm:
         name = f"worker-{index}"
         verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
         verb += ["--device", _device_of(self.options.device, index), *self._corpus()]
+        # Torch takes all cores in every process: four workers would then fight over each of them.
         threads = max(1, (os.cpu_count() or 1) // self.options.workers)
         environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         return start_child(name, verb, self._log(name), environment)
@@ -120,6 +123,8 @@ class LocalSwarm:
         assert self.coordinator is not None
         if not self.coordinator.running:
             raise self.coordinator.failure()
+        # A run goes on as long as one worker lives, as it would with strangers; with none it would wait
+        # without end.
         for child in [child for child in self.workers if not child.running]:
             self.workers.remove(child)
             child.kill()
@@ -129,6 +134,7 @@ class LocalSwarm:
 
     def end_workers(self) -> None:
         """After the run: every worker is told so and ends by itself."""
+        # One deadline for all and not one each: four stuck workers cost a minute and not four.
         deadline = time.monotonic() + ENDING_SECONDS
         for child in self.workers:
             child.wait(max(0.0, deadline - time.monotonic()))
@@ -153,6 +159,7 @@ def run_swarm(
 ) -> dict[str, Any]:
     """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
     taken = f"another swarm is using {options.out}; wait for it, stop it, or choose another --out"
+    # The kernel drops the lock with the process, so a killed swarm leaves nothing to clean up.
     with locked_file(options.out / "swarm.lock", taken):
         check_same_run(options.out, options.resolved)
         earlier = finished_report(options.out)
@@ -213,6 +220,7 @@ def _run(
     try:
         swarm.start()
         if options.resolved is not None:
+            # After the start: a recipe that the coordinator refuses leaves no folder that claims to be a run.
             write_json(options.out / "run.json", {"recipe": options.resolved.to_dict()})
         console.print(
             f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
@@ -220,9 +228,11 @@ def _run(
         client = swarm.client()
         with shown(console) as show:
             status = swarm.watch(client, show, record)
+        # Taken before the workers end: the time to the result, not the time to put everything away.
         seconds = time.monotonic() - started
         swarm.end_workers()
         final = finish(client, status, options.out / "checkpoint")
+        # Once more: the last verdicts and byte counts come in while workers end.
         ended = client.status()
         record(ended)
         report = swarm_report(ended, swarm.worker_reports(), seconds, final)

@@ -82,6 +82,8 @@ def write_checkpoint(
         for index, tensors in enumerate(blocks):
             write_tensors(folder / block_file(index), tensors)
             entries.append(file_entry(folder / block_file(index)))
+        # Written though the seed gives it: another torch may draw other numbers, and a learned one is in no
+        # seed.
         write_tensors(folder / CODEBOOK_FILE, {"table": codebook_VD})
         write_json(
             folder / "config.json",
@@ -137,6 +139,7 @@ class Description:
             codebook = str(config["codebook"]["sha256"]) if "codebook" in config else None
         except (KeyError, TypeError, ValueError, RecipeError) as error:
             raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
+        # NaN weights would pool to NaN text without an error anywhere.
         if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
             raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
         return cls(recipe, corpus, pooling, digests, codebook)
@@ -168,11 +171,13 @@ def _load_block(path: Path, described: Description, objective: Objective, index:
     file = path / block_file(index)
     tensors, _ = read_tensors(file)
     found = {name: kind(tensor) for name, tensor in tensors.items()}
+    # First: building the block that a stranger's recipe describes could take all memory.
     check_layers(described.recipe.model.layers_per_block, found, str(file))
     check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
     if index >= len(described.block_sha256):
         raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
     check_sha256(file, described.block_sha256[index])
+    # The seed does not matter: every weight is replaced, as the kinds above were all there.
     block = objective.build(index, seed=0)
     block.load_state_dict(tensors)
     return block
@@ -180,6 +185,7 @@ def _load_block(path: Path, described: Description, objective: Objective, index:
 
 def block_kinds(objective: Objective, index: int) -> dict[str, str]:
     """Type and shape of every tensor of a block, without making one."""
+    # Shapes without memory, so that checking a huge claim is free.
     with torch.device("meta"):
         return {name: kind(tensor) for name, tensor in objective.build(index, seed=0).state_dict().items()}
 

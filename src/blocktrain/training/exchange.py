@@ -48,6 +48,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CODEBOOK_TENSOR = "codebook.table"
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
+# A whole match leaves no way out of the folder: no slash, no dots but the last.
 SHARD_NAME = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
@@ -69,6 +70,7 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         weight_map: dict[str, str] = {}
         entries, total = [], 0
         for name, tensors in _shards(checkpoint, described):
+            # transformers refuses a file whose metadata does not name the framework.
             write_tensors(folder / name, tensors, {"format": "pt"})
             entries.append(file_entry(folder / name))
             weight_map |= dict.fromkeys(tensors, name)
@@ -129,6 +131,7 @@ def import_checkpoint(folder: Path, to: Path) -> None:
     own = _read_own_config(folder)
     described = Description.of(own["checkpoint"], folder)
     refuse_occupied(to)
+    # In this order: bytes, then names and shapes, then the index; no tensor exists before all three agree.
     shards = _checked_shards(folder, own["files"])
     expected = _expected_kinds(folder, described, shards)
     _check_index(folder, expected)
@@ -198,6 +201,7 @@ def _checked_shards(folder: Path, files: Mapping[str, Any]) -> dict[str, dict[st
             raise CheckpointError(f"{folder / 'config.json'} names a file {name[:80]!r}; expected model-…")
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
+        # The size first: hashing a file of a stranger's length could take hours.
         if path.stat().st_size != entry.get("bytes"):
             raise CheckpointError(
                 f"{path} is truncated or another file: expected {entry.get('bytes')} bytes, found "

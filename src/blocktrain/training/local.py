@@ -42,6 +42,8 @@ from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
 from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
 
+# A curve of 200 points draws well, and the loss leaves the device 200 times and not at every step, which
+# would stall CUDA.
 LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 
@@ -116,6 +118,7 @@ class LocalRun:
     def groups(self) -> list[list[Unit]]:
         blocks = [unit for unit in self.units if unit.index is not None]
         rest = [[unit] for unit in self.units if unit.index is None]
+        # The reference always trains alone: its peak memory is compared with that of one block (ratio 0.28).
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
     def train(self, *, resume: bool) -> None:
@@ -127,6 +130,7 @@ class LocalRun:
         """Only the group being trained is on the device; frozen blocks visit it one at a time."""
         for unit in units:
             unit.block.to(self.device)
+        # After the move, so that a peak counts this group only.
         self.memory.reset()
         group = Group(self, units, path)
         start = group.load() if resume and path.exists() else 0
@@ -141,6 +145,7 @@ class LocalRun:
         for unit in self.units:
             unit.block.to(self.device).eval()
         config = self.recipe.evaluation
+        # A cut of bytes and not of tokens: every tokenizer is then scored on the same text.
         valid = self.tokenizer.encode(self.corpus.valid[: config.max_bytes])
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
@@ -207,6 +212,7 @@ class LocalRun:
     def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""
         scores = self.evaluate()
+        # Before anything is written: a diverged block would make a checkpoint that nobody can use.
         for number, score in enumerate(scores.blocks):
             finite(score.ce, f"block {number}, held-out text")
         if scores.reference is not None:
@@ -238,6 +244,7 @@ class Group:
 
     def _trainer(self, unit: Unit) -> BlockTrainer:
         run, training = self.run, self.run.recipe.training
+        # Members train at the same time, so they share the room for frozen outputs.
         host_bytes = max(1, training.frozen_host_bytes // len(self.units))
         return BlockTrainer(
             replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes)),
@@ -252,6 +259,7 @@ class Group:
     def _host_copies(self) -> dict[int, Block]:
         """CPU copies of the blocks that others in this group take as input."""
         members = {unit.index: unit.block for unit in self.units if unit.index is not None}
+        # Independent blocks have none: then nothing is copied, and a group costs what its members cost.
         upstream = {other for index in members for other in self.run.objective.upstream(index)}
         return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in upstream}
 
@@ -275,6 +283,7 @@ class Group:
             self.run.observer.started(unit.name, start, steps)
         started = saved = time.monotonic()
         seconds_before = self.seconds
+        # Tensors and not numbers: `float()` here would wait for the device at every step.
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
             first = round_start(self.run.recipe, step)
@@ -289,6 +298,8 @@ class Group:
                     unit.curve.append((step + 1, ce))
                     self.run.observer.stepped(unit.name, step + 1, steps, ce, tokens)
             self.seconds = seconds_before + time.monotonic() - started
+            # Only where the curve has a point: a resumed run then has the same curve as one that was never
+            # stopped.
             at_point = (step + 1) % every == 0
             stopped = self.run.stop.is_set() and step + 1 < steps
             if at_point and (stopped or time.monotonic() - saved >= config.checkpoint_seconds):
@@ -306,12 +317,14 @@ class Group:
         shard = unit.index or 0
         if not measured:
             return trainer.step(step, shard)
+        # Only in the first step of a process: the hooks cost time, and every step saves the same tensors.
         with self.run.memory.count_activations():
             ce = trainer.step(step, shard)
         self.run.memory.count_state(unit.block, trainer.optimizer)
         return ce
 
     def save(self, step: int) -> None:
+        # One file, so that weights, optimizer and copies are of one step whenever the process dies.
         tensors: dict[str, Tensor] = {}
         for unit, trainer in zip(self.units, self.trainers, strict=True):
             tensors |= {f"{unit.name}/weights/{k}": v for k, v in unit.block.state_dict().items()}

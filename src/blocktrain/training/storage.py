@@ -56,6 +56,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """A fresh folder that takes the place of `path` only if the body succeeds."""
+    # Beside the target, since a rename is atomic only within one file system; with the pid, since two may
+    # try.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained_errors(path):
         shutil.rmtree(temporary, ignore_errors=True)
