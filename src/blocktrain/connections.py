@@ -34,7 +34,8 @@ LINGER_SECONDS = 5.0
 STALL_SECONDS = 60.0
 """An answer that does not move for this long is given up; at the least rate of bodies 1 MB would."""
 MIN_BYTES_PER_SECOND = 16 * 1024
-"""The slowest link a worker may have; a body that comes faster is not taken for a slow one."""
+"""The slowest link a worker may have. Slower bodies only hold connections: with 500 slow sockets open an
+honest round took 2.7 s (attack 14)."""
 HEAD_PIECE_BYTES = 1024
 """h11 limits the length of a head only while it is incomplete, so a long one is fed to it in small pieces."""
 MAX_PER_NETWORK = 256
@@ -222,6 +223,7 @@ class LimitedConnection(H11Protocol):
         self._limit("head", HEAD_SECONDS, self._refuse_slow_head)
 
     def _refuse_slow_head(self) -> None:
+        # Who has sent nothing at all needs no answer: browsers open connections before they need them.
         if self.conn.trailing_data[0]:
             self._refuse(408, f"expected the whole request head within {HEAD_SECONDS:g} s")
         self.transport.close()

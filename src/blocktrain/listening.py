@@ -11,6 +11,7 @@ from blocktrain.errors import UserError
 def open_port(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one."""
     opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # A server that was killed leaves its port in TIME_WAIT for a minute; a restart should not have to wait.
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((host, port))
@@ -33,6 +34,8 @@ def network_name(address: str) -> str:
         found = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
         return address
+    # ::ffff:1.2.3.4 is that IPv4 address, seen through a socket that takes both. Of IPv6 one home or host has
+    # a whole /64 for itself, so counting single addresses would count nothing.
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     plain = mapped or found
     return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))

@@ -218,9 +218,9 @@ COPIERS = 4
 
 def copying_campaign(folder: Path, settings: Settings, rounds: int) -> tuple[Counter[str], int, float]:
     """Two honest workers and four who send what one of them sent: exact, scaled, with 60 % of the indices
-    changed, or a round later; in every second round all of them send what is public since the last merge. That
-    counts against them, where an equal update of the same snapshot does not: anybody can be made to look like
-    a copier there. Verdicts on copies by reason, merged copies, and the copiers' best rating."""
+    changed, or a round later; in every second round all of them send what is public since the last merge.
+    That counts against them, where an equal update of the same snapshot does not: anybody can be made to look
+    like a copier there. Verdicts on copies by reason, merged copies, and the copiers' best rating."""
     verdicts: Counter[str] = Counter()
     with swarm(folder, settings, training_of(settings, folder.parent)) as running:
         workers = [running.client() for _ in range(2)]

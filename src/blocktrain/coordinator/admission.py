@@ -22,7 +22,7 @@ from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, i
 
 ALLOWLIST_FILE = "allowlist.txt"
 JUDGES_FILE = "judges.txt"
-MAX_LIST_BYTES = 4 << 20
+MAX_LIST_BYTES = 4 << 20  # 120,000 ids of 33 bytes; read at every join, so that edits count at once
 
 
 def listed_ids(path: Path) -> frozenset[str]:
@@ -59,6 +59,8 @@ class Admission:
 
     def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
         """Everything that needs no database, so that a flood of joins does not wait for one another."""
+        # A stamp makes a thousand identities cost a thousand times the work of one; the cap per network does
+        # the rest: of 1,000 joins at once from one address 32 got in (docs/experiments.md, attack 13).
         bits = self._trust.stamp_bits
         if self._trust.admission == "open":
             good = not bits or (
@@ -90,6 +92,7 @@ class Admission:
     ) -> str | None:
         """The last checks, in the transaction that makes the worker; the network it is counted under."""
         if self._trust.admission == "invite":
+            # Read again: between the pre-check and this transaction it may have expired, or been used.
             found = read_invite(self._key, request.invite or "", now)
             if found is None:
                 raise _invite_refusal("missing, expired or not this coordinator's")

@@ -46,6 +46,7 @@ _AFTER_ASSIGNMENT: Mapping[AssignmentState, tuple[AssignmentState, ...]] = {
         AssignmentState.RETURNED,
         AssignmentState.RECALLED,
     ),
+    # Never back to leased: what was committed is in the ledger.
     AssignmentState.COMMITTED: (AssignmentState.WITHHELD, AssignmentState.REFUSED),
     AssignmentState.RETURNED: (),
     AssignmentState.RECALLED: (),
@@ -70,6 +71,7 @@ class HasState(Protocol):
 
 def change(row: HasState, new: AssignmentState | UpdateState) -> None:
     """Every change of a stored state goes through here; one that the tables do not allow is our own fault."""
+    # The database holds plain strings, so the type of `new` says which table applies.
     if isinstance(new, AssignmentState):
         allowed = new in _AFTER_ASSIGNMENT[AssignmentState(row.state)]
     else:
