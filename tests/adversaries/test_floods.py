@@ -41,6 +41,7 @@ from blocktrain.wire.messages import Wait
 from tests.adversaries.attacks import head, status_of
 from tests.coordinator.conftest import CORPUS, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, Refused
+from tests.trust.kit import Trainer, judged, judged_recipe
 
 
 @pytest.fixture
@@ -169,8 +170,8 @@ def test_commits_without_payloads_are_slowed_as_well(running: Running) -> None:
 
 def test_giving_up_too_much_is_a_bad_mark_and_in_the_end_a_ban(tmp_path: Path) -> None:
     recipe = tiny_recipe()
-    judged = dataclasses.replace(recipe, trust=dataclasses.replace(recipe.trust, judge="external"))
-    with served(tmp_path, judged) as running:
+    trust = dataclasses.replace(recipe.trust, judge="external")
+    with served(tmp_path, dataclasses.replace(recipe, trust=trust)) as running:
         peer = running.peer()
 
         def rating() -> float:
@@ -262,6 +263,22 @@ def test_an_equal_update_counts_against_its_worker_only_from_another_snapshot(
     assert found is not None
     assert found.mark is mark
     assert ("depends on others" in found.sentence) is same_base
+
+
+def test_a_worker_whose_step_another_repeats_first_keeps_its_rating(tmp_path: Path) -> None:
+    """The ledger names the victim's shard; the framer trains it, commits and reveals before the victim does."""
+    recipe = judged_recipe({"replicas": 3, "max_deadline_seconds": 100.0})
+    with judged(tmp_path, recipe) as running:
+        victim, framer = Trainer(running, recipe), Trainer(running, recipe)
+        lease = victim.peer.lend()
+        delta = victim.train(lease)
+        framer.send(framer.peer.lend(), delta)
+        verdict = victim.send(lease, delta)
+        assert verdict.reason == "duplicate"
+        assert "depends on others" in verdict.sentence
+        shown = running.coordinator.workers.worker(victim.peer.identity.worker_id)
+        assert shown.worker.rating == 0.5
+        assert shown.worker.ban is None
 
 
 # --- 2.8 and 2.9: connections -----------------------------------------------------------------------------
