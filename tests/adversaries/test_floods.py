@@ -266,7 +266,7 @@ def test_an_equal_update_counts_against_its_worker_only_from_another_snapshot(
 
 
 def test_a_worker_whose_step_another_repeats_first_keeps_its_rating(tmp_path: Path) -> None:
-    """The ledger names the victim's shard; the framer trains it, and commits and reveals before the victim."""
+    """The ledger names the victim's shard; the framer trains it and reveals before the victim commits."""
     recipe = judged_recipe({"replicas": 3, "max_deadline_seconds": 100.0})
     with judged(tmp_path, recipe) as running:
         victim, framer = Trainer(running, recipe), Trainer(running, recipe)
