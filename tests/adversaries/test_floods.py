@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import resource
 import select
@@ -14,7 +15,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from blocktrain.coordinator.decisions.scheduling import (
     pause_after_giving_up,
 )
 from blocktrain.coordinator.main import Tls, make_server
+from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import opened
 from blocktrain.coordinator.storage.store import LedgerRow
 from blocktrain.listening import open_port, url_of
@@ -55,7 +57,7 @@ def connected(url: str, source: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection((address.hostname, address.port), timeout=30, source_address=(source, 0))
 
 
-def stored(running: Running, tmp_path: Path) -> set[str]:
+def stored(tmp_path: Path) -> set[str]:
     folder = tmp_path / "blobs" / "payloads"
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
@@ -75,32 +77,14 @@ def test_a_payload_whose_commit_was_given_up_meanwhile_is_not_stored(
     peer = running.peer()
     lease, payload = peer.lend(), peer.payload(0)
     peer.commit(lease, payload)
-    path = f"/v1/updates/{content_hash(payload)}"
-    headers = {**peer.headers("PUT", path, payload), "Content-Length": str(len(payload))}
-    with connected(running.url) as connection:
-        connection.sendall(head("PUT", path, headers) + payload[:-1])
-        # The request is under way once its nonce is remembered: sent again it is a replay.
-        wait_until(lambda: status_of_replay(running, path, headers, payload) == "401")
-        peer.ask()
-        connection.sendall(payload[-1:])
-        answer = connection.recv(65536)
-    assert status_of(answer) == "409"
-    assert b"not_committed" in answer
-    running.wait_for(lambda: not stored(running, tmp_path))
-
-
-def status_of_replay(running: Running, path: str, headers: dict[str, str], payload: bytes) -> str:
-    with connected(running.url) as connection:
-        connection.sendall(head("PUT", path, headers) + payload)
-        return status_of(connection.recv(65536))
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("did not happen")
+    # The two moments of one PUT: when its head has come, and when its last byte has.
+    updates, name = running.coordinator.updates, content_hash(payload)
+    expected = updates.expect(peer.identity.worker_id, name, len(payload))
+    peer.ask()
+    with pytest.raises(Refusal) as refused:
+        updates.reveal(expected, io.BytesIO(payload), name)
+    assert refused.value.body.reason == "not_committed"
+    assert not stored(tmp_path)
 
 
 def test_a_refused_payload_is_deleted(running: Running, tmp_path: Path) -> None:
@@ -108,7 +92,7 @@ def test_a_refused_payload_is_deleted(running: Running, tmp_path: Path) -> None:
     lease, payload = peer.lend(), peer.payload(0)
     refused = b"\xff" * len(payload)
     assert peer.reveal(peer.commit(lease, refused), refused).outcome == "refused"
-    running.wait_for(lambda: content_hash(refused) not in stored(running, tmp_path))
+    running.wait_for(lambda: content_hash(refused) not in stored(tmp_path))
 
 
 def test_what_one_worker_gives_up_another_keeps(running: Running, tmp_path: Path) -> None:
@@ -122,7 +106,7 @@ def test_what_one_worker_gives_up_another_keeps(running: Running, tmp_path: Path
     unneeded = running.coordinator.resources.unneeded
     unneeded.add(content_hash(payload))
     unneeded.delete_next()
-    assert content_hash(payload) in stored(running, tmp_path)
+    assert content_hash(payload) in stored(tmp_path)
 
 
 def test_a_worker_has_few_bodies_on_their_way_at_once(running: Running) -> None:
