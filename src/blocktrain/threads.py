@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 
 from blocktrain.errors import BlocktrainError
 
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.5
+"""Pause after a failure of a repeated step: long enough not to fill the log, short enough to be missed."""
+LOW_PRIORITY = 10
+
 
 class Stopped(BlocktrainError):
     """A wait was cut short because the program is stopping; the end of a thread, not a failure."""
+
+
+class Changes:
+    """Wakes threads that wait for something to be written; a change between two waits is not missed."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def notify(self) -> None:
+        with self._condition:
+            self._count += 1
+            self._condition.notify_all()
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Until there are more changes than were `seen`, or the time is over."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._count > seen, seconds)
 
 
 class Threads:
@@ -24,7 +54,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
 
-    def start(self, name: str, work: Callable[[], None]) -> None:
+    def start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
@@ -37,6 +67,45 @@ class Threads:
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads = [old for old in self._threads if old.is_alive()] + [thread]
         thread.start()
+        return thread
+
+    def repeat(
+        self,
+        name: str,
+        step: Callable[[], bool],
+        failed: Callable[[str], None],
+        *,
+        pause_seconds: float,
+        changes: Changes | None = None,
+        low_priority: bool = False,
+    ) -> threading.Thread:
+        """Call `step` until `stop` is set, with a pause after each that had nothing to do; a change ends it.
+
+        No failure ends the thread, whatever it is (torch raises RuntimeError for anything, out of memory
+        included): it is logged, `failed` counts it, and the step is tried again a little later.
+        """
+
+        def work() -> None:
+            if low_priority:
+                lower_priority()
+            while not self.stop.is_set():
+                seen = 0 if changes is None else changes.count
+                try:
+                    busy = step()
+                except BlocktrainError as error:  # the operator's or a service's, and says so in words
+                    log.error("%s failed, tries again: %s", name, error)
+                except Exception:
+                    log.exception("%s failed, tries again", name)
+                else:
+                    if not busy and changes is not None:
+                        changes.wait(seen, pause_seconds)
+                    elif not busy:
+                        self.stop.wait(pause_seconds)
+                    continue
+                failed(name)
+                self.stop.wait(RETRY_SECONDS)
+
+        return self.start(name, work)
 
     def check(self) -> None:
         if self._error is not None:
@@ -46,3 +115,11 @@ class Threads:
         """Wait for each thread at most this long; one that hangs is a daemon and dies with the process."""
         for thread in self._threads:
             thread.join(seconds)
+
+
+def lower_priority() -> None:
+    """Of the calling thread, where the system can: requests and merges go first."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+    except (AttributeError, OSError):
+        log.debug("this system has no priorities for threads")

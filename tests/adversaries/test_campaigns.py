@@ -80,7 +80,7 @@ def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_hones
         assert sum(scale == 1.0 for scale in scales) * 2 >= len(scales), "clipped by who is not merged"
 
 
-@pytest.mark.slow  # the decision alone: tests/validation/test_reputation_and_verdicts.py
+@pytest.mark.slow  # the decision alone: tests/validation/test_reputation_and_rulings.py
 def test_five_who_hide_in_every_round_do_not_raise_the_loss(folder: Path) -> None:
     alone = campaign(folder / "three for long", undefended(SETTINGS), 3, 6)
     found = campaign(folder / "hidden", SETTINGS, 3, 6, [hides] * 5)

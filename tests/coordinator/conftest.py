@@ -86,11 +86,11 @@ class Running:
 
     def advance(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.coordinator.context.changes.notify()
+        self.coordinator.resources.changes.notify()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
         """Until it holds; woken by every change, so nothing sleeps longer than it must."""
-        changes, end = self.coordinator.context.changes, time.monotonic() + seconds
+        changes, end = self.coordinator.resources.changes, time.monotonic() + seconds
         seen = changes.count
         while not condition():
             assert time.monotonic() < end, "did not happen"

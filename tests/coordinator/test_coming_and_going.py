@@ -43,7 +43,7 @@ def test_a_worker_that_dies_is_replaced_after_its_lease(local: Place) -> None:
         lent = {peer: peer.lend() for peer in peers}
         dead = [peer for peer in peers if lent[peer].block == 0]
         alive = [peer for peer in peers if peer not in dead]
-        running.advance(running.coordinator.context.run.swarm.lease_seconds + 1)
+        running.advance(running.coordinator.resources.run.swarm.lease_seconds + 1)
         for number, peer in enumerate(alive):
             peer.deliver(lent[peer], number)
         running.wait_for_version(1, 1)
@@ -116,6 +116,6 @@ def test_the_wait_before_a_second_try_does_not_make_rounds_longer(local: Place) 
         second = peer.lend()
         running.advance(5.0)
         assert peer.deliver(second, 1).outcome == Outcome.ACCEPTED
-        with running.coordinator.context.store.read() as session:
+        with running.coordinator.resources.store.read() as session:
             offsets = session.scalars(select(UpdateRow.offset).order_by(UpdateRow.revealed)).all()
         assert offsets == [5.0, 5.0]

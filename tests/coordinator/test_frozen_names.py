@@ -80,7 +80,7 @@ def test_verification_names_an_assignment_whose_snapshot_was_not_there(local: Pl
             return lambda wanted: peer.get(f"/v1/{kind}/{wanted}").content
 
         assert verify_ledger(entries, fetch("updates"), fetch("snapshots")).ok
-        key = running.coordinator.context.ledger
+        key = running.coordinator.resources.ledger
         first = next(n for n, entry in enumerate(entries) if entry.body.get("frozen"))
         body = {**entries[first].body, "frozen": [{"block": 0, "version": 7, "hash": "ab" * 32}]}
         forged = resigned(entries[: first + 1], body, key)

@@ -335,7 +335,7 @@ def test_a_worker_not_heard_of_is_not_waited_for(local: Place) -> None:
         assignment = alive.lend()
         alive.deliver(assignment)
         assert alive.block(0).round.wanted == 2
-        running.advance(running.coordinator.context.run.swarm.lease_seconds + 1)
+        running.advance(running.coordinator.resources.run.swarm.lease_seconds + 1)
         running.wait_for_version(0, 1)
 
 

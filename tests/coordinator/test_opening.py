@@ -22,19 +22,19 @@ from tests.coordinator.conftest import CORPUS, Place, tiny_recipe
 def test_a_run_of_an_earlier_version_is_opened_with_the_defaults_of_what_it_did_not_know(
     local: Place,
 ) -> None:
-    with local.serve(tiny_recipe()) as running, running.coordinator.context.store.write() as session:
+    with local.serve(tiny_recipe()) as running, running.coordinator.resources.store.write() as session:
         row = session.scalars(select(RunRow)).one()
         stored = json.loads(row.recipe)
         del stored["swarm"]["stand_in"], stored["training"]["frozen_host_bytes"]
         row.recipe, run_id = json.dumps(stored), row.run_id
     with local.serve(tiny_recipe()) as running:
-        assert running.coordinator.context.run.run_id == run_id
+        assert running.coordinator.resources.run.run_id == run_id
 
 
 def test_a_database_of_a_later_version_is_refused_in_words(local: Place) -> None:
     with (
         local.serve(tiny_recipe()) as running,
-        running.coordinator.context.store.engine.begin() as connection,
+        running.coordinator.resources.store.engine.begin() as connection,
     ):
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(UserError, match="newer blocktrain"), local.serve(tiny_recipe()):
@@ -91,7 +91,7 @@ def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgr
 def test_blocks_that_hear_others_have_a_schema_of_their_own(tmp_path: Path) -> None:
     chained = replace(tiny_recipe(blocks=3), objective=ObjectiveConfig(kind="chain"))
     with opened(chained, CORPUS, tmp_path, scoring=False) as coordinator:
-        first, second, third = coordinator.context.run.schemas
+        first, second, third = coordinator.resources.run.schemas
     assert "upstream.weight" in dict(second.tensors)
     assert second == third != first
 

@@ -122,7 +122,7 @@ def test_a_workers_label_is_shown_and_can_be_changed_by_joining_again(running: R
     for label in ("attic", "cellar (new)"):
         peer.join(label=label)
         assert running.coordinator.status().workers[0].label == label
-        assert running.coordinator.people.workers().workers[0].label == label
+        assert running.coordinator.workers.workers().workers[0].label == label
 
 
 @pytest.mark.parametrize("label", ["<img src=x onerror=alert(1)>", "a" * 65, "line\nbreak", "\u202eoverride"])

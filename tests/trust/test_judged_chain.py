@@ -44,7 +44,7 @@ def initial(worker: Trainer, block: int) -> Weights:
 
 
 def last_evidence(running: Running) -> dict[str, object]:
-    with running.coordinator.context.store.read() as session:
+    with running.coordinator.resources.store.read() as session:
         from sqlalchemy import select
 
         from blocktrain.coordinator.storage.store import UpdateRow

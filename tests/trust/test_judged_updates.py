@@ -109,7 +109,7 @@ def test_newcomers_are_scored_and_not_merged_beside_established_workers(tmp_path
         assert founder.round().outcome is Outcome.ACCEPTED
         running.wait_for_version(0, 3)
         assert newcomer.round().outcome is Outcome.ACCEPTED
-        workers = {one.worker_id: one for one in running.coordinator.people.workers().workers}
+        workers = {one.worker_id: one for one in running.coordinator.workers.workers().workers}
         assert not workers[newcomer.peer.identity.worker_id].probation
 
 
@@ -149,7 +149,7 @@ def test_repeat_offenders_are_banned_for_a_while(tmp_path: Path) -> None:
     with judged(tmp_path, recipe) as running:
         founder, attacker = Trainer(running, recipe), Trainer(running, recipe)
         standing = '{"bad": 6.0, "verdicts": 6}'
-        with running.coordinator.context.store.write() as session:
+        with running.coordinator.resources.store.write() as session:
             from blocktrain.coordinator.storage.store import WorkerRow
 
             row = session.get(WorkerRow, attacker.peer.identity.worker_id)

@@ -17,7 +17,7 @@ from blocktrain.validation.evidence import (
     stratified_sigma,
     training_tokens,
 )
-from blocktrain.validation.verdicts import evidence_finding
+from blocktrain.validation.ruling import evidence_ruling
 from blocktrain.wire.messages import VerdictReason
 from tests.validation.kit import RECIPE, applied, coded, honest, scorer
 
@@ -29,20 +29,20 @@ def evidence(delta, shard: int = 0, seed: int = 1):
 
 def test_honest_work_gains_and_its_reverse_harms() -> None:
     update = coded(honest(0))
-    found = evidence_finding(evidence(update))
+    found = evidence_ruling(evidence(update))
     assert found.counts, found.sentence
-    reverse = evidence_finding(evidence({name: -value for name, value in update.items()}))
+    reverse = evidence_ruling(evidence({name: -value for name, value in update.items()}))
     assert reverse.reason is VerdictReason.HARMFUL, reverse.sentence
 
 
 def test_an_empty_update_gains_nothing() -> None:
-    found = evidence_finding(evidence({name: 0 * value for name, value in honest(0).delta.items()}))
+    found = evidence_ruling(evidence({name: 0 * value for name, value in honest(0).delta.items()}))
     assert found.reason is VerdictReason.NO_GAIN
 
 
 def test_an_update_that_breaks_the_block_is_harmful() -> None:
     broken = {name: np.full_like(value, 1e30) for name, value in honest(0).delta.items()}
-    assert evidence_finding(evidence(broken)).reason is VerdictReason.HARMFUL
+    assert evidence_ruling(evidence(broken)).reason is VerdictReason.HARMFUL
 
 
 def test_the_same_seed_gives_the_same_evidence_and_another_seed_other_text() -> None:

@@ -210,18 +210,18 @@ def test_the_lease_lives_while_its_snapshots_are_coming(running: Running, tmp_pa
 
 
 def last_seen(running: Running, worker_id: str) -> float:
-    [found] = [one for one in running.coordinator.people.workers().workers if one.worker_id == worker_id]
+    [found] = [one for one in running.coordinator.workers.workers().workers if one.worker_id == worker_id]
     return found.last_seen
 
 
 def prune(running: Running, version: int) -> None:
     """As an operator short of disk space would: the snapshot, and the payloads that lead to it."""
     merges = running.peers[0].merges(0).merges
-    blobs = running.coordinator.context.blobs
+    blobs = running.coordinator.resources.blobs
     blobs.delete(snapshot_key(merges[version - 1].result_hash))
     for one in merges[version - 1].inputs:
         blobs.delete(payload_key(one.payload_hash))
-    running.coordinator.context.weights.forget(0, merges[version - 1].result_hash)
+    running.coordinator.resources.weights.forget(0, merges[version - 1].result_hash)
 
 
 def leased_to(running: Running, trainer: Peer) -> tuple[Peer, Assignment]:

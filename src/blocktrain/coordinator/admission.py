@@ -1,4 +1,4 @@
-"""The door: who may join, by the run's admission mode; caps per address; lists the operator keeps in files.
+"""Who may join, by the run's admission mode; caps per address; lists the operator keeps in files.
 
 Covered: joins without a stamp, with another's, an old or a forged one; invitations used twice, expired or
 forged; ids not on the list; too many identities from one network. Not covered: many networks and much
@@ -46,11 +46,11 @@ def network_name(address: str) -> str:
 
 
 def network_of(address: str, secret: bytes) -> str:
-    """A keyed hash of that place: enough to count by, useless to who steals the database."""
+    """A keyed hash of that place: enough to count by, useless to a thief of the database."""
     return blake3(f"network/{network_name(address)}".encode(), key=secret).digest(length=16).hex()
 
 
-class Door:
+class Admission:
     def __init__(
         self, trust: TrustConfig, run_id: str, coordinator_key: str, secret: bytes, data_dir: Path
     ) -> None:
@@ -70,8 +70,21 @@ class Door:
 
     def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
         """Everything that needs no database, so that a flood of joins does not wait for one another."""
+        bits = self._trust.stamp_bits
         if self._trust.admission == "open":
-            return self._stamp_refusal(worker_id, request, now)
+            good = not bits or (
+                request.challenge is not None
+                and request.stamp is not None
+                and is_challenge(self._secret, self._run_id, worker_id, request.challenge, now)
+                and is_stamp(request.challenge, request.stamp, bits)
+            )
+            if good:
+                return None
+            return Refusal(
+                ErrorReason.STAMP_REQUIRED,
+                f"expected a stamp of {bits} bits on a fresh challenge",
+                f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
+            )
         if self._trust.admission == "invite":
             valid = request.invite is not None and read_invite(self._key, request.invite, now) is not None
             return None if valid else _invite_refusal("missing, expired or not this coordinator's")
@@ -83,32 +96,17 @@ class Door:
             f"ask the operator to add the id to {ALLOWLIST_FILE}",
         )
 
-    def _stamp_refusal(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
-        bits = self._trust.stamp_bits
-        if not bits:
-            return None
-        good = (
-            request.challenge is not None
-            and request.stamp is not None
-            and is_challenge(self._secret, self._run_id, worker_id, request.challenge, now)
-            and is_stamp(request.challenge, request.stamp, bits)
-        )
-        return (
-            None
-            if good
-            else Refusal(
-                ErrorReason.STAMP_REQUIRED,
-                f"expected a stamp of {bits} bits on a fresh challenge",
-                f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
-            )
-        )
-
     def enter(
         self, session: Session, worker_id: str, request: JoinRequest, address: str | None, now: float
     ) -> str | None:
         """The last checks, in the transaction that makes the worker; the network it is counted under."""
         if self._trust.admission == "invite":
-            self._use_invite(session, worker_id, request, now)
+            found = read_invite(self._key, request.invite or "", now)
+            if found is None:
+                raise _invite_refusal("missing, expired or not this coordinator's")
+            if session.get(InviteRow, found.invite_id[:32]) is not None:
+                raise _invite_refusal("used already")
+            session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
         if address is None:
             return None
         network = network_of(address, self._secret)
@@ -120,14 +118,6 @@ class Door:
                 "use a key that has joined before, or ask the operator",
             )
         return network
-
-    def _use_invite(self, session: Session, worker_id: str, request: JoinRequest, now: float) -> None:
-        found = read_invite(self._key, request.invite or "", now)
-        if found is None:
-            raise _invite_refusal("missing, expired or not this coordinator's")
-        if session.get(InviteRow, found.invite_id[:32]) is not None:
-            raise _invite_refusal("used already")
-        session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
 
 
 def _invite_refusal(problem: str) -> Refusal:

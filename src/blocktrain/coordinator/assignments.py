@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.admission import Door
-from blocktrain.coordinator.context import Context, frozen_of
-from blocktrain.coordinator.decisions.deadlines import lateness, stand_in_steps
+from blocktrain.coordinator.admission import Admission
+from blocktrain.coordinator.decisions.rounds import OpenRound, extra_steps, round_state, starts_clock
 from blocktrain.coordinator.decisions.scheduling import (
     BlockView,
     Done,
@@ -23,9 +21,27 @@ from blocktrain.coordinator.decisions.scheduling import (
     next_assignment,
 )
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.reputation_rows import refuse_banned, seen, withheld
+from blocktrain.coordinator.reputation_rows import (
+    keep_standing,
+    present_worker,
+    refuse_banned,
+    seen,
+    standing_of,
+)
+from blocktrain.coordinator.resources import Resources
+from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.ledger import receipt_of
-from blocktrain.coordinator.storage.store import LIVE_STATES, AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.queries import (
+    block_row,
+    frozen_heads,
+    frozen_of,
+    lock_run,
+    round_facts,
+    seats,
+)
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.validation.reputation import after_withholding
+from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (
@@ -38,7 +54,6 @@ from blocktrain.wire.messages import (
     HeartbeatRequest,
     JoinAnswer,
     JoinRequest,
-    Outcome,
     ReturnAnswer,
     StandIn,
     Wait,
@@ -46,28 +61,11 @@ from blocktrain.wire.messages import (
 
 HEARTBEATS_PER_LEASE = 3
 LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
-FULL_SECONDS = 30.0
-"""How long a worker waits where all seats are taken."""
-
-
-def _entry(row: AssignmentRow) -> dict[str, Any]:
-    """For the ledger, which names frozen snapshots and steps for others only where there are any."""
-    body: dict[str, Any] = {key: getattr(row, key) for key in LEDGER_KEYS}
-    if row.stand_in_steps:
-        body["stand_in"] = {"shard": row.stand_in_shard, "steps": row.stand_in_steps}
-    frozen = json.loads(row.frozen)
-    return {**body, "frozen": frozen} if frozen else body
-
-
-def _standing_in(row: AssignmentRow) -> StandIn | None:
-    if row.stand_in_shard is None:
-        return None
-    return StandIn(shard=row.stand_in_shard, steps=row.stand_in_steps)
 
 
 class Assignments:
-    def __init__(self, context: Context, door: Door) -> None:
-        self._context, self._door = context, door
+    def __init__(self, resources: Resources, admission: Admission) -> None:
+        self._resources, self._admission = resources, admission
 
     # --- joining ---
 
@@ -75,278 +73,198 @@ class Assignments:
         self, worker_id: WorkerId, public_key: bytes, request: JoinRequest, address: str | None = None
     ) -> JoinAnswer:
         """Joining again is safe: it updates what the operator sees and returns the first receipt."""
-        self._refuse_other_text(request)
-        now = self._context.clock()
-        self._refuse_stranger(worker_id, request, now)
-        with self._context.store.write() as session:
+        resources, now = self._resources, self._resources.clock()
+        if request.corpus_sha256 != resources.run.corpus_sha256:
+            raise Refusal(
+                ErrorReason.CORPUS_MISMATCH,
+                f"expected text with sha256 {resources.run.corpus_sha256}, found {request.corpus_sha256}",
+                "load the recipe's corpus in the same version (data.corpus, data.max_bytes)",
+            )
+        # A worker that has joined before needs no stamp, invitation or listing again.
+        if (refusal := self._admission.precheck(worker_id, request, now)) is not None:
+            with resources.store.read() as session:
+                if session.get(WorkerRow, worker_id) is None:
+                    raise refusal
+        with resources.store.write() as session:
             refuse_banned(session, worker_id, now)
             row = session.get(WorkerRow, worker_id, with_for_update=True)
             if row is None:
-                row = self._new_worker(session, worker_id, public_key, request, address, now)
-            else:
-                seen(row, now)
-            row.device, row.memory_bytes, row.last_seen = request.device, request.memory_bytes, now
-            row.label = request.label
+                lock_run(session)  # of two processes that see no row, the second finds the first's
+                row = session.get(WorkerRow, worker_id)
+            if row is None:
+                network = self._admission.enter(session, worker_id, request, address, now)
+                body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
+                row = WorkerRow(
+                    worker_id=worker_id,
+                    public_key=public_key.hex(),
+                    joined=now,
+                    last_seen=now,
+                    join_sequence=resources.ledger.append(session, now, "join", body).sequence,
+                    account=Account().model_dump_json(),
+                    address=network,
+                    accepted=0,
+                    late=0,
+                    refused=0,
+                    standing="{}",
+                    established=False,
+                )
+                session.add(row)
+            seen(row, now)
+            row.device, row.memory_bytes, row.label = request.device, request.memory_bytes, request.label
             row.versions = canonical_json(request.versions).decode()
             return JoinAnswer(worker_id=worker_id, receipt=receipt_of(session, row.join_sequence))
-
-    def _refuse_stranger(self, worker_id: WorkerId, request: JoinRequest, now: float) -> None:
-        """A worker that has joined before needs no stamp, invitation or listing again."""
-        refusal = self._door.precheck(worker_id, request, now)
-        if refusal is None:
-            return
-        with self._context.store.read() as session:
-            if session.get(WorkerRow, worker_id) is None:
-                raise refusal
-
-    def _refuse_other_text(self, request: JoinRequest) -> None:
-        expected = self._context.run.corpus_sha256
-        if request.corpus_sha256 != expected:
-            raise Refusal(
-                ErrorReason.CORPUS_MISMATCH,
-                f"expected text with sha256 {expected}, found {request.corpus_sha256}",
-                "load the recipe's corpus in the same version (data.corpus, data.max_bytes)",
-            )
-
-    def _new_worker(
-        self,
-        session: Session,
-        worker_id: WorkerId,
-        public_key: bytes,
-        request: JoinRequest,
-        address: str | None,
-        now: float,
-    ) -> WorkerRow:
-        self._context.lock_run(session)  # of two processes that see no row, the second finds the first's
-        if (found := session.get(WorkerRow, worker_id)) is not None:
-            return found
-        network = self._door.enter(session, worker_id, request, address, now)
-        body = {"worker_id": worker_id, "public_key": public_key.hex(), "device": request.device}
-        receipt = self._context.ledger.append(session, now, "join", body)
-        row = WorkerRow(
-            worker_id=worker_id,
-            public_key=public_key.hex(),
-            joined=now,
-            join_sequence=receipt.sequence,
-            account=Account().model_dump_json(),
-            address=network,
-            accepted=0,
-            late=0,
-            refused=0,
-            standing="{}",
-            established=False,
-        )
-        session.add(row)
-        return row
 
     # --- asking ---
 
     def ask(self, worker_id: WorkerId, request: AssignmentRequest) -> Assignment | Wait | Finished:
-        now = self._context.clock()
-        with self._context.store.write() as session:
-            worker = self._context.worker(session, worker_id, now)
-            after = self._after(session, worker_id, request)
+        """The worker's next assignment: one it already has, or one that `next_assignment` chooses."""
+        now, swarm = self._resources.clock(), self._resources.run.swarm
+        with self._resources.store.write() as session:
+            worker = present_worker(session, worker_id, now)
+            after = None if request.after is None else own_assignment(session, worker_id, request.after)
             if after is None:
                 self._release_withheld(session, worker, now)
-            if self._context.judged:
-                self._free_refused(session, worker_id, now)
-            open_ = self._open(session, worker_id, after)
-            if open_ is not None:
-                worker.block = open_.block
-                return self._message(session, open_, now)
-            return self._decide(session, worker, request, now)
+            self._free_refused(session, worker_id, now)
+            if (lease := _open_lease(session, worker_id, after)) is not None:
+                worker.block = lease.block
+                block = block_row(session, lease.block)
+                return self._message(lease, block, self._state(session, block, now), now)
+            while True:
+                # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
+                blocks = session.scalars(
+                    select(BlockRow).order_by(BlockRow.block).execution_options(populate_existing=True)
+                ).all()
+                versions = {row.block: row.version for row in blocks}
+                view = WorkerView(
+                    current_block=worker.block,
+                    holding={int(block): version for block, version in request.holding.items()},
+                    prefer_block=request.prefer_block,
+                    memory_bytes=worker.memory_bytes,
+                )
+                decision = next_assignment(view, self._block_views(session, worker, versions, now), swarm)
+                if isinstance(decision, Done):
+                    return Finished(reason=decision.reason)
+                if isinstance(decision, Pause):
+                    return Wait(seconds=decision.seconds, reason=decision.reason)
+                block = block_row(session, decision.block, lock=True)
+                if block.version == versions[decision.block]:
+                    return self._lend(session, worker, block, decision, now)
 
-    def _after(
-        self, session: Session, worker_id: WorkerId, request: AssignmentRequest
-    ) -> AssignmentRow | None:
-        return None if request.after is None else self.own(session, worker_id, request.after)
-
-    def _open(
-        self, session: Session, worker_id: WorkerId, after: AssignmentRow | None
-    ) -> AssignmentRow | None:
-        """A lease the worker already has, made after the one in hand, whose round has not passed."""
-        rows = session.execute(
-            select(AssignmentRow, BlockRow.version)
-            .join(BlockRow, BlockRow.block == AssignmentRow.block)
-            .where(AssignmentRow.worker_id == worker_id, AssignmentRow.state == "leased")
-            .order_by(AssignmentRow.made, AssignmentRow.round)
-        )
-        for row, version in rows:
-            later = after is None or (row.made, row.round) > (after.made, after.round)
-            if later and row.round >= version:
-                return row
-        return None
-
-    def _free_refused(self, session: Session, worker_id: str, now: float) -> None:
-        """A round that passed its deadline with nothing to merge may be tried again by who was refused."""
-        rows = session.execute(
-            select(AssignmentRow, UpdateRow.revealed)
-            .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
-            .join(BlockRow, BlockRow.block == AssignmentRow.block)
-            .where(
-                AssignmentRow.worker_id == worker_id,
-                AssignmentRow.state == "committed",
-                UpdateRow.state == "refused",
-                AssignmentRow.round >= BlockRow.version,
-            )
-        )
-        for assignment, revealed in rows.all():
-            if self._is_freed(session, assignment.block, revealed, now):
-                assignment.state = "refused"
-        session.flush()
-
-    def _runs_ahead_of_refusal(
-        self, session: Session, row: AssignmentRow, block: BlockRow, now: float
-    ) -> bool:
-        """Whether the worker waits for a version that only its own second try can bring."""
-        if row.round <= block.version or row.state != "leased":
-            return False
-        refused = session.scalars(
-            select(UpdateRow).where(
-                UpdateRow.worker_id == row.worker_id,
-                UpdateRow.block == row.block,
-                UpdateRow.round == block.version,
-                UpdateRow.state == "refused",
-            )
-        )
-        return any(self._is_freed(session, row.block, update.revealed, now) for update in refused.all())
-
-    def _is_freed(self, session: Session, block: int, revealed: float | None, now: float) -> bool:
-        row = self._context.block(session, block)
-        seats = self._context.seats(session, now).get(block, 0)
-        _, deadline = self._context.round(session, row, seats, now)
-        return revealed is not None and deadline.since is not None and revealed < deadline.since
+    def _state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
+        run = self._resources.run
+        return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
 
     def _release_withheld(self, session: Session, worker: WorkerRow, now: float) -> None:
         """A worker that asks with nothing in hand has lost what it committed: its round is free again."""
         rows = session.scalars(
-            select(UpdateRow).where(UpdateRow.worker_id == worker.worker_id, UpdateRow.state == "committed")
+            select(UpdateRow).where(
+                UpdateRow.worker_id == worker.worker_id, UpdateRow.state == UpdateState.COMMITTED
+            )
         )
         for update in rows.all():
-            update.state = "withheld"
-            withheld(worker)
+            change(update, UpdateState.WITHHELD)
+            keep_standing(worker, after_withholding(standing_of(worker)))
             assignment = session.get(AssignmentRow, update.assignment_id)
             assert assignment is not None
-            assignment.state = "withheld"
-            self._record_return(session, assignment, now)
+            self._free(session, assignment, AssignmentState.WITHHELD, now)
 
-    def _decide(
-        self, session: Session, worker: WorkerRow, request: AssignmentRequest, now: float
-    ) -> Assignment | Wait | Finished:
-        """Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile."""
-        swarm = self._context.run.swarm
-        while True:
-            blocks = session.scalars(
-                select(BlockRow).order_by(BlockRow.block).execution_options(populate_existing=True)
-            ).all()
-            decision = next_assignment(
-                self._worker_view(worker, request, now),
-                self._block_views(session, worker, blocks, now),
-                swarm,
+    def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
+        """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
+        change(row, state)
+        body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": str(state)}
+        self._resources.ledger.append(session, now, "return", body)
+
+    def _free_refused(self, session: Session, worker_id: str, now: float) -> None:
+        """A round that passed its deadline with nothing to merge may be tried again by a worker that it
+        refused: nobody else has brought anything, and the block must not stop."""
+        rows = session.execute(
+            select(AssignmentRow, UpdateRow.revealed, BlockRow)
+            .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
+            .join(BlockRow, BlockRow.block == AssignmentRow.block)
+            .where(
+                AssignmentRow.worker_id == worker_id,
+                AssignmentRow.state == AssignmentState.COMMITTED,
+                UpdateRow.state == UpdateState.REFUSED,
+                AssignmentRow.round >= BlockRow.version,
             )
-            if isinstance(decision, Done) and any(block.version < swarm.rounds for block in blocks):
-                return Wait(
-                    seconds=FULL_SECONDS, reason="every block that still trains has all its seats taken"
-                )
-            if isinstance(decision, Done):
-                return Finished(reason=decision.reason)
-            if isinstance(decision, Pause):
-                return Wait(seconds=decision.seconds, reason=decision.reason)
-            version = blocks[decision.block].version
-            block = self._context.block(session, decision.block, lock=True)
-            if block.version == version:
-                return self._lend(session, worker, block, decision, now)
-
-    def _worker_view(self, worker: WorkerRow, request: AssignmentRequest, now: float) -> WorkerView:
-        return WorkerView(
-            current_block=worker.block,
-            holding={int(block): version for block, version in request.holding.items()},
-            prefer_block=request.prefer_block,
-            memory_bytes=worker.memory_bytes,
         )
+        for assignment, revealed, block in rows.all():
+            if _may_retry(revealed, self._state(session, block, now)):
+                change(assignment, AssignmentState.REFUSED)
+        session.flush()
 
     def _block_views(
-        self, session: Session, worker: WorkerRow, blocks: Sequence[BlockRow], now: float
+        self, session: Session, worker: WorkerRow, versions: dict[int, int], now: float
     ) -> list[BlockView]:
-        seats = self._context.seats(session, now, without=worker.worker_id)
-        full = self._context.run.recipe.trust.max_workers_per_block
-        used = self._used_rounds(session, worker.worker_id)
-        return [
-            BlockView(
-                block=row.block,
-                version=row.version,
-                seats=seats.get(row.block, 0),
-                used_rounds=frozenset(used.get(row.block, ())),
-                num_parameters=self._context.run.schemas[row.block].num_values,
-            )
-            for row in blocks
-            if row.block == worker.block or seats.get(row.block, 0) < full
-        ]
-
-    def _used_rounds(self, session: Session, worker_id: str) -> dict[int, set[int]]:
+        run = self._resources.run
+        others = seats(session, run.swarm, now, without=worker.worker_id)
+        used: dict[int, set[int]] = {block: set() for block in versions}
         rows = session.execute(
             select(AssignmentRow.block, AssignmentRow.round)
             .join(BlockRow, BlockRow.block == AssignmentRow.block)
             .where(
-                AssignmentRow.worker_id == worker_id,
-                AssignmentRow.state.in_(LIVE_STATES),
+                AssignmentRow.worker_id == worker.worker_id,
+                AssignmentRow.state.in_(LIVE),
                 AssignmentRow.round >= BlockRow.version,
             )
         )
-        used: dict[int, set[int]] = {}
         for block, round_ in rows:
-            used.setdefault(block, set()).add(round_)
-        return used
+            used[block].add(round_)
+        return [
+            BlockView(
+                block=block,
+                version=version,
+                seats=others.get(block, 0),
+                used_rounds=frozenset(used[block]),
+                num_parameters=run.schemas[block].num_values,
+                full=others.get(block, 0) >= run.recipe.trust.max_workers_per_block,
+            )
+            for block, version in versions.items()
+        ]
 
     def _lend(
         self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
     ) -> Assignment:
-        if offer.round == block.version and self._nobody_at_work(session, worker, block, now):
+        run, name = self._resources.run, worker.worker_id
+        facts = round_facts(session, block, run.swarm, now)
+        if offer.round == block.version and starts_clock(facts, name):
             block.begun = now
-        frozen = self._context.frozen(session, offer.block, offer.round)
-        shard, other = itertools.islice(self._free_shards(session, worker, offer), 2)
-        standing_in = self._stand_in(session, worker, block, offer, now)
+            facts = replace(facts, begun=now)
+        state = round_state(facts, run.swarm, run.recipe.trust, now)
+        own_seconds = session.scalar(
+            select(UpdateRow.offset)
+            .where(UpdateRow.block == block.block, UpdateRow.worker_id == name, UpdateRow.offset.is_not(None))
+            .order_by(UpdateRow.revealed.desc())
+            .limit(1)
+        )
+        extra = extra_steps(facts, state, name, offer.round, own_seconds, run.swarm, now)
+        shard, extra_shard = itertools.islice(self._free_shards(session, worker, offer), 2)
+        frozen = frozen_heads(session, run, offer.block, offer.round)
         row = AssignmentRow(
             assignment_id=secrets.token_hex(16),
-            worker_id=worker.worker_id,
+            worker_id=name,
             block=offer.block,
             round=offer.round,
             shard=shard,
-            stand_in_shard=other if standing_in else None,
-            stand_in_steps=standing_in,
+            stand_in_shard=extra_shard if extra else None,
+            stand_in_steps=extra,
             base_version=block.version,
             base_hash=block.head_hash,
             made=now,
             reason=offer.reason,
-            state="leased",
+            state=AssignmentState.LEASED,
             frozen=canonical_json([one.model_dump() for one in frozen]).decode(),
         )
         session.add(row)
         worker.block, worker.step = offer.block, 0
-        self._context.ledger.append(session, now, "assign", _entry(row))
-        return self._message(session, row, now)
-
-    def _nobody_at_work(self, session: Session, worker: WorkerRow, block: BlockRow, now: float) -> bool:
-        """The clock of a round starts with its first worker, and again where all others have gone."""
-        if block.begun is None:
-            return True
-        others = self._context.seats(session, now, without=worker.worker_id).get(block.block, 0)
-        state, _ = self._context.round(session, block, others, now)
-        return not others and not state.accepted and not state.late
-
-    def _stand_in(
-        self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
-    ) -> int:
-        """Steps for a replica that is away: of the open round in the time it has left, of the next in all."""
-        others = self._context.seats(session, now, without=worker.worker_id).get(block.block, 0)
-        state, deadline = self._context.round(session, block, others, now)
-        left = self._context.round_seconds(session, block)
-        if offer.round == block.version:
-            others += state.accepted
-            left = left if deadline.at is None else deadline.at - now
-        missing = self._context.run.swarm.replicas - 1 - others
-        own = self._context.own_seconds(session, block.block, worker.worker_id)
-        return stand_in_steps(missing, left, own, self._context.run.swarm)
+        # The ledger names frozen snapshots and steps for others only where there are any.
+        entry = {key: getattr(row, key) for key in LEDGER_KEYS}
+        if extra:
+            entry["stand_in"] = {"shard": extra_shard, "steps": extra}
+        if frozen:
+            entry["frozen"] = [one.model_dump() for one in frozen]
+        self._resources.ledger.append(session, now, "assign", entry)
+        return self._message(row, block, state, now)
 
     def _free_shards(self, session: Session, worker: WorkerRow, offer: Offer) -> Iterator[int]:
         """block, block + B, block + 2B, …: those that no live assignment of the round has.
@@ -354,25 +272,25 @@ class Assignments:
         No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
         A worker that was refused trains the round again on other text: the same would give the same update.
         """
+        refused_here = and_(
+            AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == worker.worker_id
+        )
         rows = session.execute(
             select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
                 AssignmentRow.block == offer.block,
                 AssignmentRow.round == offer.round,
-                or_(
-                    AssignmentRow.state.in_(LIVE_STATES),
-                    and_(AssignmentRow.state == "refused", AssignmentRow.worker_id == worker.worker_id),
-                ),
+                or_(AssignmentRow.state.in_(LIVE), refused_here),
             )
         )
         taken = {shard for row in rows for shard in row}
-        shards = itertools.count(offer.block, len(self._context.run.layouts))
+        shards = itertools.count(offer.block, len(self._resources.run.layouts))
         return (shard for shard in shards if shard not in taken)
 
-    def _message(self, session: Session, row: AssignmentRow, now: float) -> Assignment:
-        swarm = self._context.run.swarm
-        block = self._context.block(session, row.block)
-        seats = self._context.seats(session, now).get(row.block, 0)
-        state, _ = self._context.round(session, block, seats, now)
+    def _message(self, row: AssignmentRow, block: BlockRow, state: OpenRound, now: float) -> Assignment:
+        swarm = self._resources.run.swarm
+        stand_in = None
+        if row.stand_in_shard is not None:
+            stand_in = StandIn(shard=row.stand_in_shard, steps=row.stand_in_steps)
         return Assignment(
             assignment_id=row.assignment_id,
             block=row.block,
@@ -390,7 +308,7 @@ class Assignments:
             server_time=now,
             reason=row.reason,
             frozen=frozen_of(row),
-            stand_in=_standing_in(row),
+            stand_in=stand_in,
         )
 
     # --- while it trains ---
@@ -398,20 +316,21 @@ class Assignments:
     def heartbeat(
         self, worker_id: WorkerId, assignment_id: str, request: HeartbeatRequest
     ) -> HeartbeatAnswer:
-        now = self._context.clock()
-        with self._context.store.write() as session:
-            worker = self._context.worker(session, worker_id, now)
-            row = self.own(session, worker_id, assignment_id)
-            block = self._context.block(session, row.block)
-            if row.state in LIVE_STATES:
+        now, swarm = self._resources.clock(), self._resources.run.swarm
+        with self._resources.store.write() as session:
+            worker = present_worker(session, worker_id, now)
+            row = own_assignment(session, worker_id, assignment_id)
+            block = block_row(session, row.block)
+            if row.state in LIVE:
                 worker.block, worker.step, worker.loss = row.block, request.step, request.loss
-            seats = self._context.seats(session, now).get(row.block, 0)
-            state, _ = self._context.round(session, block, seats, now)
-            cancel, reason = self._cancelled(row, block)
-            if not cancel and self._context.judged and self._runs_ahead_of_refusal(session, row, block, now):
+            state = self._state(session, block, now)
+            by_age = age_ruling(block.version - row.round, swarm, finished=block.version >= swarm.rounds)
+            cancel, reason = not by_age.counts, by_age.sentence
+            if row.state not in LIVE:
+                cancel, reason = True, f"the assignment was {row.state}"
+            elif not cancel and self._waits_for_own_retry(session, row, block, state):
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
-                row.state = "returned"
-                self._record_return(session, row, now)
+                self._free(session, row, AssignmentState.RETURNED, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
@@ -422,40 +341,63 @@ class Assignments:
                 server_time=now,
             )
 
-    def _cancelled(self, row: AssignmentRow, block: BlockRow) -> tuple[bool, str]:
-        swarm = self._context.run.swarm
-        if row.state not in LIVE_STATES:
-            return True, f"the assignment was {row.state}"
-        if block.version >= swarm.rounds:
-            return True, "the block has had all its rounds"
-        late = lateness(block.version - row.round, swarm)
-        return late.outcome == Outcome.REFUSED, late.sentence
+    def _waits_for_own_retry(
+        self, session: Session, row: AssignmentRow, block: BlockRow, state: OpenRound
+    ) -> bool:
+        """Whether the worker runs ahead into a round that only its second try at the open one can open."""
+        if row.round <= block.version or row.state != AssignmentState.LEASED:
+            return False
+        refused = session.scalars(
+            select(UpdateRow.revealed).where(
+                UpdateRow.worker_id == row.worker_id,
+                UpdateRow.block == row.block,
+                UpdateRow.round == block.version,
+                UpdateRow.state == UpdateState.REFUSED,
+            )
+        )
+        return any(_may_retry(revealed, state) for revealed in refused.all())
 
     def hand_back(self, worker_id: WorkerId, assignment_id: str) -> ReturnAnswer:
-        now = self._context.clock()
-        with self._context.store.write() as session:
-            worker = self._context.worker(session, worker_id, now)
-            row = self.own(session, worker_id, assignment_id)
-            if row.state != "leased":
+        now = self._resources.clock()
+        with self._resources.store.write() as session:
+            worker = present_worker(session, worker_id, now)
+            row = own_assignment(session, worker_id, assignment_id)
+            if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
-            row.state = "returned"
-            session.flush()
-            if self._open(session, worker_id, None) is None:
+            self._free(session, row, AssignmentState.RETURNED, now)
+            if _open_lease(session, worker_id, None) is None:
                 worker.block = None
-            self._record_return(session, row, now)
-        self._context.changes.notify()
+        self._resources.changes.notify()
         return ReturnAnswer(returned=True)
 
-    def _record_return(self, session: Session, row: AssignmentRow, now: float) -> None:
-        body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": row.state}
-        self._context.ledger.append(session, now, "return", body)
 
-    def own(self, session: Session, worker_id: WorkerId, assignment_id: str) -> AssignmentRow:
-        row = session.get(AssignmentRow, assignment_id, with_for_update=True, populate_existing=True)
-        if row is None:
-            raise Refusal(
-                ErrorReason.NOT_FOUND, f"no assignment {assignment_id}", "ask for one: POST /v1/assignments"
-            )
-        if row.worker_id != worker_id:
-            raise Refusal(ErrorReason.NOT_YOURS, f"assignment {assignment_id} is another worker's")
-        return row
+def own_assignment(session: Session, worker_id: WorkerId, assignment_id: str) -> AssignmentRow:
+    """The assignment, locked, if it is this worker's."""
+    row = session.get(AssignmentRow, assignment_id, with_for_update=True, populate_existing=True)
+    if row is None:
+        raise Refusal(
+            ErrorReason.NOT_FOUND, f"no assignment {assignment_id}", "ask for one: POST /v1/assignments"
+        )
+    if row.worker_id != worker_id:
+        raise Refusal(ErrorReason.NOT_YOURS, f"assignment {assignment_id} is another worker's")
+    return row
+
+
+def _open_lease(session: Session, worker_id: WorkerId, after: AssignmentRow | None) -> AssignmentRow | None:
+    """A lease the worker already has, made after the one in hand, whose round has not passed."""
+    rows = session.execute(
+        select(AssignmentRow, BlockRow.version)
+        .join(BlockRow, BlockRow.block == AssignmentRow.block)
+        .where(AssignmentRow.worker_id == worker_id, AssignmentRow.state == AssignmentState.LEASED)
+        .order_by(AssignmentRow.made, AssignmentRow.round)
+    )
+    for row, version in rows:
+        later = after is None or (row.made, row.round) > (after.made, after.round)
+        if later and row.round >= version:
+            return row
+    return None
+
+
+def _may_retry(revealed: float | None, state: OpenRound) -> bool:
+    """Whether the round's deadline was re-set since the refused update came: nothing else has arrived."""
+    return revealed is not None and state.period_began is not None and revealed < state.period_began

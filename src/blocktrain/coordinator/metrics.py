@@ -33,6 +33,10 @@ class Metrics:
         self._verdicts = Counter(
             "blocktrain_verdicts", "Verdicts on updates", ["outcome", "reason"], registry=registry
         )
+        self._failures = Counter(
+            "blocktrain_loop_failures", "Failures of background loops, each tried again", ["loop"],
+            registry=registry,
+        )  # fmt: skip
         self._merge_seconds = Histogram(
             "blocktrain_merge_seconds", "Seconds from the decision to close a round to its new snapshot",
             registry=registry,
@@ -62,11 +66,14 @@ class Metrics:
         self._bytes.labels(direction, kind).inc(num_bytes)
         self._traffic[direction, kind] += num_bytes
 
-    def judged(self, outcome: str, reason: str) -> None:
+    def verdict(self, outcome: str, reason: str) -> None:
         self._verdicts.labels(str(outcome), str(reason)).inc()
 
-    def merged(self, _block: int, _version: int, seconds: float) -> None:
+    def merged(self, seconds: float) -> None:
         self._merge_seconds.observe(seconds)
+
+    def failed(self, loop: str) -> None:
+        self._failures.labels(loop).inc()
 
     def traffic(self, direction: str) -> Traffic:
         return Traffic(**{kind: self._traffic[direction, kind] for kind in KINDS})

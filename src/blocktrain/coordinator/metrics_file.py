@@ -33,12 +33,12 @@ def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        coordinator.context.changes.notify()
+        coordinator.resources.changes.notify()
         thread.join(PATIENCE_SECONDS)
 
 
 def _loop(coordinator: Coordinator, watch: Watch, stop: threading.Event) -> None:
-    changes = coordinator.context.changes
+    changes = coordinator.resources.changes
     while True:
         ending, seen = stop.is_set(), changes.count
         try:

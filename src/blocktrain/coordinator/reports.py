@@ -5,10 +5,13 @@ from __future__ import annotations
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.context import Context
+from blocktrain.coordinator.decisions.rounds import round_state
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.resources import Resources
+from blocktrain.coordinator.states import UpdateState
 from blocktrain.coordinator.storage.ledger import read_entries
+from blocktrain.coordinator.storage.queries import block_row, live_since, round_facts
 from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
@@ -29,6 +32,7 @@ from blocktrain.wire.messages import (
     MergeRecord,
     MergesAnswer,
     RoundReport,
+    RoundState,
     RunAnswer,
     StatusAnswer,
     Traffic,
@@ -41,35 +45,46 @@ SHOWN_ROUNDS = 500
 
 
 class Reports:
-    def __init__(self, context: Context, display: Display) -> None:
-        self._context, self._display = context, display
+    def __init__(self, resources: Resources, display: Display) -> None:
+        self._resources, self._display = resources, display
 
     def run(self) -> RunAnswer:
-        run = self._context.run
+        run = self._resources.run
         return RunAnswer(
             run_id=run.run_id,
             recipe=run.recipe.to_dict(),
             corpus_sha256=run.corpus_sha256,
             coordinator_key=run.coordinator_key,
-            server_time=self._context.clock(),
+            server_time=self._resources.clock(),
             blocks=run.layouts,
         )
 
     def block(self, block: int) -> BlockAnswer:
-        now = self._context.clock()
-        with self._context.store.read() as session:
-            row = self._context.block(session, block)
-            return self._block(session, row, self._context.seats(session, now), now)
+        now = self._resources.clock()
+        with self._resources.store.read() as session:
+            row = block_row(session, block)
+            return self._block(session, row, now)
 
-    def _block(self, session: Session, row: BlockRow, seats: dict[int, int], now: float) -> BlockAnswer:
-        state, _ = self._context.round(session, row, seats.get(row.block, 0), now)
+    def _block(self, session: Session, row: BlockRow, now: float) -> BlockAnswer:
+        run = self._resources.run
+        state = round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
         return BlockAnswer(
             block=row.block,
             head_version=row.version,
             head_hash=row.head_hash,
             head_made=self._made(session, row),
-            finished=row.version >= self._context.run.swarm.rounds,
-            round=state,
+            finished=row.version >= run.swarm.rounds,
+            round=RoundState(
+                round=row.version,
+                begun=row.begun,
+                deadline=state.deadline,
+                deadline_reason=state.deadline_reason,
+                accepted=state.on_time,
+                late=state.late,
+                wanted=state.wanted,
+                workers=state.workers,
+                merging=row.closing_version is not None,
+            ),
             server_time=now,
         )
 
@@ -79,8 +94,8 @@ class Reports:
         return head.made
 
     def merges(self, block: int, since: int) -> MergesAnswer:
-        with self._context.store.read() as session:
-            row = self._context.block(session, block)
+        with self._resources.store.read() as session:
+            row = block_row(session, block)
             records = session.scalars(
                 select(MergeRow.record)
                 .where(MergeRow.block == block, MergeRow.version > since)
@@ -95,12 +110,12 @@ class Reports:
             )
 
     def ledger(self, since: int) -> LedgerAnswer:
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             entries = read_entries(session, since, MAX_LEDGER_PAGE)
             return LedgerAnswer(length=self._run_row(session).ledger_length, entries=tuple(entries))
 
     def ledger_length(self) -> int:
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             return self._run_row(session).ledger_length
 
     def _run_row(self, session: Session) -> RunRow:
@@ -110,7 +125,7 @@ class Reports:
 
     def find_snapshot(self, snapshot_hash: str) -> None:
         """Refuses a hash that no published snapshot has."""
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             found = session.scalars(
                 select(SnapshotRow.hash).where(SnapshotRow.hash == snapshot_hash).limit(1)
             )
@@ -119,29 +134,28 @@ class Reports:
 
     def find_merged_payload(self, payload_hash: str) -> None:
         """Payloads are public once merged: before, they would help whoever copies them."""
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             found = session.scalars(
                 select(UpdateRow.update_id)
-                .where(UpdateRow.payload_hash == payload_hash, UpdateRow.state == "merged")
+                .where(UpdateRow.payload_hash == payload_hash, UpdateRow.state == UpdateState.MERGED)
                 .limit(1)
             )
             if found.first() is None:
                 raise Refusal(ErrorReason.NOT_FOUND, f"no merged update with payload {payload_hash}")
 
     def status(self, up: Traffic, down: Traffic) -> StatusAnswer:
-        now = self._context.clock()
-        with self._context.store.read() as session:
-            seats = self._context.seats(session, now)
+        now = self._resources.clock()
+        with self._resources.store.read() as session:
             rows = session.scalars(select(BlockRow).order_by(BlockRow.block))
-            blocks = tuple(self._block(session, row, seats, now) for row in rows)
+            blocks = tuple(self._block(session, row, now) for row in rows)
             reports, run = self._round_reports(session), self._run_row(session)
             return StatusAnswer(
                 run_id=run.run_id,
-                name=self._context.run.recipe.name,
+                name=self._resources.run.recipe.name,
                 created=run.created,
                 server_time=now,
                 finished=all(block.finished for block in blocks),
-                rounds=self._context.run.swarm.rounds,
+                rounds=self._resources.run.swarm.rounds,
                 blocks=blocks,
                 workers=self._workers(session, now),
                 participation=_participation(reports),
@@ -159,8 +173,8 @@ class Reports:
 
     def _workers(self, session: Session, now: float) -> tuple[WorkerState, ...]:
         rows = session.scalars(select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS))
-        lease = self._context.run.swarm.lease_seconds
-        return tuple(_worker_state(row, live=row.last_seen > now - lease) for row in rows)
+        since = live_since(now, self._resources.run.swarm)
+        return tuple(_worker_state(row, live=row.last_seen > since) for row in rows)
 
     def _evaluations(self, session: Session) -> tuple[EvaluationState, ...]:
         rows = session.scalars(
@@ -181,13 +195,13 @@ class Reports:
             .where(UpdateRow.revealed.is_not(None))
             .group_by(UpdateRow.block)
         )
-        schemas = self._context.run.schemas
+        schemas = self._resources.run.schemas
         return sum(2 * 4 * schemas[block].num_values * count for block, count in rows)
 
     def _ages(self, session: Session) -> dict[str, int]:
         age = UpdateRow.merge_version - 1 - UpdateRow.base_version
         rows = session.execute(
-            select(age, func.count()).where(UpdateRow.state == "merged").group_by(age).order_by(age)
+            select(age, func.count()).where(UpdateRow.state == UpdateState.MERGED).group_by(age).order_by(age)
         )
         return {str(age): count for age, count in rows}
 

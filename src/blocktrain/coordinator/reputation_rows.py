@@ -1,4 +1,4 @@
-"""Workers' standing in the database: reading, writing, bans; and what anybody may see of it.
+"""Workers' standing in the database: reading, writing, silence and bans.
 
 The arithmetic is `validation.reputation`'s. A ban, and its end, is a row and a ledger entry.
 """
@@ -9,29 +9,15 @@ import dataclasses
 import json
 import logging
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.storage.ledger import Ledger
-from blocktrain.coordinator.storage.store import BanRow, UpdateRow, WorkerRow
-from blocktrain.validation.reputation import (
-    GRACE_SECONDS,
-    Mark,
-    Standing,
-    after_silence,
-    after_verdict,
-    after_withholding,
-    deserves_ban,
-    on_probation,
-    penalties_paused,
-)
+from blocktrain.coordinator.storage.store import BanRow, WorkerRow
+from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, Standing, after_silence
 from blocktrain.wire.messages import ErrorReason, Receipt
 
 log = logging.getLogger(__name__)
-
-RECENT_SCORES = 16
 
 
 def standing_of(worker: WorkerRow) -> Standing:
@@ -45,63 +31,25 @@ def keep_standing(worker: WorkerRow, standing: Standing) -> None:
 def seen(worker: WorkerRow, now: float) -> None:
     """A request came; a long silence before it costs uptime."""
     silence = now - worker.last_seen
-    if silence > GRACE_SECONDS:
+    if silence > SILENCE_GRACE_SECONDS:
         keep_standing(worker, after_silence(standing_of(worker), silence))
     worker.last_seen = max(worker.last_seen, now)
 
 
-def withheld(worker: WorkerRow) -> None:
-    keep_standing(worker, after_withholding(standing_of(worker)))
-
-
-def note_verdict(
-    session: Session,
-    ledger: Ledger,
-    trust: TrustConfig,
-    worker: WorkerRow,
-    row: UpdateRow,
-    mark: Mark,
-    compared: int | None,
-    now: float,
-) -> None:
-    """What a verdict does to its worker's standing; a rating too low means a ban, then probation."""
-    paused = penalties_paused(established_scores(session, row.block))
-    standing = after_verdict(standing_of(worker), mark, compared, paused=paused)
-    keep_standing(worker, standing)
-    worker.established = worker.established or not on_probation(standing, trust.probation_verdicts)
-    if deserves_ban(standing, trust.ban_below):
-        reason = f"rating {standing.rating:.2f} after {standing.verdicts} verdicts, last: {row.reason}"
-        ban(session, ledger, worker.worker_id, reason, trust.ban_seconds, now)
-        keep_standing(worker, dataclasses.replace(standing, good=0.0, bad=0.0, good_verdicts=0))
-        worker.established = False
-
-
-def counted_scores(session: Session, block: int) -> list[float]:
-    """Scores of the block's last updates that counted."""
-    return _scores(session, block, UpdateRow.state.in_(("accepted", "late", "merged")))
-
-
-def established_scores(session: Session, block: int) -> list[float]:
-    """Scores of the last updates of established workers, whatever became of them."""
-    established = select(WorkerRow.worker_id).where(WorkerRow.established.is_(True))
-    return _scores(session, block, UpdateRow.worker_id.in_(established))
-
-
-def _scores(session: Session, block: int, condition: object) -> list[float]:
-    rows = session.scalars(
-        select(UpdateRow.score)
-        .where(UpdateRow.block == block, UpdateRow.score.is_not(None), condition)  # type: ignore[arg-type]
-        .order_by(UpdateRow.verdict_sequence.desc())
-        .limit(RECENT_SCORES)
-    )
-    return [score for score in rows if score is not None]
-
-
-# --- bans -------------------------------------------------------------------------------------------------
+def present_worker(session: Session, worker_id: str, now: float) -> WorkerRow:
+    """The worker that sent this request: locked, not banned, and seen alive."""
+    row = session.get(WorkerRow, worker_id, with_for_update=True, populate_existing=True)
+    if row is None:
+        raise Refusal(
+            ErrorReason.NOT_JOINED, f"worker {worker_id} has not joined this run", "POST /v1/join first"
+        )
+    refuse_banned(session, worker_id, now)
+    seen(row, now)
+    return row
 
 
 def ban(session: Session, ledger: Ledger, worker_id: str, reason: str, seconds: float, now: float) -> Receipt:
-    """A new ban takes the place of an older one; 0 seconds lift it."""
+    """A new ban replaces an older one; 0 seconds lift it."""
     row = session.get(BanRow, worker_id) or BanRow(worker_id=worker_id)
     row.reason, row.made, row.until = reason, now, now + seconds
     session.add(row)

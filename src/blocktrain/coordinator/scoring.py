@@ -8,19 +8,17 @@ for it.
 from __future__ import annotations
 
 import logging
-import os
-import threading
+import time
 from collections.abc import Sequence
 
 import torch
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 
-from blocktrain.coordinator.context import Context
 from blocktrain.coordinator.operator_notes import Display
+from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.corpora import Corpus
-from blocktrain.errors import BlocktrainError
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
@@ -32,16 +30,15 @@ log = logging.getLogger(__name__)
 MAX_SCORED_BYTES = 65_536
 """A coordinator often has no accelerator: enough text for a curve, not for a paper."""
 MAX_POOLING_BYTES = 16_384
-LOW_PRIORITY = 10
-POLL_SECONDS = 0.5
-"""How soon the end of a run, or a request to stop, is noticed."""
 
 
 class Scoring:
-    def __init__(self, context: Context, corpus: Corpus, display: Display) -> None:
-        recipe = context.run.recipe
-        self._context, self._every = context, recipe.swarm.evaluate_every_seconds
+    def __init__(self, resources: Resources, corpus: Corpus, display: Display) -> None:
+        recipe = resources.run.recipe
+        self._resources, self._every = resources, recipe.swarm.evaluate_every_seconds
         self._corpus, self._display = corpus, display
+        self._next_look = 0.0
+        """In seconds of this process's own clock: how often to look is no matter of the run's time."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         setup = Setup.of(recipe)
         self._objective, self._tokenizer = setup.objective, setup.tokenizer
@@ -52,21 +49,18 @@ class Scoring:
         self._pool = setup.tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
         self._blocks = [setup.initial(block).to(device).eval() for block in range(recipe.model.blocks)]
 
-    def run(self, stop: threading.Event) -> None:
-        lower_priority()
-        self._count_bigrams()
-        waited = self._every
-        while not stop.is_set():
-            try:
-                if waited >= self._every or self._finished():
-                    waited = 0.0
-                    self.score_if_new()
-            except BlocktrainError as error:
-                log.error("cannot score the model: %s", error)
-            except Exception:  # torch raises RuntimeError for anything, out of memory included
-                log.exception("failed to score the model")
-            stop.wait(POLL_SECONDS)
-            waited += POLL_SECONDS
+    def score_due(self) -> bool:
+        """Score the heads if enough time has passed since the last look, and at once when the run has ended;
+        whether anything was scored."""
+        if self._display.bigram is None:
+            self._count_bigrams()
+        with self._resources.store.read() as session:
+            slowest = session.scalar(select(func.min(BlockRow.version)))
+        finished = slowest is not None and slowest >= self._resources.run.swarm.rounds
+        if time.monotonic() < self._next_look and not finished:
+            return False
+        self._next_look = time.monotonic() + self._every
+        return self.score_if_new() is not None
 
     def _count_bigrams(self) -> None:
         """The least that a model must beat, on the text it is scored on."""
@@ -75,14 +69,9 @@ class Scoring:
         source = f"counts of the training text, on the same {len(self._held_out)} held-out tokens as the run"
         self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
 
-    def _finished(self) -> bool:
-        with self._context.store.read() as session:
-            slowest = session.scalar(select(func.min(BlockRow.version)))
-        return slowest is not None and slowest >= self._context.run.swarm.rounds
-
     def score_if_new(self) -> EvaluationState | None:
         """Score the heads, unless they are the initial weights or have been scored."""
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             columns = select(BlockRow.version, BlockRow.head_hash).order_by(BlockRow.block)
             heads = session.execute(columns).all()
             versions = canonical_json([version for version, _ in heads]).decode()
@@ -90,18 +79,24 @@ class Scoring:
         if known or not any(version for version, _ in heads):
             return None
         state = self._score([version for version, _ in heads], [digest for _, digest in heads])
-        self._write(versions, state)
+        try:
+            with self._resources.store.write() as session:
+                session.add(EvaluationRow(versions=versions, time=state.time, record=state.model_dump_json()))
+        except IntegrityError:
+            return state  # another process scored the same heads
+        log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)
+        self._resources.changes.notify()
         return state
 
     def _score(self, versions: Sequence[int], hashes: Sequence[str]) -> EvaluationState:
         for index, (block, digest) in enumerate(zip(self._blocks, hashes, strict=True)):
-            load_into(block, self._context.weights.snapshot(index, digest))
-        finished = min(versions) >= self._context.run.swarm.rounds
+            load_into(block, self._resources.weights.snapshot(index, digest))
+        finished = min(versions) >= self._resources.run.swarm.rounds
         euler = finished and self._objective.composes_by_euler
         weights = self._evaluator.fit_weights(self._blocks, self._pool)
         found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
         return EvaluationState(
-            time=self._context.clock(),
+            time=self._resources.clock(),
             versions=tuple(versions),
             scored_bytes=len(self._held_out),
             consensus_ce=found.consensus.ce,
@@ -109,20 +104,3 @@ class Scoring:
             block_ce=tuple(score.ce for score in found.blocks),
             weights=tuple(weights),
         )
-
-    def _write(self, versions: str, state: EvaluationState) -> None:
-        try:
-            with self._context.store.write() as session:
-                session.add(EvaluationRow(versions=versions, time=state.time, record=state.model_dump_json()))
-        except IntegrityError:
-            return  # another process scored the same heads
-        log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)
-        self._context.changes.notify()
-
-
-def lower_priority() -> None:
-    """Of the calling thread, where the system can: requests and merges go first."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-    except (AttributeError, OSError):
-        log.debug("this system has no priorities for threads")

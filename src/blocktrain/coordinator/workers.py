@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.context import Context
-from blocktrain.coordinator.decisions.deadlines import Lateness
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import ban, standing_of
+from blocktrain.coordinator.resources import Resources
+from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
+from blocktrain.coordinator.storage.queries import block_row, live_since
 from blocktrain.coordinator.storage.store import AssignmentRow, BanRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.verdicts import settle
 from blocktrain.validation.reputation import reputation, uptime
+from blocktrain.validation.ruling import Ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.messages import (
     CONTRIBUTIONS_CONTEXT,
@@ -27,7 +30,6 @@ from blocktrain.wire.messages import (
     ContributionsAnswer,
     ErrorReason,
     OperatorAnswer,
-    Outcome,
     Receipt,
     VerdictReason,
     VerdictRecord,
@@ -57,7 +59,7 @@ def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit
         func.count(),
         func.sum(UpdateRow.weight),
         func.coalesce(func.sum(UpdateRow.gain), 0.0),
-    ).where(UpdateRow.state == "merged")
+    ).where(UpdateRow.state == UpdateState.MERGED)
     if worker_id is not None:
         query = query.where(UpdateRow.worker_id == worker_id)
     rows = session.execute(query.group_by(UpdateRow.worker_id))
@@ -72,16 +74,16 @@ def _bans(session: Session, now: float, worker_id: str | None = None) -> dict[st
     return {row.worker_id: BanState(reason=row.reason, until=row.until) for row in session.scalars(query)}
 
 
-class People:
-    def __init__(self, context: Context) -> None:
-        self._context = context
+class Workers:
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
 
     # --- reading ---
 
     def workers(self) -> WorkersAnswer:
         """The most useful first."""
-        now = self._context.clock()
-        with self._context.store.read() as session:
+        now = self._resources.clock()
+        with self._resources.store.read() as session:
             rows = session.scalars(
                 select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS)
             ).all()
@@ -90,8 +92,8 @@ class People:
         return WorkersAnswer(workers=tuple(sorted(found, key=lambda one: -one.merged_weight)))
 
     def worker(self, worker_id: str) -> WorkerAnswer:
-        now = self._context.clock()
-        with self._context.store.read() as session:
+        now = self._resources.clock()
+        with self._resources.store.read() as session:
             row = self._row(session, worker_id)
             verdicts = session.scalars(
                 select(UpdateRow)
@@ -106,7 +108,7 @@ class People:
 
     def verdicts(self) -> VerdictsAnswer:
         """The latest first, whoever they are about."""
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             rows = session.scalars(
                 select(UpdateRow)
                 .where(UpdateRow.verdict_sequence.is_not(None))
@@ -131,8 +133,8 @@ class People:
             label=row.label,
             joined=row.joined,
             last_seen=row.last_seen,
-            live=row.last_seen > now - self._context.run.swarm.lease_seconds,
-            probation=self._context.judged and not row.established,
+            live=row.last_seen > live_since(now, self._resources.run.swarm),
+            probation=self._resources.run.recipe.trust.judge != "off" and not row.established,
             ban=bans.get(row.worker_id),
             reputation=reputation(standing, known),
             rating=standing.rating,
@@ -147,13 +149,13 @@ class People:
         )
 
     def _tokens_per_update(self) -> int:
-        recipe = self._context.run.recipe
+        recipe = self._resources.run.recipe
         return recipe.swarm.steps_per_round * recipe.training.batch * recipe.model.context
 
     def contributions(self) -> ContributionsAnswer:
-        now, run = self._context.clock(), self._context.run
+        now, run = self._resources.clock(), self._resources.run
         tokens = self._tokens_per_update()
-        with self._context.store.read() as session:
+        with self._resources.store.read() as session:
             columns = select(WorkerRow.worker_id, WorkerRow.public_key)
             keys = {row.worker_id: row.public_key for row in session.execute(columns)}
             workers = [
@@ -170,54 +172,58 @@ class People:
         statement = {"run_id": run.run_id, "time": now, "workers": workers}
         return ContributionsAnswer(
             statement=statement,
-            signature=self._context.ledger.sign(CONTRIBUTIONS_CONTEXT + canonical_json(statement)).hex(),
+            signature=self._resources.ledger.sign(CONTRIBUTIONS_CONTEXT + canonical_json(statement)).hex(),
         )
 
     # --- the operator ---
 
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
         """Also takes back what it has waiting for a merge."""
-        now = self._context.clock()
-        with self._context.store.write() as session:
+        now = self._resources.clock()
+        with self._resources.store.write() as session:
             row = session.get(WorkerRow, worker_id, with_for_update=True)
-            self._take_back(session, worker_id, request.reason, now)
-            receipt = ban(session, self._context.ledger, worker_id, request.reason, request.seconds, now)
+            self._take_back(session, worker_id, row, request.reason, now)
+            receipt = ban(session, self._resources.ledger, worker_id, request.reason, request.seconds, now)
             if row is not None:
                 row.block = None
-        self._context.changes.notify()
+        self._resources.changes.notify()
         return OperatorAnswer(receipt=receipt)
 
     def remove(self, worker_id: str) -> OperatorAnswer:
         """Forget a worker: its leases are free, and it must join, and be judged, as a newcomer."""
-        now = self._context.clock()
-        with self._context.store.write() as session:
+        now = self._resources.clock()
+        with self._resources.store.write() as session:
             row = self._row(session, worker_id)
-            self._take_back(session, worker_id, "removed by the operator", now)
+            self._take_back(session, worker_id, row, "removed by the operator", now)
             leases = session.scalars(
                 select(AssignmentRow).where(
-                    AssignmentRow.worker_id == worker_id, AssignmentRow.state == "leased"
+                    AssignmentRow.worker_id == worker_id, AssignmentRow.state == AssignmentState.LEASED
                 )
             )
             for lease in leases.all():
-                lease.state = "returned"
+                change(lease, AssignmentState.RETURNED)
             session.delete(row)
-            receipt: Receipt = self._context.ledger.append(session, now, "remove", {"worker_id": worker_id})
-        self._context.changes.notify()
+            receipt: Receipt = self._resources.ledger.append(session, now, "remove", {"worker_id": worker_id})
+        self._resources.changes.notify()
         return OperatorAnswer(receipt=receipt)
 
-    def _take_back(self, session: Session, worker_id: str, reason: str, now: float) -> None:
-        """Blocks first, in order: a merge that begins meanwhile fixes its inputs under the same lock."""
+    def _take_back(
+        self, session: Session, worker_id: str, worker: WorkerRow | None, reason: str, now: float
+    ) -> None:
+        """Refuse what the worker has waiting for a judge or a merge; a merge under way keeps its inputs."""
         waiting = (
             UpdateRow.worker_id == worker_id,
-            UpdateRow.state.in_(("judging", "accepted", "late")),
+            UpdateRow.state.in_((UpdateState.JUDGING, *WAITING)),
             UpdateRow.merge_version.is_(None),
         )
+        # Blocks first, in order: a merge that begins meanwhile fixes its inputs under the same lock.
         for block in sorted(set(session.scalars(select(UpdateRow.block).where(*waiting)))):
-            self._context.block(session, block, lock=True)
+            block_row(session, block, lock=True)
         rows = session.scalars(select(UpdateRow).where(*waiting).execution_options(populate_existing=True))
         for row in rows.all():
-            refusal = Lateness(Outcome.REFUSED, 0.0, VerdictReason.REMOVED, reason)
-            self._context.write_verdict(session, row, refusal, now, {})
+            # No mark: the operator's decision is about the worker, not about this update.
+            ruling = Ruling.refuse(VerdictReason.REMOVED, reason, mark=None)
+            settle(self._resources, session, worker, row, ruling, now)
 
 
 def _record(row: UpdateRow) -> VerdictRecord:

@@ -40,10 +40,10 @@ short windows give a smaller error than few long ones at equal compute."""
 SHORTEST_WINDOW = 16
 FEWEST_WINDOWS = 8
 """Of each kind; below this no error can be estimated, whatever the budget."""
-EARLY_ERRORS = 4.0
+EARLY_STANDARD_ERRORS = 4.0
 """Standard errors of harm at which the test stops before its budget is spent; several looks, so a strict one.
 Gains are measured to the end: updates are ranked by them."""
-FINAL_ERRORS = 2.0
+FINAL_STANDARD_ERRORS = 2.0
 """Standard errors that make a finding at the end."""
 
 
@@ -119,9 +119,9 @@ class Gain:
         variance = math.fsum((one - mean) ** 2 for one in differences) / max(1, count - 1)
         return cls(mean, math.sqrt(variance / count), count)
 
-    def exceeds(self, errors: float) -> bool:
-        """Whether it is told from zero by this many standard errors, in either direction."""
-        return math.isfinite(self.mean) and abs(self.mean) > errors * self.error
+    def is_loss(self, standard_errors: float) -> bool:
+        """True if the loss rose by more than this many standard errors, or is no longer a number."""
+        return not math.isfinite(self.mean) or self.mean < -standard_errors * self.error
 
     @property
     def score(self) -> float:
@@ -238,7 +238,7 @@ def sequential_gain(score: Score, budget: int) -> Gain:
     for count in looks(budget):
         differences += score(len(differences), count)
         gain = Gain.of(differences)
-        if not math.isfinite(gain.mean) or (gain.mean < 0 and gain.exceeds(EARLY_ERRORS)):
+        if gain.is_loss(EARLY_STANDARD_ERRORS):
             break
     return gain
 

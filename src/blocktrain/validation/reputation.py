@@ -3,7 +3,7 @@
 Pure: a standing and an event give the next standing. The *rating* is the mean of a Beta posterior over good
 and bad verdicts with forgetting, so one mistake does not end a career and an old good name does not last.
 The *average* of the evidence's marks is about 0 for who copies or sends noise, and above 0 for who trained on
-the text it was given. *Uptime* forgives every silence shorter than `GRACE_SECONDS`.
+the text it was given. *Uptime* forgives every silence shorter than `SILENCE_GRACE_SECONDS`.
 
 Promises: lateness, lost connections and withheld payloads are no cheating and touch neither rating nor
 average; bad verdicts do not count while the median recent score of a block is not positive (then the run, not
@@ -15,27 +15,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+
+from blocktrain.validation.ruling import Mark
 
 FORGETTING = 0.95
 """Weight of all earlier verdicts at each new one: about the last 20 count."""
 AVERAGE_STEP = 0.1
 FIRST_AVERAGE = 0.25
 """A newcomer is neither a copier nor known to work."""
-GRACE_SECONDS = 900.0
+SILENCE_GRACE_SECONDS = 900.0
 FREE_WITHHELD = 3
 COMPARED_SHARE = 0.5
 """Share of the usual norm from which on an update's assigned and other text are compared."""
 FEWEST_FOR_BAN = 6.0
 """Counted verdicts (after forgetting) before a low rating bans."""
-
-
-class Mark(StrEnum):
-    """What a verdict says about its worker."""
-
-    GOOD = "good"
-    BAD = "bad"
-    NEUTRAL = "neutral"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ def comparison(mark: int, norm: float | None, usual_norm: float | None) -> int |
 
 
 def after_silence(standing: Standing, seconds: float) -> Standing:
-    beyond = max(0.0, seconds - GRACE_SECONDS)
+    beyond = max(0.0, seconds - SILENCE_GRACE_SECONDS)
     return replace(standing, silent_seconds=standing.silent_seconds + beyond) if beyond else standing
 
 

@@ -30,14 +30,14 @@ BLOB_ANSWERS: Answers = {
 def get_update(request: Request, service: Service, payload_hash: HashPath) -> Response:
     """Payload of a merged update."""
     service.reports.find_merged_payload(payload_hash)
-    return _blob_response(request, service.context.blobs, payload_key(payload_hash), payload_hash)
+    return _blob_response(request, service.resources.blobs, payload_key(payload_hash), payload_hash)
 
 
 @downloads.get("/v1/snapshots/{snapshot_hash}", response_class=Response, responses=BLOB_ANSWERS)
 def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) -> Response:
     """A snapshot as safetensors."""
     service.reports.find_snapshot(snapshot_hash)
-    return _blob_response(request, service.context.blobs, snapshot_key(snapshot_hash), snapshot_hash)
+    return _blob_response(request, service.resources.blobs, snapshot_key(snapshot_hash), snapshot_hash)
 
 
 def _blob_response(request: Request, blobs: Blobs, key: str, digest: str) -> Response:

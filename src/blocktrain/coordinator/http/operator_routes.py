@@ -20,7 +20,9 @@ LENT_TASK = (ErrorReason.NOT_JUDGE, ErrorReason.NOT_FOUND, ErrorReason.LEASE_LOS
 
 
 def require_judge(service: Coordinator, worker_id: str, public_key: bytes) -> None:
-    if public_key.hex() != service.context.run.coordinator_key and not service.door.is_judge(worker_id):
+    if public_key.hex() != service.resources.run.coordinator_key and not service.admission.is_judge(
+        worker_id
+    ):
         raise Refusal(
             ErrorReason.NOT_JUDGE,
             f"key {worker_id} may not judge this run",
@@ -29,7 +31,7 @@ def require_judge(service: Coordinator, worker_id: str, public_key: bytes) -> No
 
 
 def require_operator(service: Coordinator, public_key: bytes) -> None:
-    if public_key.hex() != service.context.run.coordinator_key:
+    if public_key.hex() != service.resources.run.coordinator_key:
         raise Refusal(
             ErrorReason.NOT_OPERATOR,
             "this is for the run's operator",
@@ -59,7 +61,7 @@ def get_judge_payload(service: Service, update_id: HashPath, signed: SignedEmpty
     """The payload of an update lent to this judge; nobody else sees it before it is merged."""
     require_judge(service, signed.worker_id, signed.public_key)
     key = payload_key(service.judging.lent_payload(signed.worker_id, update_id))
-    return Response(service.context.blobs.get(key), media_type="application/octet-stream")
+    return Response(service.resources.blobs.get(key), media_type="application/octet-stream")
 
 
 @operator_routes.post(
@@ -92,7 +94,7 @@ def post_ban(
 ) -> messages.OperatorAnswer:
     """Ban a worker for some time; 0 seconds lift a ban."""
     require_operator(service, signed.public_key)
-    return service.people.ban(worker_id, signed.message)
+    return service.workers.ban(worker_id, signed.message)
 
 
 @operator_routes.delete(
@@ -101,4 +103,4 @@ def post_ban(
 def delete_worker(service: Service, worker_id: IdPath, signed: SignedEmpty) -> messages.OperatorAnswer:
     """Forget a worker; it may join again as a newcomer."""
     require_operator(service, signed.public_key)
-    return service.people.remove(worker_id)
+    return service.workers.remove(worker_id)

@@ -51,25 +51,25 @@ def get_merges(service: Service, block: BlockPath, since: Since = 0) -> messages
 @public_routes.get("/v1/workers", responses=refuses())
 def get_workers(service: Service) -> messages.WorkersAnswer:
     """Standing and contribution of every worker, the most useful first."""
-    return service.people.workers()
+    return service.workers.workers()
 
 
 @public_routes.get("/v1/workers/{worker_id}", responses=NAMED_THING)
 def get_worker(service: Service, worker_id: IdPath) -> messages.WorkerAnswer:
     """One worker's standing and its latest verdicts, each with its reason."""
-    return service.people.worker(worker_id)
+    return service.workers.worker(worker_id)
 
 
 @public_routes.get("/v1/verdicts", responses=refuses())
 def get_verdicts(service: Service) -> messages.VerdictsAnswer:
     """The latest verdicts on anybody's updates, each with its reason."""
-    return service.people.verdicts()
+    return service.workers.verdicts()
 
 
 @public_routes.get("/v1/contributions", responses=refuses())
 def get_contributions(service: Service) -> messages.ContributionsAnswer:
     """Who trained what of the current snapshots, signed by the coordinator."""
-    return service.people.contributions()
+    return service.workers.contributions()
 
 
 @public_routes.get("/v1/ledger", responses=refuses(ErrorReason.INVALID_MESSAGE))

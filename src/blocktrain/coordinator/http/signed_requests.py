@@ -52,7 +52,7 @@ def coordinator_of(request: Request) -> Coordinator:
 async def verified(request: Request) -> VerifiedRequest:
     """Who signed this request, before its body is read; refuses one that is unsigned or was seen before."""
     coordinator = coordinator_of(request)
-    now = coordinator.context.clock()
+    now = coordinator.resources.clock()
     # Path and query as they came, still encoded: that is what the client signed.
     query = request.scope["query_string"].decode("latin-1")
     path: str = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
@@ -62,7 +62,7 @@ async def verified(request: Request) -> VerifiedRequest:
             f"{path}?{query}" if query else path,
             [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw],
             now=now,
-            audience=coordinator.context.run.run_id,
+            audience=coordinator.resources.run.run_id,
         )
     except SignatureError as error:
         raise Refusal.of_signature(error, now) from None

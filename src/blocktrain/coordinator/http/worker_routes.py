@@ -32,7 +32,7 @@ OWN_ASSIGNMENT = (ErrorReason.NOT_FOUND, ErrorReason.NOT_YOURS)
 @worker_routes.get("/v1/challenge/{worker_id}", responses=refuses(ErrorReason.INVALID_MESSAGE))
 def get_challenge(service: Service, worker_id: IdPath) -> messages.ChallengeAnswer:
     """What this worker must stamp before it joins, and how hard that is."""
-    return service.door.challenge(worker_id, service.context.clock())
+    return service.admission.challenge(worker_id, service.resources.clock())
 
 
 @worker_routes.post(
@@ -122,7 +122,7 @@ def post_commit(
 )
 async def put_update(request: Request, service: Service, payload_hash: HashPath) -> messages.Verdict:
     """Reveal a committed payload; Content-Length must be exactly the committed one."""
-    length = declared_length(request, service.context.run.max_payload_bytes)
+    length = declared_length(request, service.resources.run.max_payload_bytes)
     signature = await verified(request)
     expected = await run_in_threadpool(service.updates.expect, signature.worker_id, payload_hash, length)
     if expected.verdict is not None:
@@ -131,9 +131,7 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
             pass
         return expected.verdict
     async with received_file(request, signature) as (file, content_hash):
-        verdict = await _in_decoding_thread(request, service.updates.reveal, expected, file, content_hash)
-    service.metrics.judged(verdict.outcome, verdict.reason)
-    return verdict
+        return await _in_decoding_thread(request, service.updates.reveal, expected, file, content_hash)
 
 
 @worker_routes.post(
@@ -144,9 +142,7 @@ async def post_uploaded(
     request: Request, service: Service, payload_hash: HashPath, signed: SignedEmpty
 ) -> messages.Verdict:
     """The payload lies at the presigned upload place: look at it."""
-    verdict = await _in_decoding_thread(request, service.updates.uploaded, signed.worker_id, payload_hash)
-    service.metrics.judged(verdict.outcome, verdict.reason)
-    return verdict
+    return await _in_decoding_thread(request, service.updates.uploaded, signed.worker_id, payload_hash)
 
 
 async def _in_decoding_thread(

@@ -114,12 +114,8 @@ class WorkerRow(Table):
     """Off probation."""
 
 
-LIVE_STATES = ("leased", "committed")
-
-
 class AssignmentRow(Table):
-    """`state`: leased, then committed; or returned by the worker, withheld (committed, never revealed),
-    refused (revealed, and no good): these three leave the round open to the worker."""
+    """`state` is one of states.AssignmentState."""
 
     __tablename__ = "assignments"
     assignment_id: Mapped[str] = mapped_column(Hex32, primary_key=True)
@@ -151,8 +147,7 @@ class AssignmentRow(Table):
 
 
 class UpdateRow(Table):
-    """`state`: committed, then judging (where there are judges), then accepted, late or refused, then merged;
-    or withheld."""
+    """`state` is one of states.UpdateState."""
 
     __tablename__ = "updates"
     update_id: Mapped[str] = mapped_column(Hex64, primary_key=True)

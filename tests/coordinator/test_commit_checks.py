@@ -1,4 +1,4 @@
-"""Commits and norms: pure checks."""
+"""Which commits are let in: pure checks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.decisions.commit_checks import (
-    MAX_NORM,
     AssignmentView,
     commit_refusal,
-    malformed,
-    norm_problem,
-    norm_remark,
-    ruling,
 )
 from blocktrain.coordinator.refusals import STATUS
-from blocktrain.wire.messages import CommitRequest, ErrorReason, Outcome, VerdictReason
+from blocktrain.wire.messages import CommitRequest, ErrorReason
 from blocktrain.wire.signing import Reason
 
 COMMIT = CommitRequest(payload_hash="aa" * 32, payload_bytes=100, base_hash="bb" * 32)
@@ -59,27 +53,3 @@ def test_each_way_a_commit_falls_short_has_its_reason(view: AssignmentView, reas
 
 def test_every_reason_has_a_status() -> None:
     assert set(STATUS) == {*map(str, ErrorReason), *map(str, Reason)}
-
-
-def test_a_norm_that_could_overflow_is_refused() -> None:
-    for norm in (float("nan"), float("inf"), 2 * MAX_NORM):
-        problem = norm_problem(norm)
-        assert problem is not None
-        assert problem.reason == VerdictReason.NOT_FINITE
-    assert norm_problem(MAX_NORM) is None
-
-
-def test_an_unusual_norm_is_remarked_and_not_refused() -> None:
-    assert norm_remark(1.0, None) is None
-    assert norm_remark(1.0, 1.0) is None
-    remark = norm_remark(20.0, 1.0)
-    assert remark is not None
-    assert "20 times the running median" in remark
-
-
-def test_what_is_wrong_with_the_bytes_comes_before_what_is_wrong_with_the_time() -> None:
-    swarm = SwarmConfig(max_age=0)
-    assert ruling(9, True, malformed("no frame"), swarm).reason == VerdictReason.MALFORMED
-    assert ruling(0, True, None, swarm).reason == VerdictReason.RUN_FINISHED
-    assert ruling(1, False, None, swarm).reason == VerdictReason.TOO_OLD
-    assert ruling(0, False, None, swarm).outcome == Outcome.ACCEPTED

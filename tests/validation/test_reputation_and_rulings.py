@@ -1,4 +1,4 @@
-"""Reputation follows work and not the network; every finding says why."""
+"""Reputation follows work and not the network; every ruling says why."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from blocktrain.config import TrustConfig
+from blocktrain.config import SwarmConfig, TrustConfig
 from blocktrain.validation.evidence import Evidence, Gain
+from blocktrain.validation.guard import guard_decision, is_doubted, merge_choices
 from blocktrain.validation.reputation import (
-    Mark,
     Standing,
     after_silence,
     after_verdict,
@@ -21,18 +21,20 @@ from blocktrain.validation.reputation import (
     penalties_paused,
     reputation,
 )
-from blocktrain.validation.verdicts import (
-    evidence_finding,
-    excused,
-    guard_decision,
-    is_doubted,
-    merge_choices,
-    norm_finding,
-    probation_finding,
+from blocktrain.validation.ruling import (
+    MAX_NORM,
+    Mark,
+    age_ruling,
+    evidence_ruling,
+    fading_of,
+    judged_ruling,
+    norm_ruling,
+    overflow_ruling,
+    probation_ruling,
+    required_standard_errors,
     schedule_factor,
-    wanted_errors,
 )
-from blocktrain.wire.messages import VerdictReason
+from blocktrain.wire.messages import Outcome, VerdictReason
 from tests.validation.kit import RECIPE
 
 HOUR = 3600.0
@@ -98,7 +100,7 @@ def test_small_and_gainless_updates_are_no_cheating() -> None:
     before = honest_standing()
     after = after_verdict(before, Mark.NEUTRAL, 1)
     assert after.rating == before.rating
-    small = norm_finding(0.05, 1.0, TrustConfig())
+    small = norm_ruling(0.05, 1.0, TrustConfig())
     assert small is not None
     assert small.mark is Mark.NEUTRAL
 
@@ -114,23 +116,23 @@ def test_penalties_pause_while_honest_scores_are_not_positive() -> None:
 def test_probation_counts_good_verdicts() -> None:
     assert on_probation(Standing(good_verdicts=2), 3)
     assert not on_probation(Standing(good_verdicts=3), 3)
-    found = probation_finding(2, 3, established=True)
+    found = probation_ruling(2, 3, established=True)
     assert found is not None
     assert "2 of 3" in found.sentence
-    assert probation_finding(3, 3, established=True) is None
-    assert probation_finding(0, 3, established=False) is None
+    assert probation_ruling(3, 3, established=True) is None
+    assert probation_ruling(0, 3, established=False) is None
 
 
 @pytest.mark.parametrize(("norm", "refused"), [(0.05, True), (0.2, False), (1.0, False), (11.0, True)])
 def test_norms_are_bounded_by_the_running_median(norm: float, refused: bool) -> None:
-    assert (norm_finding(norm, 1.0, TrustConfig()) is not None) is refused
-    assert norm_finding(norm, None, TrustConfig()) is None
+    assert (norm_ruling(norm, 1.0, TrustConfig()) is not None) is refused
+    assert norm_ruling(norm, None, TrustConfig()) is None
 
 
 def test_norms_may_shrink_with_the_learning_rate() -> None:
     last = schedule_factor(RECIPE, RECIPE.swarm.rounds - 1)
     assert last < 0.1 < schedule_factor(RECIPE, 1)
-    assert norm_finding(0.05, 1.0, TrustConfig(), fading=last) is None
+    assert norm_ruling(0.05, 1.0, TrustConfig(), fading=last) is None
 
 
 def evidence_of(mean: float, error: float = 0.01) -> Evidence:
@@ -150,15 +152,15 @@ def evidence_of(mean: float, error: float = 0.01) -> Evidence:
     ],
 )
 def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) -> None:
-    assert evidence_finding(evidence_of(mean)).reason is reason
+    assert evidence_ruling(evidence_of(mean)).reason is reason
 
 
 def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
-    assert wanted_errors([]) == wanted_errors([9.0, 8.0]) == 3.0
-    assert wanted_errors([1.0, 1.2, 0.8]) == 0.5
-    assert wanted_errors([-1.0]) == 0.0
-    assert evidence_finding(evidence_of(0.006), [1.0]).counts
-    assert not evidence_finding(evidence_of(0.0), [-1.0]).counts
+    assert required_standard_errors([]) == required_standard_errors([9.0, 8.0]) == 3.0
+    assert required_standard_errors([1.0, 1.2, 0.8]) == 0.5
+    assert required_standard_errors([-1.0]) == 0.0
+    assert evidence_ruling(evidence_of(0.006), [1.0]).counts
+    assert not evidence_ruling(evidence_of(0.0), [-1.0]).counts
 
 
 def windows(mean: float) -> list[float]:
@@ -230,12 +232,47 @@ def test_once_some_are_left_out_the_guard_takes_the_better_before_the_larger() -
 
 
 def test_harm_of_a_late_update_is_no_mark_against_its_worker() -> None:
-    harmful = evidence_finding(evidence_of(-0.1))
-    assert harmful.mark is Mark.BAD
-    assert excused(harmful).mark is Mark.NEUTRAL
-    assert not excused(harmful).counts
-    good = evidence_finding(evidence_of(0.1))
-    assert excused(good) == good
+    assert evidence_ruling(evidence_of(-0.1)).mark is Mark.BAD
+    for mean in (-0.1, float("nan")):
+        late = evidence_ruling(evidence_of(mean), late=True)
+        assert late.mark is Mark.NEUTRAL
+        assert not late.counts
+    assert evidence_ruling(evidence_of(0.1), late=True) == evidence_ruling(evidence_of(0.1))
+
+
+def test_age_decays_the_weight_until_it_is_refused() -> None:
+    swarm, drop = SwarmConfig(max_age=2, age_decay=0.5), SwarmConfig(policy="drop")
+    assert [age_ruling(age, swarm).weight for age in range(4)] == [1.0, 0.5, 0.25, 0.0]
+    assert age_ruling(0, swarm).outcome is Outcome.ACCEPTED
+    assert age_ruling(3, swarm).reason is VerdictReason.TOO_OLD
+    assert age_ruling(1, drop).reason is VerdictReason.DROPPED
+    assert age_ruling(0, swarm, finished=True).reason is VerdictReason.RUN_FINISHED
+
+
+def test_a_norm_that_could_overflow_is_refused() -> None:
+    for norm in (float("nan"), float("inf"), 2 * MAX_NORM):
+        ruling = overflow_ruling(norm)
+        assert ruling is not None
+        assert (ruling.reason, ruling.mark) == (VerdictReason.NOT_FINITE, Mark.BAD)
+    assert overflow_ruling(MAX_NORM) is None
+
+
+def test_a_slow_judge_makes_an_update_late_and_is_not_held_against_its_worker() -> None:
+    good, swarm = evidence_ruling(evidence_of(0.1)), SwarmConfig(max_age=1)
+    late = judged_ruling(good, age_ruling(1, swarm))
+    assert (late.outcome, late.reason, late.mark) == (Outcome.LATE, VerdictReason.CARRIED, Mark.GOOD)
+    assert "1 rounds late" in late.sentence
+    assert "held-out loss" in late.sentence
+    assert judged_ruling(good, age_ruling(2, swarm)).reason is VerdictReason.TOO_OLD
+    harmful = evidence_ruling(evidence_of(-0.1))
+    assert judged_ruling(harmful, age_ruling(0, swarm)) == harmful
+
+
+def test_norms_are_compared_with_the_highest_rate_behind_the_median() -> None:
+    assert fading_of(RECIPE, 1) == 1.0
+    last = RECIPE.swarm.rounds - 1
+    assert 0 < fading_of(RECIPE, last) < 0.2
+    assert norm_ruling(0.05, 1.0, TrustConfig(), fading_of(RECIPE, last)) is None
 
 
 def test_random_events_keep_reputation_in_range() -> None:

@@ -1,0 +1,203 @@
+"""When a round closes, how long it lasts, and who works in it: pure functions of facts and time.
+
+`round_state` holds every rule in the order in which it is applied. Offsets are seconds from the beginning of
+a round to an update's arrival. Every answer carries the sentence that the API, the log and the page show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from blocktrain.config import SwarmConfig, TrustConfig
+
+FEW_ARRIVALS = 4
+"""Below this many observations a quantile means nothing; twice the slowest is used."""
+HISTORY_ARRIVALS = 32
+"""How many of the latest offsets of a block count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts:
+    """What is known of a block's open round. Workers are named by their ids."""
+
+    version: int
+    """Head snapshot; also the number of the open round."""
+    begun: float | None
+    live: frozenset[str]
+    """Workers on the block that were heard of within `swarm.lease_seconds`."""
+    established: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that are off probation, with their good verdicts so far."""
+    on_time: frozenset[str] = frozenset()
+    """Workers whose update on the head waits for the merge."""
+    late: frozenset[str] = frozenset()
+    """Workers whose update on an older version waits for the merge."""
+    counted: frozenset[str] = frozenset()
+    """Workers that had a good verdict on the head's round; they may be in a merge that is under way."""
+    refused: frozenset[str] = frozenset()
+    """Workers whose update on the head was refused."""
+    judging: tuple[float, ...] = ()
+    """Arrival times of updates without a verdict."""
+    history: Sequence[float] = ()
+    """Offsets of earlier rounds, the latest HISTORY_ARRIVALS."""
+    this_round: Sequence[float] = ()
+    """Offsets of the open round."""
+    merging: bool = False
+    """A merge is under way: its inputs are fixed, and what arrives now belongs to the next one."""
+    claimed_until: float | None = None
+    """Time after which the process that merges is taken to be dead."""
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    on_time: int
+    late: int
+    wanted: int
+    """On-time updates that close the round before its deadline."""
+    workers: int
+    """Workers that the round waits for."""
+    deadline: float | None
+    """None while the round has not begun."""
+    deadline_reason: str
+    period_began: float | None
+    """Beginning of the round, or of its last re-set deadline: a refusal before it may be tried again."""
+    close: bool
+    reason: str
+
+
+def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: float) -> OpenRound:
+    """The open round of a block: whom it waits for, until when, and whether it closes now."""
+    on_time, late = len(facts.on_time), len(facts.late)
+
+    # Where there are established workers the round waits for these alone, so that a crowd of newcomers can
+    # neither hold it up nor close it early. A worker established during this round (its verdict on the head
+    # was the last it needed) does not count yet, so it cannot close the round before its equals deliver.
+    needed = trust.probation_verdicts
+    established = {
+        worker for worker, good in facts.established.items() if good - (worker in facts.counted) >= needed
+    }
+    awaited = established or facts.live
+
+    # An update that counts from a worker nobody waits for must not take the place of one that is awaited: it
+    # raises the number that is wanted. Without established workers those are the workers that delivered and
+    # are elsewhere, or gone.
+    moved = 0 if established else len(facts.on_time - facts.live)
+    extra = len(facts.on_time - established) if established else 0
+
+    # A worker that was refused has had its turn. Without a judge it may try the round again at once, so it
+    # is still awaited.
+    refused = facts.refused & awaited if established else facts.refused
+    given_up = 0 if trust.judge == "off" else len(refused)
+
+    # All replicas are wanted, also those that are missing: then rounds last until their deadline, and workers
+    # that run ahead train meanwhile. Closing without them was measured, not kept (docs/experiments.md, T4).
+    wanted = max(1, max(len(awaited) + moved, swarm.replicas) - given_up) + extra
+
+    # The deadline; while there is nothing to merge it is re-set by whole rounds until it is ahead.
+    seconds, deadline_reason = round_seconds(facts.history, facts.this_round, swarm)
+    deadline = period_began = None
+    if facts.begun is None:
+        deadline_reason = f"begins with the first assignment, then {seconds:.1f} s: {deadline_reason}"
+    else:
+        nothing = not (on_time or late or facts.judging)
+        resets = max(0, math.ceil((now - facts.begun) / seconds) - 1) if nothing else 0
+        if resets:
+            often = "once" if resets == 1 else f"{resets} times"
+            deadline_reason += f"; re-set {often}, as nothing had arrived"
+        period_began = facts.begun + seconds * resets
+        deadline = facts.begun + seconds * (1 + resets)
+
+    def state(close: bool, reason: str) -> OpenRound:
+        return OpenRound(
+            on_time, late, wanted, len(awaited), deadline, deadline_reason, period_began, close, reason
+        )
+
+    if facts.version >= swarm.rounds:
+        return state(False, "the block has had all its rounds")
+
+    # A process that died while merging left a fixed set of inputs: whoever finds it finishes the merge.
+    if facts.merging:
+        abandoned = facts.claimed_until is None or facts.claimed_until < now
+        return state(abandoned, "continues a merge that was begun" if abandoned else "is being merged")
+
+    # Only updates on the head make the quorum: a late one must not cut off its own successor.
+    passed = deadline is not None and now >= deadline
+    if on_time >= wanted:
+        reason = f"all {wanted} wanted updates have arrived"
+    elif passed and (on_time or late):
+        reason = f"deadline passed with {on_time} of {wanted} updates, {late} late ones"
+    else:
+        return state(False, f"{on_time} of {wanted} updates have arrived")
+
+    # What arrived in time waits for its judge, but not for longer than the judge's patience.
+    in_time = [one for one in facts.judging if deadline is None or one <= deadline]
+    if any(one > now - trust.judge_patience_seconds for one in in_time):
+        return state(False, f"{reason}; waits for the judge")
+    return state(True, reason)
+
+
+def round_seconds(
+    history: Sequence[float], this_round: Sequence[float], swarm: SwarmConfig
+) -> tuple[float, str]:
+    """Length of a round from earlier rounds' offsets; from its own where there is no history yet."""
+    if swarm.policy == "drop":
+        return swarm.drop_deadline_seconds, "fixed by swarm.drop_deadline_seconds (policy drop)"
+    offsets = history or this_round
+    if not offsets:
+        return swarm.max_deadline_seconds, "nothing has arrived yet: swarm.max_deadline_seconds"
+    if len(offsets) < FEW_ARRIVALS:
+        wanted, reason = 2 * max(offsets), f"twice the slowest of {len(offsets)} arrivals"
+    else:
+        # The slack keeps equal workers from being cut off by their own jitter.
+        wanted = quantile(offsets, swarm.deadline_quantile) * swarm.deadline_slack
+        reason = (
+            f"{swarm.deadline_quantile:.0%} of the last {len(offsets)} arrivals took at most "
+            f"{wanted / swarm.deadline_slack:.1f} s, times {swarm.deadline_slack:g}"
+        )
+    seconds = min(max(wanted, swarm.min_deadline_seconds), swarm.max_deadline_seconds)
+    return seconds, reason if seconds == wanted else f"{reason}, bounded to {seconds:g} s"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def starts_clock(facts: RoundFacts, worker: str) -> bool:
+    """The clock of a round starts with its first worker, and again where all others have gone with nothing
+    delivered: a round that nobody works on must not use up its time."""
+    return facts.begun is None or not (facts.live - {worker} or facts.on_time or facts.late)
+
+
+def extra_steps(
+    facts: RoundFacts,
+    state: OpenRound,
+    worker: str,
+    round_: int,
+    own_seconds: float | None,
+    swarm: SwarmConfig,
+    now: float,
+) -> int:
+    """Steps that a worker takes for an absent replica in the time its round leaves it, at most one replica's.
+
+    `own_seconds` is how long its own steps took it last time. 0 where that, or the round's length, is not
+    known yet.
+    """
+    others = len(facts.live - {worker})
+    seconds_left = round_seconds(facts.history, (), swarm)[0] if facts.history else None
+    if round_ == facts.version:
+        # In the open round a replica that has delivered is not missing, and only the rest of it is left.
+        others += state.on_time
+        seconds_left = seconds_left if state.deadline is None else state.deadline - now
+    if others >= swarm.replicas - 1 or not own_seconds or seconds_left is None or swarm.policy == "drop":
+        return 0
+    spare = swarm.stand_in * seconds_left / own_seconds - 1
+    return max(0, math.floor(min(spare, 1.0) * swarm.steps_per_round))
+
+
+def own_share(extra: int, swarm: SwarmConfig) -> float:
+    """Share of an update's time spent on the worker's own steps; only that enters the deadline history, or
+    steps for absent replicas would make later rounds longer."""
+    return swarm.steps_per_round / (swarm.steps_per_round + extra)

@@ -1,0 +1,28 @@
+"""What the coordinator's services share: the run, its storage, the clock, and the bell that wakes threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.storage.blobs import Blobs
+from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.store import Store
+from blocktrain.coordinator.storage.weights import WeightCache
+from blocktrain.threads import Changes
+
+
+@dataclass(frozen=True)
+class Resources:
+    run: Run
+    store: Store
+    blobs: Blobs
+    ledger: Ledger
+    weights: WeightCache
+    clock: Callable[[], float]
+    secret: bytes = bytes(32)
+    """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
+    changes: Changes = field(default_factory=Changes)
+    metrics: Metrics = field(default_factory=Metrics)

@@ -1,0 +1,166 @@
+"""Reads that more than one service needs, each within the caller's transaction. They answer with facts; what
+follows from them is decided in `decisions/` and `validation/`.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from pydantic import TypeAdapter
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.orm import Session
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, RoundFacts
+from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.reputation_rows import standing_of
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, UpdateState
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, RunRow, UpdateRow, WorkerRow
+from blocktrain.wire.messages import ErrorReason, FrozenSnapshot
+
+COUNTED_NORMS = 32
+"""Merged updates of a block whose norms make its running median."""
+RECENT_SCORES = 16
+_frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])
+
+
+def lock_run(session: Session) -> None:
+    """For a transaction that makes a row which two processes could make at once."""
+    session.get(RunRow, 1, with_for_update=True, populate_existing=True)
+
+
+def block_row(session: Session, block: int, *, lock: bool = False) -> BlockRow:
+    row = session.get(BlockRow, block, with_for_update=lock or None, populate_existing=True)
+    if row is None:
+        count = session.scalar(select(func.count()).select_from(BlockRow)) or 0
+        raise Refusal(ErrorReason.NOT_FOUND, f"no block {block}; this run has 0 to {count - 1}")
+    return row
+
+
+def live_since(now: float, swarm: SwarmConfig) -> float:
+    """A worker is live if it was last seen after this time."""
+    return now - swarm.lease_seconds
+
+
+def seats(session: Session, swarm: SwarmConfig, now: float, *, without: str = "") -> dict[int, int]:
+    """Live workers on each block."""
+    rows = session.execute(
+        select(WorkerRow.block, func.count())
+        .where(
+            WorkerRow.block.is_not(None),
+            WorkerRow.last_seen > live_since(now, swarm),
+            WorkerRow.worker_id != without,
+        )
+        .group_by(WorkerRow.block)
+    )
+    return {block: count for block, count in rows if block is not None}
+
+
+def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float) -> RoundFacts:
+    """Everything that decides when the block's open round closes."""
+    at_block = WorkerRow.block == row.block
+    workers = session.scalars(select(WorkerRow).where(at_block, WorkerRow.last_seen > live_since(now, swarm)))
+    live = {worker.worker_id: worker for worker in workers}
+    on_head = UpdateRow.base_version == row.version
+    updates = session.execute(
+        select(
+            UpdateRow.worker_id,
+            UpdateRow.state,
+            UpdateRow.base_version,
+            UpdateRow.merge_version,
+            UpdateRow.revealed,
+        ).where(
+            UpdateRow.block == row.block,
+            or_(
+                UpdateRow.state.in_((*WAITING, UpdateState.JUDGING)),
+                (UpdateRow.state == UpdateState.REFUSED) & on_head,
+            ),
+        )
+    ).all()
+    # What has a merge version belongs to the merge under way, no longer to the open round.
+    waiting = [one for one in updates if one.state in WAITING and one.merge_version is None]
+
+    def offsets(of_round: ColumnElement[bool]) -> list[float]:
+        found = session.scalars(
+            select(UpdateRow.offset)
+            .where(UpdateRow.block == row.block, UpdateRow.offset.is_not(None), of_round)
+            .order_by(UpdateRow.revealed.desc())
+            .limit(HISTORY_ARRIVALS)
+        )
+        return [offset for offset in found if offset is not None]
+
+    return RoundFacts(
+        version=row.version,
+        begun=row.begun,
+        live=frozenset(live),
+        established={
+            name: standing_of(worker).good_verdicts for name, worker in live.items() if worker.established
+        },
+        on_time=frozenset(one.worker_id for one in waiting if one.state == UpdateState.ACCEPTED),
+        late=frozenset(one.worker_id for one in waiting if one.state == UpdateState.LATE),
+        counted=frozenset(
+            one.worker_id for one in updates if one.state in WAITING and one.base_version == row.version
+        ),
+        refused=frozenset(one.worker_id for one in updates if one.state == UpdateState.REFUSED),
+        judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
+        history=offsets(UpdateRow.base_version < row.version),
+        this_round=offsets(on_head),
+        merging=row.closing_version is not None,
+        claimed_until=row.claim_until,
+    )
+
+
+def inputs_of_merge(session: Session, block: int, version: int | None) -> list[UpdateRow]:
+    """Updates that belong to the merge that makes `version`, in the order in which they are added up; with
+    None those that wait for a merge."""
+    of_merge = UpdateRow.merge_version == version
+    if version is None:
+        of_merge = UpdateRow.merge_version.is_(None) & UpdateRow.state.in_(WAITING)
+    query = select(UpdateRow).where(UpdateRow.block == block, of_merge).order_by(UpdateRow.update_id)
+    return list(session.scalars(query))
+
+
+def live_assignments(session: Session, block: int, round_: int) -> int:
+    query = select(func.count()).where(
+        AssignmentRow.block == block, AssignmentRow.round == round_, AssignmentRow.state.in_(LIVE)
+    )
+    return session.scalar(query) or 0
+
+
+def running_median(session: Session, block: int) -> float | None:
+    """Median norm of the last merged updates of a block; None before its first merge."""
+    rows = session.scalars(
+        select(UpdateRow.norm)
+        .where(UpdateRow.block == block, UpdateRow.state == UpdateState.MERGED)
+        .order_by(UpdateRow.merge_version.desc(), UpdateRow.update_id)
+        .limit(COUNTED_NORMS)
+    )
+    norms = [norm for norm in rows if norm is not None]
+    return statistics.median(norms) if norms else None
+
+
+def recent_scores(session: Session, block: int, *, established: bool) -> list[float]:
+    """Scores of the block's last updates: of those that counted, or of all those of established workers."""
+    chosen = UpdateRow.state.in_(COUNTED)
+    if established:
+        trusted = select(WorkerRow.worker_id).where(WorkerRow.established.is_(True))
+        chosen = UpdateRow.worker_id.in_(trusted)
+    rows = session.scalars(
+        select(UpdateRow.score)
+        .where(UpdateRow.block == block, UpdateRow.score.is_not(None), chosen)
+        .order_by(UpdateRow.verdict_sequence.desc())
+        .limit(RECENT_SCORES)
+    )
+    return [score for score in rows if score is not None]
+
+
+def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
+    """The snapshots of other blocks that an assignment named when it was lent."""
+    return _frozen.validate_json(row.frozen)
+
+
+def frozen_heads(session: Session, run: Run, block: int, round_: int) -> list[FrozenSnapshot]:
+    """The heads of the blocks that the objective needs for training `block` in this round."""
+    heads = [block_row(session, one) for one in run.objective.frozen(block, round_ / run.swarm.rounds)]
+    return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]

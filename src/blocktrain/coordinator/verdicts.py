@@ -1,0 +1,84 @@
+"""The one writer of verdicts: whoever rules on an update (reveal, judge, guard, operator) calls `settle`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.reputation_rows import ban, keep_standing, standing_of
+from blocktrain.coordinator.resources import Resources
+from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
+from blocktrain.coordinator.storage.queries import recent_scores
+from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow
+from blocktrain.validation.reputation import after_verdict, deserves_ban, on_probation, penalties_paused
+from blocktrain.validation.ruling import Ruling
+
+
+def settle(
+    resources: Resources,
+    session: Session,
+    worker: WorkerRow | None,
+    row: UpdateRow,
+    ruling: Ruling,
+    now: float,
+    *,
+    evidence: dict[str, Any] | None = None,
+    compared: int | None = None,
+) -> None:
+    """Write a verdict, and everything that follows from it, in the caller's transaction.
+
+    The caller has locked worker and block. `worker` is None where it was removed from the run; `compared` is
+    the evidence's assigned-versus-other mark, None where nothing was scored.
+    """
+    trust, ledger = resources.run.recipe.trust, resources.ledger
+    before = UpdateState(row.state)
+    change(row, UpdateState(ruling.outcome))
+    row.weight, row.reason, row.sentence = ruling.weight, str(ruling.reason), ruling.sentence
+    verdict = {
+        "update_id": row.update_id,
+        "outcome": str(ruling.outcome),
+        "weight": row.weight,
+        "reason": row.reason,
+        "sentence": row.sentence,
+        "norm": row.norm,
+    }
+    more = {} if evidence is None else {"evidence": evidence}
+    row.verdict_sequence = ledger.append(session, now, "verdict", {**verdict, **more}).sequence
+
+    # An update counts once, under its last outcome: guard and ban take an earlier one back.
+    if worker is not None:
+        if before in WAITING:
+            setattr(worker, before, max(0, getattr(worker, before) - 1))
+        setattr(worker, ruling.outcome, getattr(worker, ruling.outcome) + 1)
+
+    # Without a judge only malformed and outdated updates are refused: the worker may try again at once. With
+    # one, it must wait until the round's deadline passes (assignments.ask), or it could try until it passes.
+    if before is UpdateState.COMMITTED and not ruling.counts and trust.judge == "off":
+        assignment = session.get(AssignmentRow, row.assignment_id)
+        assert assignment is not None
+        change(assignment, AssignmentState.REFUSED)
+
+    # Reputation is for what a judge, or a check before it, found. Bad verdicts do not count while honest
+    # work does not score above zero: then the run, not the worker, has a problem.
+    if worker is not None and ruling.mark is not None and trust.judge != "off":
+        paused = penalties_paused(recent_scores(session, row.block, established=True))
+        standing = after_verdict(standing_of(worker), ruling.mark, compared, paused=paused)
+        worker.established = worker.established or not on_probation(standing, trust.probation_verdicts)
+        if deserves_ban(standing, trust.ban_below):
+            reason = f"rating {standing.rating:.2f} after {standing.verdicts} verdicts, last: {row.reason}"
+            ban(session, ledger, worker.worker_id, reason, trust.ban_seconds, now)
+            # After the ban it begins again as a newcomer, on probation.
+            standing = dataclasses.replace(standing, good=0.0, bad=0.0, good_verdicts=0)
+            worker.established = False
+        keep_standing(worker, standing)
+
+    # Only what is in the database may be told: a transaction that fails has ruled on nothing.
+    @event.listens_for(session, "after_commit", once=True)
+    def tell(_session: Session) -> None:
+        resources.metrics.verdict(ruling.outcome, ruling.reason)
+        if not ruling.counts:
+            resources.weights.forget(row.block, row.payload_hash)
+        resources.changes.notify()

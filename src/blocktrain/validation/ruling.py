@@ -1,0 +1,161 @@
+"""Whether an update counts: one function per check, each answers with a `Ruling`.
+
+In the order of protocol.md: age, size, norm, copy, evidence, probation; the guard (`validation.guard`) looks
+at the whole merge afterwards. Pure: `coordinator.verdicts.settle` writes a ruling down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from blocktrain.config import Recipe, SwarmConfig, TrustConfig
+from blocktrain.training.optimizer import learning_rate_factor
+from blocktrain.training.setup import with_swarm_schedule
+from blocktrain.validation.duplicates import Likeness
+from blocktrain.validation.evidence import FINAL_STANDARD_ERRORS, Evidence
+from blocktrain.wire.messages import Outcome, VerdictReason
+
+MAX_NORM = 1e18
+"""Above this a merge could overflow fp32; no block of finite training comes near."""
+MEDIAN_ROUNDS = 16
+"""About so many rounds are behind a running median; a norm is compared with their highest learning rate."""
+GAIN_STANDARD_ERRORS = 3.0
+"""Standard errors above zero that make a gain, where honest ones have twice as many. At 2, three of nine
+noise updates of honest norm passed in the first rounds, where nearly any change helps a little; honest ones
+had 5 to 14."""
+
+
+class Mark(StrEnum):
+    """What a ruling says about its worker."""
+
+    GOOD = "good"
+    BAD = "bad"
+    NEUTRAL = "neutral"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """Outcome, weight and reason of one update, in the words that log, API, page and ledger show."""
+
+    outcome: Outcome
+    weight: float
+    reason: VerdictReason
+    sentence: str
+    mark: Mark | None = Mark.NEUTRAL
+    """None leaves the worker's standing as it is: the ruling is not about this update alone."""
+
+    @classmethod
+    def refuse(cls, reason: VerdictReason, sentence: str, mark: Mark | None = Mark.NEUTRAL) -> Ruling:
+        return cls(Outcome.REFUSED, 0.0, reason, sentence, mark)
+
+    @property
+    def counts(self) -> bool:
+        return self.outcome is not Outcome.REFUSED
+
+
+def age_ruling(age: int, swarm: SwarmConfig, *, finished: bool = False) -> Ruling:
+    """`age` is the version the update will merge into, less one, less its base version."""
+    if finished:
+        return Ruling.refuse(VerdictReason.RUN_FINISHED, "the block has had all its rounds")
+    if age <= 0:
+        return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, "on time: counts fully")
+    if swarm.policy == "drop":
+        return Ruling.refuse(VerdictReason.DROPPED, f"{age} rounds late; this run drops them")
+    if age > swarm.max_age:
+        sentence = f"{age} rounds late, at most {swarm.max_age} are carried; keep it as error feedback"
+        return Ruling.refuse(VerdictReason.TOO_OLD, sentence)
+    weight = swarm.age_decay**age
+    sentence = f"{age} rounds late: counts at weight {weight:g}"
+    return Ruling(Outcome.LATE, weight, VerdictReason.CARRIED, sentence)
+
+
+def overflow_ruling(norm: float) -> Ruling | None:
+    """None where the norm is a number that a merge can take."""
+    if math.isfinite(norm) and norm <= MAX_NORM:
+        return None
+    sentence = f"expected a norm of at most {MAX_NORM:g}, found {norm:g}"
+    return Ruling.refuse(VerdictReason.NOT_FINITE, sentence, Mark.BAD)
+
+
+def schedule_factor(recipe: Recipe, round_: int) -> float:
+    """Mean learning rate of a round as a share of the peak."""
+    steps = recipe.swarm.steps_per_round
+    config = with_swarm_schedule(recipe).training
+    return sum(learning_rate_factor(round_ * steps + step, config) for step in range(steps)) / steps
+
+
+def fading_of(recipe: Recipe, round_: int) -> float:
+    """This round's learning rate against the highest of the rounds behind the running median, at most 1: at
+    the end of a schedule honest updates shrink, and must not be refused for it."""
+    rates = [schedule_factor(recipe, one) for one in range(max(0, round_ - MEDIAN_ROUNDS), round_ + 1)]
+    return rates[-1] / max(rates) if max(rates) > 0 else 1.0
+
+
+def norm_ruling(
+    norm: float, running_median: float | None, trust: TrustConfig, fading: float = 1.0
+) -> Ruling | None:
+    """None where the norm is usual for the block, or nothing was merged yet that would tell."""
+    if not running_median:
+        return None
+    low, high = trust.norm_low * min(1.0, fading), trust.norm_high
+    ratio = norm / running_median
+    if low <= ratio <= high:
+        return None
+    sentence = f"norm {norm:.3g} is {ratio:.3g} times this block's median; expected {low:.2g} to {high:g}"
+    # A small one may be a weak machine's; a large one tries to outweigh the others.
+    return Ruling.refuse(VerdictReason.NORM, sentence, Mark.BAD if ratio > high else Mark.NEUTRAL)
+
+
+def duplicate_ruling(source: str, likeness: Likeness) -> Ruling | None:
+    if not likeness.is_copy:
+        return None
+    sentence = f"{likeness.equal:.0%} of it equals update {source[:12]}, which was committed before"
+    return Ruling.refuse(VerdictReason.DUPLICATE, sentence, Mark.BAD)
+
+
+def required_standard_errors(recent_scores: Sequence[float]) -> float:
+    """Standard errors above zero that a gain must have: half of what counted updates of the block lately
+    had, at most GAIN_STANDARD_ERRORS. Where honest gains sink into the noise, at the end of a schedule, the
+    sign decides; asking for more would stop the block."""
+    if not recent_scores:
+        return GAIN_STANDARD_ERRORS
+    return min(GAIN_STANDARD_ERRORS, max(0.0, statistics.median(recent_scores) / 2))
+
+
+def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, late: bool = False) -> Ruling:
+    """`recent_scores` are those of the block's last updates that counted. The harm of a `late` update says
+    nothing about its worker: what others merged meanwhile may be what makes it overshoot."""
+    gain, bad = evidence.held_out, Mark.NEUTRAL if late else Mark.BAD
+    if not math.isfinite(gain.mean):
+        return Ruling.refuse(VerdictReason.HARMFUL, "held-out loss is no longer finite", bad)
+    sentence = f"held-out loss changes by {-gain.mean:+.4f} +- {gain.error:.4f} over {gain.windows} windows"
+    required = required_standard_errors(recent_scores)
+    if gain.mean > required * gain.error:
+        return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)
+    if gain.is_loss(FINAL_STANDARD_ERRORS):
+        return Ruling.refuse(VerdictReason.HARMFUL, sentence, bad)
+    # Between the two it is noise: it does not count, and it is not held against the worker.
+    needed = f"; to count it must fall by more than {required:.1f} standard errors (longer rounds show more)"
+    return Ruling.refuse(VerdictReason.NO_GAIN, sentence + needed)
+
+
+def probation_ruling(good_verdicts: int, needed: int, established: bool) -> Ruling | None:
+    """`good_verdicts` with this one. Where nobody on the block is `established`, newcomers are the run."""
+    if good_verdicts >= needed or not established:
+        return None
+    sentence = f"on probation: {good_verdicts} of {needed} good verdicts; scored, not merged"
+    return Ruling.refuse(VerdictReason.PROBATION, sentence, Mark.GOOD)
+
+
+def judged_ruling(by_judge: Ruling, by_age: Ruling) -> Ruling:
+    """What counts for the judge still has an age. A judge that took long makes an update late: that is not
+    its worker's fault, so the mark is the judge's."""
+    if not by_judge.counts:
+        return by_judge
+    sentence = f"{by_age.sentence}; {by_judge.sentence}"
+    return dataclasses.replace(by_age, sentence=sentence, mark=by_judge.mark)
