@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -148,7 +147,7 @@ class Assignments:
                     return Wait(seconds=decision.seconds, reason=decision.reason)
                 block = block_row(session, decision.block, lock=True)
                 if block.version == versions[decision.block]:
-                    return self._lend(session, worker, block, decision, now)
+                    return self.lend(session, worker, block, decision, now)
 
     def _state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
         run = self._resources.run
@@ -222,9 +221,10 @@ class Assignments:
             for block, version in versions.items()
         ]
 
-    def _lend(
+    def lend(
         self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
     ) -> Assignment:
+        """Write an assignment down, and start the clock of its round where it is the first."""
         run, name = self._resources.run, worker.worker_id
         facts = round_facts(session, block, run.swarm, now)
         if offer.round == block.version and starts_clock(facts, name):
@@ -241,7 +241,7 @@ class Assignments:
         shard, extra_shard = itertools.islice(self._free_shards(session, worker, offer), 2)
         frozen = frozen_heads(session, run, offer.block, offer.round)
         row = AssignmentRow(
-            assignment_id=secrets.token_hex(16),
+            assignment_id=self._resources.new_id(),
             worker_id=name,
             block=offer.block,
             round=offer.round,

@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from blocktrain.client.run import Layout
-from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
@@ -23,13 +21,13 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
-from blocktrain.simulation.coordinator import BlockState, SimulatedCoordinator
+from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
 from blocktrain.training.setup import Setup, with_swarm_schedule
-from blocktrain.training.snapshot import load_into, schema_of, snapshot_hash, tensors_of
-from blocktrain.wire.codec import CodecSpec, frame_length
+from blocktrain.training.snapshot import load_into
+from blocktrain.wire.messages import Outcome
 from blocktrain.worker.training import LocalTraining
 
 Policy = Literal["drop", "carry"]
@@ -50,6 +48,8 @@ class Scenario:
     evaluate_every: int = 1
     """Rounds between two scores; the last round is always scored."""
     device: torch.device = torch.device("cpu")
+    judged: bool = False
+    """Whether a judge scores every update and the guard every merge, as in a run among strangers."""
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -109,15 +109,10 @@ class Simulation:
         return self.setup.initial(block).to(self.scenario.device)
 
     def _build_coordinator(self) -> SimulatedCoordinator:
-        swarm, network, seed = self.scenario.swarm, self.scenario.network, self.scenario.seed
-        states, layouts, codec = [], [], CodecSpec.parse(swarm.codec)
-        for index, block in enumerate(self.assembled):
-            weights, schema = tensors_of(block), schema_of(block)
-            first = Base(0, snapshot_hash(weights), weights)
-            states.append(BlockState(first))
-            layouts.append(Layout(index, codec, schema, frame_length(codec, schema), first.hash))
-        machines = [Machine(network, seed, index) for index in range(self.scenario.num_workers)]
-        return SimulatedCoordinator(swarm, layouts, self.clock, states, machines, self.objective)
+        scenario = self.scenario
+        recipe = dataclasses.replace(self.recipe, swarm=scenario.swarm)
+        machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
+        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=scenario.judged)
 
     def _site(self, index: int) -> Site:
         return Site(
@@ -150,7 +145,7 @@ class Simulation:
         self._score_if_due()
 
     def _score_if_due(self) -> None:
-        round_ = min(state.version for state in self.coordinator.blocks)
+        round_ = min(state.head.version for state in self.coordinator.blocks)
         due = round_ % self.scenario.evaluate_every == 0 or self.coordinator.finished
         if due and round_ > (self.scored[-1].round if self.scored else 0):
             self._score(round_)
@@ -174,10 +169,10 @@ class Simulation:
 
     def report(self) -> dict[str, Any]:
         scenario, states = self.scenario, self.coordinator.blocks
-        merged = [one for state in states for merge in state.merges for one in merge.inputs]
-        assigned = sum(len(shards) for state in states for shards in state.shards.values())
-        wall = max(merge.closed for state in states for merge in state.merges)
-        ages = Counter(one.age for one in merged)
+        merges = [merge for state in states for merge in state.merges]
+        merged = [one for merge in merges for one in merge.inputs]
+        ages = Counter(merge.version - 1 - one.base_version for merge in merges for one in merge.inputs)
+        wall = max(closed for state in states for closed in state.closed)
         return {
             "name": scenario.recipe.name,
             "network": scenario.network.name,
@@ -191,13 +186,11 @@ class Simulation:
             "ce": [dataclasses.asdict(one) for one in self.scored],
             "participation": participation(ages[0], scenario.swarm.rounds, scenario.num_workers),
             "merged_share": participation(len(merged), scenario.swarm.rounds, scenario.num_workers),
-            "assigned": assigned,
+            "assigned": self.coordinator.num_assigned(),
             "ages": {str(age): ages[age] for age in sorted(ages)},
             "weight_merged": sum(one.weight for one in merged),
-            "empty_rounds": sum(not merge.inputs for state in states for merge in state.merges),
-            "refused": sum(
-                verdict.outcome.value == "refused" for state in states for _, verdict in state.verdicts
-            ),
+            "empty_rounds": sum(not merge.inputs for merge in merges),
+            "refused": sum(one.outcome is Outcome.REFUSED for one in self.coordinator.verdicts),
             "wall_seconds": wall,
             "computing_share": sum(site.seconds_computing for site in self.sites) / wall / len(self.sites),
             "bytes_up": sum(site.num_bytes["up"] for site in self.sites),

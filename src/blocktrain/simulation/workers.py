@@ -22,13 +22,11 @@ from torch import Tensor
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base, snapshot_route
-from blocktrain.coordinator.decisions.deadlines import Lateness, lateness
-from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.update import Weights
-from blocktrain.wire.messages import Assignment, Outcome
+from blocktrain.wire.messages import Assignment, Verdict
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate
 from blocktrain.worker.logic import WorkerLogic, may_step, own_steps
 from blocktrain.worker.training import LocalTraining
@@ -51,8 +49,12 @@ class Site:
     """Block to the version that is here as a frozen one; version 0 comes from the seed."""
     seconds_computing: float = 0.0
 
+    @property
+    def worker_id(self) -> str:
+        return self.coordinator.worker_ids[self.index]
+
     def layout(self, block: int) -> Layout:
-        return self.coordinator.layouts[block]
+        return self.coordinator.blocks[block].layout
 
     def payload_bytes(self, block: int) -> float:
         return self.layout(block).payload_bytes * self.stands_for / self.layout(block).schema.num_values
@@ -63,7 +65,7 @@ class Site:
     def fetched_bytes(self, block: int, held: int, wanted: int) -> float:
         """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
         merges = self.coordinator.blocks[block].merges[held:wanted]
-        others = sum(one.worker != self.index for merge in merges for one in merge.inputs)
+        others = sum(one.worker_id != self.worker_id for merge in merges for one in merge.inputs)
         chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block, wanted)
         rebuild, _ = snapshot_route(
             wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
@@ -88,9 +90,9 @@ class Site:
         seconds = self.machine.down_seconds(num_bytes) if num_bytes else 0.0
         self.clock.at(self.machine.done_at(self.clock.now, seconds), action)
 
-    def upload(self, update: PendingUpdate, done: Callable[[Lateness | None], None]) -> None:
+    def upload(self, update: PendingUpdate, done: Callable[[Verdict | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
-        if self.coordinator.commit(self.index, update) is not None:
+        if not self.coordinator.commit(self.index, update):
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
             return
         num_bytes = self.payload_bytes(update.block)
@@ -150,8 +152,7 @@ class DropWorker:
         if block != self.block or head.version >= coordinator.swarm.rounds or head.version <= self._round:
             return
         self._round = head.version
-        offer = Offer(self.block, head.version, "its block's next round")
-        update = PendingUpdate.of(coordinator.lend(self.site.index, offer))
+        update = PendingUpdate.of(coordinator.lend(self.site.index, self.block))
         assert update.assignment is not None
         update.frozen, num_bytes = self.site.bring(update.assignment, whole=True)
         num_bytes += self.site.snapshot_bytes(self.block, head.version)
@@ -202,13 +203,11 @@ class CarryWorker:
     def _ask(self) -> None:
         if self._steps is not None or not self.logic.should_ask(self.site.clock.now):
             return
-        coordinator, request = self.site.coordinator, self.logic.request()
-        holding = {int(block): version for block, version in request.holding.items()}
-        decision = coordinator.next_decision(self.site.index, holding)
-        if not isinstance(decision, Offer):
+        coordinator = self.site.coordinator
+        assignment = coordinator.ask(self.site.index, self.logic.request())
+        update = None if assignment is None else self.logic.lent(assignment)
+        if update is None:
             return
-        update = self.logic.lent(coordinator.lend(self.site.index, decision))
-        assert update is not None
         assert update.assignment is not None
         update.frozen, num_bytes = self.site.bring(update.assignment, whole=False)
         base = coordinator.blocks[update.block].head
@@ -296,7 +295,7 @@ class CarryWorker:
             self.logic.blocks[update.block].form(update)
             self.site.upload(update, partial(self._judged, update))
 
-    def _judged(self, update: PendingUpdate, verdict: Lateness | None) -> None:
+    def _judged(self, update: PendingUpdate, verdict: Verdict | None) -> None:
         progress = self.logic.blocks[update.block]
         self._catch_up(progress)
         progress.judged(update, verdict)
@@ -309,11 +308,10 @@ class CarryWorker:
     # --- new snapshots
 
     def _new_head(self, block: int) -> None:
-        steps, coordinator = self._steps, self.site.coordinator
-        if steps is not None:
-            # What a heartbeat's answer says; the progress stays in the local weights, for the next update.
-            age = coordinator.blocks[steps.update.block].version - steps.update.round
-            if lateness(age, coordinator.swarm).outcome is Outcome.REFUSED:
+        steps = self._steps
+        if steps is not None and steps.update.block == block:
+            if self.site.coordinator.cancels(self.site.index, steps.update):
+                # The progress stays in the local weights, and is part of the next update.
                 steps.catch_up()
                 self.logic.cancel(steps.update)
                 self._steps = None
@@ -333,7 +331,12 @@ class CarryWorker:
     def _fetched(self, progress: BlockProgress, head: Base) -> None:
         self._fetching.discard(progress.block)
         merges = self.site.coordinator.blocks[progress.block].merges[progress.base.version : head.version]
-        mine = {one.payload_hash for merge in merges for one in merge.inputs if one.worker == self.site.index}
+        mine = {
+            one.payload_hash
+            for merge in merges
+            for one in merge.inputs
+            if one.worker_id == self.site.worker_id
+        }
         self._catch_up(progress)
         progress.advance(head, mine)
         self._pick_up_move(progress)

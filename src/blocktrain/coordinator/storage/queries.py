@@ -162,5 +162,5 @@ def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
 
 def frozen_heads(session: Session, run: Run, block: int, round_: int) -> list[FrozenSnapshot]:
     """The heads of the blocks that the objective needs for training `block` in this round."""
-    heads = [block_row(session, one) for one in run.objective.frozen(block, round_ / run.swarm.rounds)]
+    heads = [block_row(session, one) for one in run.objective.upstream(block)]
     return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]
