@@ -106,7 +106,7 @@ async def own_bits_per_byte(checkpoint: Path, pages: list[str]) -> float:
 
 
 def evaluate(checkpoint: Path, text: bytes, num_pages: int, num_endings: int) -> dict[str, Any]:
-    from blocktrain.cli.exchange import export
+    from blocktrain.cli.export import export
     from blocktrain.serving.engine.local import LocalEngine
     from blocktrain.serving.gateway.main import background_gateway
 

@@ -37,12 +37,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from blocktrain.cli.options import find_device, find_recipe
-from blocktrain.config import Recipe, load_recipe
+from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.local.swarm import SwarmOptions, run_swarm
 from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Policy, Scenario, Simulation
+from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun, Silent
 
 CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -374,6 +374,26 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+PACKAGED_RECIPES = Path(__file__).parent / "recipes"
+SOURCE_RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """A file as given, or a shipped recipe by name."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
+        shipped = folder / f"{name.removesuffix('.toml')}.toml"
+        if shipped.exists():
+            return shipped
+    known = sorted({f.stem for folder in (PACKAGED_RECIPES, SOURCE_RECIPES) for f in folder.glob("*.toml")})
+    raise RecipeError(
+        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, known)} "
+        f"({', '.join(known)})"
+    )
+
+
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from program import run_main
 
-from blocktrain.cli.demo import MARKER, clear_earlier_demo, summary_rows, thinned
 from blocktrain.errors import UserError
 from blocktrain.local.attacker import Fate
+from blocktrain.local.demo import MARKER, clear_earlier_demo, summary_rows, thinned
 
 TINY = {
     "MODEL_WIDTH": "64",

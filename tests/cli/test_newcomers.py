@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from program import Outcome, run_main, run_program
 
-from blocktrain.cli.options import best_device
+from blocktrain.training.device import best_device
 
 
 def plain(outcome: Outcome) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from program import ENVIRONMENT
 
-from blocktrain.local.signals import STOPPING_SIGNALS, stop_on_signals, stopping
+from blocktrain.local.processes import STOPPING_SIGNALS, stop_on_signals, stopping
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)

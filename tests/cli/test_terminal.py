@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blocktrain.cli.terminal import harmless, harmless_bytes
+from blocktrain.local.terminal import harmless, harmless_bytes
 
 
 def test_a_terminal_gets_no_escape_sequence_bell_or_carriage_return() -> None:

@@ -11,11 +11,11 @@ import httpx2
 import pytest
 from rich.console import Console
 
-from blocktrain.cli.status_view import status_tables
 from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.operator_notes import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import UserError
+from blocktrain.local.status_view import status_tables
 from blocktrain.wire.messages import LedgerAnswer, StatusAnswer, VerdictsAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Refused

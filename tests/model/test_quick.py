@@ -35,6 +35,9 @@ def exact_rows(blocks: list[Block], tokens: torch.Tensor, codebook: torch.Tensor
 )
 def test_rows_token_by_token_are_near_those_of_the_whole_text(shape: str, steps: type[QuickBlocks]) -> None:
     blocks, codebook = two_blocks(shape)
+    if steps is QuickBlocks and not is_quickenable(blocks[0]):
+        assert shape == "model.mixer=none"
+        return
     tokens = some_tokens(1, LENGTH)
     expected = exact_rows(blocks, tokens, codebook)
     quick = steps(blocks, codebook)

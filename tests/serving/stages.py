@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,12 +16,14 @@ import torch
 
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
-from blocktrain.serving.transport import Address
+from blocktrain.serving.transport import Address, FrameStream, connect
+from blocktrain.wire.frame_metadata import Hello, encode_metadata
+from blocktrain.wire.frames import Frame, FrameLimits, FrameType, Header, encode_frame
 
 RUN_STAGE = """
 import sys, typer
 from blocktrain.cli.main import app, main
-from blocktrain.cli.serving import stage
+from blocktrain.cli.stage import stage
 if 'stage' not in {c.name or c.callback.__name__ for c in app.registered_commands}:
     app.command()(stage)
 main()
@@ -30,6 +33,24 @@ main()
 async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
     held, shape = load_blocks(path, blocks, torch.device("cpu"))
     return await Stage.open(held, shape, StageConfig(**settings))  # type: ignore[arg-type]
+
+
+LIMITS = FrameLimits(payload_bytes=1 << 20)
+
+
+async def greeted(stage: Stage, client: str = "test") -> FrameStream:
+    """A connection that the stage has welcomed."""
+    stream = await connect(stage.address, 5)
+    hello = encode_metadata(Hello(client, stage.shape))
+    await stream.write(encode_frame(Header(FrameType.HELLO), hello))
+    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
+    return stream
+
+
+async def reply(stream: FrameStream, raw: bytes) -> Frame:
+    async with asyncio.timeout(10):
+        await stream.write(raw)
+        return await stream.read(LIMITS)
 
 
 @dataclass

@@ -14,25 +14,23 @@ import numpy as np
 import pytest
 import torch
 from cluster import PROMPTS, text_of, until
-from stages import spawn, start_stage, wait_ready
+from stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
 
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage
-from blocktrain.serving.transport import ConnectionLostError, FrameStream, connect
+from blocktrain.serving.transport import ConnectionLostError, connect
 from blocktrain.wire.frame_metadata import (
     Ask,
     Failure,
     FailureCode,
-    Hello,
     decode_metadata,
     encode_metadata,
 )
 from blocktrain.wire.frames import (
     Codec,
     Frame,
-    FrameLimits,
     FrameType,
     Header,
     decode_rows,
@@ -40,8 +38,6 @@ from blocktrain.wire.frames import (
     encode_ids,
     prefix_checksum,
 )
-
-LIMITS = FrameLimits(payload_bytes=1 << 20)
 
 
 @asynccontextmanager
@@ -53,14 +49,6 @@ async def running(path: Path, **settings: object) -> AsyncIterator[Stage]:
         await stage.close()
 
 
-async def greeted(stage: Stage, client: str = "test") -> FrameStream:
-    stream = await connect(stage.address, 5)
-    hello = encode_metadata(Hello(client, stage.shape))
-    await stream.write(encode_frame(Header(FrameType.HELLO), hello))
-    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
-    return stream
-
-
 TRAVERSE = Header(FrameType.TRAVERSE, Codec.F32, session=1, epoch=0, traversal=1, base=0, rows=1)
 
 
@@ -69,12 +57,6 @@ def ask(
 ) -> bytes:
     metadata = encode_metadata(Ask([0, 1, 2] if blocks is None else blocks, prefix_checksum(prefix or [])))
     return encode_frame(header, metadata, encode_ids(ids, 256))
-
-
-async def reply(stream: FrameStream, raw: bytes) -> Frame:
-    async with asyncio.timeout(10):
-        await stream.write(raw)
-        return await stream.read(LIMITS)
 
 
 def failure(frame: Frame) -> Failure:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import cluster, text_of
-from stages import start_stage
+from stages import greeted, reply, start_stage
 
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.serving.blocks import Refinement
@@ -18,13 +18,10 @@ from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.questions import run_of_blocks
 from blocktrain.serving.engine.requests import GenerationStats, StagesUnavailableError
-from blocktrain.serving.stage.stage import Stage
-from blocktrain.serving.transport import FrameStream, connect
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.wire.frame_metadata import (
     Failure,
     FailureCode,
-    Hello,
     Refine,
     decode_metadata,
     encode_metadata,
@@ -32,7 +29,6 @@ from blocktrain.wire.frame_metadata import (
 from blocktrain.wire.frames import (
     Codec,
     Frame,
-    FrameLimits,
     FrameType,
     Header,
     encode_frame,
@@ -134,27 +130,17 @@ def test_a_run_of_blocks_ends_at_the_first_gap() -> None:
 
 # ---- what a stage says to clumsy clients ----
 
-LIMITS = FrameLimits(payload_bytes=1 << 20)
 HEADER = Header(FrameType.REFINE, Codec.F32, session=1, rows=4)
 GOOD = Refine([0, 1], 3, 1, 3, 1, False)
 IDS = encode_ids([1, 2, 3], 256)
 ROWS = encode_rows(np.full((4, 256), 0.1), Codec.F32)
 
 
-async def greeted(stage: Stage) -> FrameStream:
-    stream = await connect(stage.address, 5)
-    await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(Hello("test", stage.shape))))
-    assert (await stream.read(LIMITS)).type == FrameType.WELCOME
-    return stream
-
-
 def ask_one(path: Path, header: Header, metadata: bytes, payload: bytes) -> Frame:
     async def asked() -> Frame:
         stage = await start_stage(path, [0, 1])
         stream = await greeted(stage)
-        async with asyncio.timeout(10):
-            await stream.write(encode_frame(header, metadata, payload))
-            frame = await stream.read(LIMITS)
+        frame = await reply(stream, encode_frame(header, metadata, payload))
         await stream.close()
         await stage.close()
         return frame

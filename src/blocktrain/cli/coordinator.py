@@ -1,18 +1,17 @@
-"""The verb `coordinator`: serves one run until it is asked to stop."""
+"""`blocktrain coordinator`: serve one run until it is asked to stop."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import RecipeArgument, SetOption, find_recipe
-from blocktrain.config import load_recipe
+from blocktrain.cli.options import RecipeArgument, SetOption, TrackOption, log_to_stderr
+from blocktrain.config import find_recipe, load_recipe
 from blocktrain.errors import UserError
-from blocktrain.tracking.trackers import TrackOption, recording
+from blocktrain.tracking.trackers import recording
 
 
 def coordinator(
@@ -45,7 +44,7 @@ def coordinator(
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
     from blocktrain.coordinator.main import Tls, run_coordinator
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from blocktrain.cli.options import DeviceOption
-from blocktrain.cli.swarm import DEFAULT_DATA_DIR
+from blocktrain.cli.options import WORKER_DATA_DIR, DeviceOption
 from blocktrain.doctor import findings, machine
 from blocktrain.doctor.findings import Finding, Severity, worst
 from blocktrain.errors import BlocktrainError
@@ -29,7 +29,7 @@ def doctor(
         str | None, typer.Option(metavar="HOST:PORT", help="A stage that a gateway should reach.")
     ] = None,
     device: DeviceOption = "auto",
-    data_dir: Annotated[Path, typer.Option(help="Where a worker would keep its data.")] = DEFAULT_DATA_DIR,
+    data_dir: Annotated[Path, typer.Option(help="Where a worker would keep its data.")] = WORKER_DATA_DIR,
     corpus: Annotated[str | None, typer.Option(help="Where the run's text lies on this machine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -63,7 +63,7 @@ def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Fin
 
 
 def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
-    from blocktrain.doctor.network import read_certificate, read_coordinator, utc_now
+    from blocktrain.doctor.network import read_certificate, read_coordinator
 
     reading, run = read_coordinator(url, time.time)
     found = [
@@ -71,7 +71,7 @@ def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
         findings.about_clock(reading),
     ]
     if reading.failed_at not in ("name", "connection"):
-        found.append(findings.about_tls(url, read_certificate(url), utc_now()))
+        found.append(findings.about_tls(url, read_certificate(url), datetime.now(UTC)))
     if run is not None:
         from blocktrain.doctor.network import read_text_problem, run_need
 

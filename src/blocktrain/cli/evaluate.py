@@ -1,12 +1,10 @@
-"""`evaluate` and `generate`: use a checkpoint on this machine."""
+"""`blocktrain evaluate`: score a text with a checkpoint on this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,17 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.gateway import NEEDS_A_SOURCE, KeyOption, generate_from_url
-from blocktrain.cli.options import DeviceOption, find_device
-from blocktrain.cli.terminal import bytes_for_stdout
+from blocktrain.cli.options import CheckpointArgument, DeviceOption
 from blocktrain.data.corpora import read_text
-from blocktrain.errors import DataError, UserError
-from blocktrain.model.generation import LocalModel
-from blocktrain.model.generation import generate as generate_tokens
+from blocktrain.errors import DataError
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
+from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator
-
-CheckpointArgument = Annotated[Path, typer.Argument(help="A checkpoint folder (with config.json).")]
 
 
 def evaluate(
@@ -77,63 +70,3 @@ def _table(result: dict[str, Any], text: Path) -> Table:
         bits = score["bits_per_byte"]
         table.add_row(name, f"{bits * math.log(2):.4f}", f"{score['ppl']:.2f}", f"{bits:.3f}")
     return table
-
-
-def generate(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint folder, without --url.")] = None,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")] = "",
-    url: Annotated[str | None, typer.Option("--url", help="A gateway that serves the model.")] = None,
-    key: KeyOption = None,
-    mode: Annotated[str | None, typer.Option("--mode", help="With --url: ar, verify or sweep.")] = None,
-    passes: Annotated[
-        int | None,
-        typer.Option("--passes", min=1, help="With --mode sweep: refining steps of each block."),
-    ] = None,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
-    top_p: Annotated[
-        float, typer.Option("--top-p", min=0.01, max=1.0, help="Keep the likeliest tokens of this share.")
-    ] = 1.0,
-    device: DeviceOption = "auto",
-) -> None:
-    """Continue a prompt with the composed model."""
-    if (checkpoint is None) == (url is None):
-        raise UserError(NEEDS_A_SOURCE)
-    if not prompt:
-        raise UserError("--prompt is empty; give at least one character, for instance --prompt 'The '")
-    if url is not None:
-        generate_from_url(
-            url,
-            prompt,
-            max_bytes=max_bytes,
-            seed=seed,
-            temperature=temperature,
-            top_p=top_p,
-            key=key,
-            mode=mode,
-            passes=passes,
-        )
-        return
-    if mode is not None or passes is not None:
-        raise UserError(
-            "--mode and --passes say how a gateway writes, and there is none: leave them out, or start "
-            "`blocktrain serve CHECKPOINT` and give its --url"
-        )
-    assert checkpoint is not None
-    loaded = load_checkpoint(checkpoint, find_device(device))
-    model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
-    # Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character.
-    text = os.fsencode(prompt)
-    tokens = loaded.tokenizer.encode(text).tolist()
-    write_now(text)
-    for token in generate_tokens(
-        model, tokens, max_tokens=max_bytes, seed=seed, temperature=temperature, top_p=top_p
-    ):
-        write_now(loaded.tokenizer.decode([token]))
-    write_now(b"\n")
-
-
-def write_now(text: bytes) -> None:
-    sys.stdout.buffer.write(bytes_for_stdout(text))
-    sys.stdout.buffer.flush()

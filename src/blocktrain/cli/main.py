@@ -11,19 +11,29 @@ import sys
 import typer
 
 import blocktrain
+from blocktrain.cli.chat import chat
+from blocktrain.cli.contributions import contributions
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
-from blocktrain.cli.evaluate import evaluate, generate
-from blocktrain.cli.exchange import export, import_
-from blocktrain.cli.gateway import chat, gateway, serve
-from blocktrain.cli.serving import stage
+from blocktrain.cli.evaluate import evaluate
+from blocktrain.cli.export import export
+from blocktrain.cli.gateway import gateway
+from blocktrain.cli.generate import generate
+from blocktrain.cli.import_ import import_
+from blocktrain.cli.invite import invite
+from blocktrain.cli.judge import judge
+from blocktrain.cli.ledger import ledger_verbs
+from blocktrain.cli.serve import serve
 from blocktrain.cli.simulate import simulate
-from blocktrain.cli.swarm import status, swarm, worker
+from blocktrain.cli.stage import stage
+from blocktrain.cli.status import status
+from blocktrain.cli.swarm import swarm
 from blocktrain.cli.train import train
-from blocktrain.cli.trust import contributions, invite, judge, ledger_verbs, worker_verbs
+from blocktrain.cli.worker import worker
+from blocktrain.cli.workers import worker_verbs
 from blocktrain.errors import BlocktrainError
-from blocktrain.local.parent_watch import end_with_parent
+from blocktrain.local.processes import end_with_parent
 
 app = typer.Typer(
     name="blocktrain",

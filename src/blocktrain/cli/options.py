@@ -1,16 +1,22 @@
-"""Flags several verbs share, and what they resolve to."""
+"""Arguments and flags that several verbs share."""
 
 from __future__ import annotations
 
-import re
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from blocktrain.config import did_you_mean
-from blocktrain.errors import DeviceError, RecipeError
+from blocktrain.errors import UserError
+from blocktrain.tracking.trackers import TrackerName
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as demo.")
+]
+CheckpointArgument = Annotated[Path, typer.Argument(help="A checkpoint folder (with config.json).")]
+UrlArgument = Annotated[str, typer.Argument(help="Address of the run.")]
 
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one recipe value; repeatable.")
@@ -18,47 +24,69 @@ SetOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best one here.")
 ]
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as demo.")
+TrackOption = Annotated[
+    list[TrackerName],
+    typer.Option("--track", help="Also send metrics.jsonl's numbers there; needs its package; repeatable."),
 ]
 
-PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
-SOURCE_RECIPES = Path(__file__).parents[3] / "recipes"
+# Of a coordinator's workers, judges and operator.
+CoordinatorOption = Annotated[
+    str, typer.Option("--coordinator", help="Address of the run, http(s)://HOST[:PORT].")
+]
+CorpusOption = Annotated[
+    str | None, typer.Option("--corpus", help="Where the run's text lies on this machine, if elsewhere.")
+]
+DataDirOption = Annotated[
+    Path, typer.Option("--data-dir", help="The coordinator's data folder, with its key.")
+]
+WORKER_DATA_DIR = Path("~/.blocktrain/worker")
+
+# Of `gateway` and `serve`, which starts one.
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for every one.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", help="File of bearer keys, one per line, optionally `name = key`."),
+]
+LimitOption = Annotated[
+    list[str], typer.Option("--limit", metavar="NAME=VALUE", help="Change one limit; repeatable.")
+]
+OverflowOption = Annotated[
+    str, typer.Option("--overflow", help="Prompts longer than the context: refuse or slide.")
+]
+OriginOption = Annotated[
+    list[str], typer.Option("--origin", help="A web page's origin that may call from a browser; repeatable.")
+]
+
+# Of `generate` and `chat`, which take a checkpoint or a gateway.
+SourceArgument = Annotated[Path | None, typer.Argument(help="A checkpoint folder, without --url.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--key", envvar="BLOCKTRAIN_API_KEY", help="Your key, where the gateway asks for one."),
+]
 
 
-def find_recipe(name: str) -> Path:
-    """A file as given, or a shipped recipe by name."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
-        shipped = folder / f"{name.removesuffix('.toml')}.toml"
-        if shipped.exists():
-            return shipped
-    known = sorted({f.stem for folder in (PACKAGED_RECIPES, SOURCE_RECIPES) for f in folder.glob("*.toml")})
-    raise RecipeError(
-        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, known)} "
-        f"({', '.join(known)})"
-    )
-
-
-def find_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device(
-            best_device(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+def check_source(checkpoint: Path | None, url: str | None) -> None:
+    if (checkpoint is None) == (url is None):
+        raise UserError(
+            "give either a checkpoint folder or --url, for instance runs/demo/checkpoint (made by "
+            "`blocktrain train demo --out runs/demo`) or --url http://127.0.0.1:8000 (served by "
+            "`blocktrain serve`)"
         )
-    if re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name) is None:
-        raise DeviceError(
-            f"device {name!r} does not exist here: expected cpu, cuda, cuda:1, mps or auto; try --device cpu"
-        )
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in a file, without the line's end; None without a file."""
+    if path is None:
+        return None
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise DeviceError(f"device {name!r} does not exist here ({reason}); try --device cpu") from None
-    return device
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the token file {path}: {error}") from None
+    if not 16 <= len(token) <= 256:
+        raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
+    return token
 
 
-def best_device(*, cuda: bool, mps: bool) -> str:
-    return "cuda" if cuda else "mps" if mps else "cpu"
+def log_to_stderr(form: str = "%(levelname)s %(message)s") -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)

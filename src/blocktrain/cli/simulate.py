@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
-from blocktrain.config import load_recipe
+from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption
+from blocktrain.config import find_recipe, load_recipe
 from blocktrain.simulation.networks import NETWORKS
+from blocktrain.training.device import find_device
 
 
 class NetworkName(StrEnum):

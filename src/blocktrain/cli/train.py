@@ -1,4 +1,4 @@
-"""`train`: a whole run on one machine."""
+"""`blocktrain train`: a whole run on one machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, find_device, find_recipe
-from blocktrain.cli.progress import TrainingProgress
-from blocktrain.config import Recipe, load_recipe
-from blocktrain.local.signals import stop_on_signals
+from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, TrackOption
+from blocktrain.config import Recipe, find_recipe, load_recipe
+from blocktrain.local.processes import stop_on_signals
+from blocktrain.local.terminal import TrainingProgress
 from blocktrain.tracking.curves import draw_curves
-from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, TrackerName, TrackOption, recording
+from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, TrackerName, recording
+from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun
 
 

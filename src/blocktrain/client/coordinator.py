@@ -1,8 +1,8 @@
-"""The coordinator as seen from a worker: one method per route, signed, retried, translated.
+"""The coordinator as seen from a client: one method per route, signed, retried, translated.
 
-Every request has time-outs and is tried again, with jittered backoff, until the coordinator answers or
-the worker stops: a restart of the coordinator, a lost connection or a suspended laptop look the same
-from here. Every route is safe to repeat. What the coordinator declines comes out as `Refusal`.
+Every request has time-outs and is tried again, with jittered backoff, until the coordinator answers or the
+program stops: a restart of the coordinator, a lost connection or a suspended laptop look the same from here.
+Every route is safe to repeat. What the coordinator declines comes out as `Refusal`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from blocktrain.client.address import checked_url, port_of
 from blocktrain.client.traffic import CountingTransport, Kind, Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.threads import Stopped
@@ -53,19 +54,17 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
-LONG_POLL_SECONDS = 25.0
 MAX_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-CLOCK_ATTEMPTS = 8
-"""Tries before a wrong clock is the operator's affair; after a suspension it corrects itself soon."""
-CLOCK_REASONS = {"clock_skew", "expired"}
 HINT_SECONDS = 10.0
-"""Silence of a coordinator that has never answered, after which it is said what may be wrong."""
+"""Silence of a coordinator that has never answered, after which the client says what may be wrong."""
+PUBLIC_ATTEMPTS = 4
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
 _judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def backoff_seconds(attempt: int, chance: float) -> float:
@@ -77,9 +76,11 @@ def backoff_seconds(attempt: int, chance: float) -> float:
 class Refusal(WireError):
     """The coordinator declined a request, with its reason and sentence."""
 
-    def __init__(self, status: int, reason: str, message: str, remedy: str | None) -> None:
+    def __init__(self, status: int, reason: str, message: str, remedy: str | None, code: str = "") -> None:
         super().__init__(f"{message}{'; ' + remedy if remedy else ''}")
         self.status, self.reason = status, reason
+        self.code = code
+        """How an OpenAI-compatible gateway names the reason; empty from a coordinator."""
 
 
 class NotCoordinator(UserError):
@@ -104,12 +105,11 @@ class CoordinatorClient:
     ) -> None:
         self.url = checked_url(url)
         self.attempts = attempts
-        """Tries of every request; None for as long as it takes."""
+        """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
         self.audience: str | None = None
         self._silent_since: float | None = None
-        self._known = self._hinted = False
-        """Whether the coordinator has ever answered, and whether it was said what may be wrong."""
+        self._may_hint = True
         self._http = self._open()
 
     def _open(self) -> httpx2.Client:
@@ -128,55 +128,64 @@ class CoordinatorClient:
     def close(self) -> None:
         self._http.close()
 
-    # --- routes
+    # --- routes of workers
 
     def run(self) -> RunAnswer:
         return self._introduced("/v1/run", RunAnswer)
 
     def join(self, request: JoinRequest) -> JoinAnswer:
-        return self._send("POST", "/v1/join", request, JoinAnswer)
+        return self._ask("POST", "/v1/join", JoinAnswer, request)
+
+    def challenge(self) -> ChallengeAnswer:
+        return self._read(f"/v1/challenge/{self.identity.worker_id}", ChallengeAnswer)
 
     def ask(self, request: AssignmentRequest) -> AssignmentAnswer:
-        content = self._request("POST", "/v1/assignments", _body(request))
-        return _parsed(lambda: _assignment_answer.validate_json(content))
+        return _parsed(
+            _assignment_answer.validate_json, self._request("POST", "/v1/assignments", _body(request))
+        )
 
     def heartbeat(self, assignment_id: str, request: HeartbeatRequest) -> HeartbeatAnswer:
-        return self._send("POST", f"/v1/assignments/{assignment_id}/heartbeat", request, HeartbeatAnswer)
+        return self._ask("POST", f"/v1/assignments/{assignment_id}/heartbeat", HeartbeatAnswer, request)
 
     def hand_back(self, assignment_id: str) -> ReturnAnswer:
-        content = self._request("DELETE", f"/v1/assignments/{assignment_id}", b"", attempts=2)
-        return _parsed(lambda: ReturnAnswer.model_validate_json(content))
+        return self._ask("DELETE", f"/v1/assignments/{assignment_id}", ReturnAnswer, attempts=2)
 
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:
-        return self._send("POST", f"/v1/assignments/{assignment_id}/commit", request, CommitAnswer)
+        return self._ask("POST", f"/v1/assignments/{assignment_id}/commit", CommitAnswer, request)
 
     def reveal(self, payload_hash: str, payload: bytes, answer: CommitAnswer) -> Verdict:
         with self.traffic.sending(Kind.PAYLOAD):
             if not answer.upload.presigned:
                 content = self._request("PUT", f"/v1/updates/{payload_hash}", payload)
             else:
+                # Straight to the object storage, whose URL carries its own permission; then the
+                # coordinator is told.
                 self._request("PUT", answer.upload.url, payload, signed=False)
                 content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded", b"")
-        return _parsed(lambda: Verdict.model_validate_json(content))
+        return _parsed(Verdict.model_validate_json, content)
 
     def verdict(self, payload_hash: str) -> Verdict:
-        content = self._request("GET", f"/v1/updates/{payload_hash}/verdict", b"")
-        return _parsed(lambda: Verdict.model_validate_json(content))
+        return self._ask("GET", f"/v1/updates/{payload_hash}/verdict", Verdict)
 
-    def challenge(self) -> ChallengeAnswer:
-        return self._get(f"/v1/challenge/{self.identity.worker_id}", ChallengeAnswer)
+    # --- what anybody may read
 
     def block(self, block: int) -> BlockAnswer:
-        return self._get(f"/v1/blocks/{block}", BlockAnswer)
+        return self._read(f"/v1/blocks/{block}", BlockAnswer)
 
     def merges(self, block: int, since: int) -> MergesAnswer:
-        return self._get(f"/v1/blocks/{block}/merges?since={since}", MergesAnswer)
+        return self._read(f"/v1/blocks/{block}/merges?since={since}", MergesAnswer)
 
     def status(self) -> StatusAnswer:
         return self._introduced("/v1/status", StatusAnswer)
 
     def ledger(self, since: int) -> LedgerAnswer:
-        return self._get(f"/v1/ledger?since={since}", LedgerAnswer)
+        return self._read(f"/v1/ledger?since={since}", LedgerAnswer)
+
+    def workers(self) -> WorkersAnswer:
+        return self._read("/v1/workers", WorkersAnswer)
+
+    def contributions(self) -> ContributionsAnswer:
+        return self._read("/v1/contributions", ContributionsAnswer)
 
     def fetch(self, path: str, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """A public object, whole and in memory."""
@@ -184,59 +193,63 @@ class CoordinatorClient:
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):
-            return self._request("GET", f"/v1/updates/{payload_hash}", b"", signed=False, max_bytes=max_bytes)
+            return self.fetch(f"/v1/updates/{payload_hash}", max_bytes)
 
     def download(self, path: str, target: Path, max_bytes: int) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
         with self.traffic.sending(Kind.SNAPSHOT):
             self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
 
-    # --- judges and operators
+    # --- routes of judges and operators
 
     def judge_lease(self) -> JudgeAnswer:
-        content = self._request("POST", "/v1/judge/lease", b"")
-        return _parsed(lambda: _judge_answer.validate_json(content))
+        return _parsed(_judge_answer.validate_json, self._request("POST", "/v1/judge/lease", b""))
 
     def judge_payload(self, update_id: str, max_bytes: int) -> bytes:
         return self._request("GET", f"/v1/judge/tasks/{update_id}/payload", b"", max_bytes=max_bytes)
 
     def judge_report(self, update_id: str, report: EvidenceReport) -> OperatorAnswer:
-        return self._send("POST", f"/v1/judge/tasks/{update_id}", report, OperatorAnswer)
-
-    def workers(self) -> WorkersAnswer:
-        return self._get("/v1/workers", WorkersAnswer)
-
-    def contributions(self) -> ContributionsAnswer:
-        return self._get("/v1/contributions", ContributionsAnswer)
+        return self._ask("POST", f"/v1/judge/tasks/{update_id}", OperatorAnswer, report)
 
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
-        return self._send("POST", f"/v1/workers/{worker_id}/ban", request, OperatorAnswer)
+        return self._ask("POST", f"/v1/workers/{worker_id}/ban", OperatorAnswer, request)
 
     def remove(self, worker_id: str) -> OperatorAnswer:
-        content = self._request("DELETE", f"/v1/workers/{worker_id}", b"")
-        return _parsed(lambda: OperatorAnswer.model_validate_json(content))
+        return self._ask("DELETE", f"/v1/workers/{worker_id}", OperatorAnswer)
 
     # --- how
 
-    def _get(self, path: str, kind: type[T]) -> T:
-        content = self._request("GET", path, b"", signed=False)
-        return _parsed(lambda: kind.model_validate_json(content))
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[Model],
+        request: BaseModel | None = None,
+        attempts: int | None = None,
+    ) -> Model:
+        body = b"" if request is None else _body(request)
+        return _parsed(kind.model_validate_json, self._request(method, path, body, attempts=attempts))
 
-    def _introduced(self, path: str, kind: type[T]) -> T:
-        """What is asked first at an address a person typed: something else may live there."""
+    def _read(self, path: str, kind: type[Model]) -> Model:
+        return _parsed(kind.model_validate_json, self.fetch(path))
+
+    def _introduced(self, path: str, kind: type[Model]) -> Model:
+        """What is asked first at an address that a person typed: something else may live there."""
+        found = ""
         try:
-            content = self._request("GET", path, b"", signed=False)
+            content = self.fetch(path)
+            if not _speaks_protocol(content):
+                found = f"something else to GET {path}"
         except Refusal as refusal:
             if refusal.reason != f"http_{refusal.status}":
                 raise
-            raise NotCoordinator(_not_coordinator(self.url, f"{refusal.status} to GET {path}")) from None
-        if not _speaks_protocol(content):
-            raise NotCoordinator(_not_coordinator(self.url, f"something else to GET {path}"))
-        return _parsed(lambda: kind.model_validate_json(content))
-
-    def _send(self, method: str, path: str, request: BaseModel, kind: type[T]) -> T:
-        content = self._request(method, path, _body(request))
-        return _parsed(lambda: kind.model_validate_json(content))
+            found = f"{refusal.status} to GET {path}"
+        if found:
+            raise NotCoordinator(
+                f"{self.url} is not a coordinator: it answered {found}; is it a gateway, or another program? "
+                "Give the address that `blocktrain coordinator` printed"
+            )
+        return _parsed(kind.model_validate_json, content)
 
     def _request(
         self,
@@ -257,33 +270,29 @@ class CoordinatorClient:
         while True:
             try:
                 content = once()
+                break
             except (httpx2.TransportError, httpx2.StreamError, RuntimeError, _TryAgain) as error:
+                # RuntimeError: `reconnect` closed the client that this request was using.
                 attempt += 1
+                why = str(error) or type(error).__name__
                 if self.stop.is_set() and attempts is None:
                     raise Stopped("the worker is stopping") from None
                 if attempts is not None and attempt >= attempts:
-                    raise WireError(f"{self.url} did not answer: {_why(error)}") from None
-                self._wait(attempt, error)
-            else:
-                self._answered()
-                return content
-
-    def _wait(self, attempt: int, error: Exception) -> None:
-        if self._silent_since is None:
-            self._silent_since = time.monotonic()
-            self.report(f"no answer from {self.url} ({_why(error)}); trying again")
-        elif not (self._known or self._hinted) and time.monotonic() - self._silent_since >= HINT_SECONDS:
-            self._hinted = True
-            self.report(f"still no answer: {what_may_be_wrong(self.url, error)}")
-        asked = error.after_seconds if isinstance(error, _TryAgain) else None
-        self.stop.wait(asked if asked is not None else backoff_seconds(attempt - 1, random.random()))
-
-    def _answered(self) -> None:
-        self._known = True
+                    raise WireError(f"{self.url} did not answer: {why}") from None
+                if self._silent_since is None:
+                    self._silent_since = time.monotonic()
+                    self.report(f"no answer from {self.url} ({why}); trying again")
+                elif self._may_hint and time.monotonic() - self._silent_since >= HINT_SECONDS:
+                    self._may_hint = False
+                    self.report(f"still no answer: {what_may_be_wrong(self.url, error)}")
+                asked = error.after_seconds if isinstance(error, _TryAgain) else None
+                self.stop.wait(asked if asked is not None else backoff_seconds(attempt - 1, random.random()))
+        # One that has answered before is restarting or out of reach, not mistyped: no hints any more.
+        self._may_hint = False
         if self._silent_since is not None:
-            seconds = time.monotonic() - self._silent_since
+            self.report(f"{self.url} answers again after {time.monotonic() - self._silent_since:.1f} s")
             self._silent_since = None
-            self.report(f"{self.url} answers again after {seconds:.1f} s")
+        return content
 
     def _once(self, method: str, path: str, body: bytes, signed: bool, max_bytes: int) -> bytes:
         headers = self._signature(method, path, body) if signed else {}
@@ -326,24 +335,24 @@ class CoordinatorClient:
         return b""
 
 
-def checked_url(url: str) -> str:
-    """Without its last slash; what cannot be a coordinator's address is refused before anything is sent."""
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise UserError(f"{url!r} is no address of a coordinator; expected http(s)://HOST[:PORT]")
-    return url.rstrip("/")
+def public_client(
+    url: str,
+    identity: Identity | None = None,
+    *,
+    stop: threading.Event | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    attempts: int = PUBLIC_ATTEMPTS,
+) -> CoordinatorClient:
+    """A client that gives up after some attempts; without an identity it may only read."""
+    identity, stop = identity or Identity.generate(), stop or threading.Event()
+    return CoordinatorClient(url, identity, Traffic(), stop, report, attempts)
 
 
 def what_may_be_wrong(url: str, error: Exception) -> str:
-    """Of an address that has never answered, by how it failed."""
+    """Likely cause, from the kind of failure, for an address that never answered."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
-    tried = f"tried {'TLS' if secure else 'plain HTTP'} to port {port} of {parts.hostname}"
+    tried = f"tried {'TLS' if secure else 'plain HTTP'} to port {port_of(parts)} of {parts.hostname}"
     other = f"{'http' if secure else 'https'}://{parts.netloc}"
     if secure and "SSL" in str(error) and "CERTIFICATE" not in str(error).upper():
         found = f"which speaks no TLS; is it {other}"
@@ -360,21 +369,14 @@ def _body(request: BaseModel) -> bytes:
     return json.dumps(request.model_dump(mode="json")).encode()
 
 
-def _parsed(parse: Callable[[], T]) -> T:
+def _parsed(parse: Callable[[bytes], T], content: bytes) -> T:
     try:
-        return parse()
+        return parse(content)
     except ValidationError as error:
         raise WireError(
             f"the coordinator's answer does not fit protocol 1 ({error.error_count()} errors, first: "
             f"{error.errors()[0]['msg']}); is it a newer version? update one of the two"
         ) from None
-
-
-def _not_coordinator(url: str, answered: str) -> str:
-    return (
-        f"{url} is not a coordinator: it answered {answered}; is it a gateway, or another program? Give the "
-        "address that `blocktrain coordinator` printed"
-    )
 
 
 def _speaks_protocol(content: bytes) -> bool:
@@ -395,29 +397,20 @@ def _bounded(response: httpx2.Response, max_bytes: int) -> bytes:
 
 
 def _failure(response: httpx2.Response, content: bytes) -> Exception:
-    error = _error_body(content)
-    reason = str(error.get("reason", f"http_{response.status_code}"))
-    message = str(error.get("message", f"the coordinator answered {response.status_code}"))
-    if response.status_code in RETRIED_STATUS:
-        return _TryAgain(f"{response.status_code} {message}", _retry_after(response.headers))
-    remedy = error.get("remedy")
-    return Refusal(response.status_code, reason, message, str(remedy) if remedy else None)
-
-
-def _error_body(content: bytes) -> Mapping[str, Any]:
+    """What an answer that is no success means: try again, or a refusal in the server's own words."""
     try:
         error = json.loads(content)["error"]
     except (ValueError, KeyError, TypeError):
-        return {}
-    return error if isinstance(error, dict) else {}
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        return min(60.0, max(0.0, float(headers["retry-after"])))
-    except (KeyError, ValueError):
-        return None
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        error = None
+    if not isinstance(error, dict):
+        error = {}
+    status = response.status_code
+    message = str(error.get("message", f"the coordinator answered {status}"))
+    if status in RETRIED_STATUS:
+        try:
+            after = min(60.0, max(0.0, float(response.headers["retry-after"])))
+        except (KeyError, ValueError):
+            after = None
+        return _TryAgain(f"{status} {message}", after)
+    reason, remedy = str(error.get("reason", f"http_{status}")), error.get("remedy")
+    return Refusal(status, reason, message, str(remedy) if remedy else None, str(error.get("code", "")))

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx2
 
-from blocktrain.errors import BlocktrainError, UserError
+from blocktrain.client.address import checked_url
+from blocktrain.errors import BlocktrainError
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 120.0
@@ -31,9 +32,7 @@ class Delta:
 
 class GatewayClient:
     def __init__(self, url: str, key: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"expected an address such as http://127.0.0.1:8000, found {url!r}")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = checked_url(url, "a gateway").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx2.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
@@ -56,11 +55,12 @@ class GatewayClient:
 
     def complete(self, fields: Mapping[str, Any]) -> Iterator[Delta]:
         for chunk in self._stream("/v1/completions", fields):
-            yield _delta(chunk, chunk["choices"][0]["text"] if chunk["choices"] else "")
+            yield Delta(chunk["choices"][0]["text"] if chunk["choices"] else "", chunk.get("usage"))
 
     def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]) -> Iterator[Delta]:
         for chunk in self._stream("/v1/chat/completions", {**fields, "messages": list(messages)}):
-            yield _delta(chunk, chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else "")
+            text = chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
+            yield Delta(text, chunk.get("usage"))
 
     def _stream(self, path: str, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         body = {"stream": True, "stream_options": {"include_usage": True}, **fields}
@@ -76,10 +76,6 @@ class GatewayClient:
     def _unreachable(self, error: httpx2.HTTPError) -> GatewayError:
         reason = str(error) or type(error).__name__
         return GatewayError(f"no answer from the gateway at {self.url}: {reason}")
-
-
-def _delta(chunk: Mapping[str, Any], text: str) -> Delta:
-    return Delta(text, chunk.get("usage"))
 
 
 def _checked(answer: httpx2.Response) -> dict[str, Any]:

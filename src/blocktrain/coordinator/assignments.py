@@ -239,7 +239,7 @@ class Assignments:
         )
         extra = extra_steps(facts, state, name, offer.round, own_seconds, run.swarm, now)
         shard, extra_shard = itertools.islice(self._free_shards(session, worker, offer), 2)
-        frozen = frozen_heads(session, run, offer.block, offer.round)
+        frozen = frozen_heads(session, run, offer.block)
         row = AssignmentRow(
             assignment_id=self._resources.new_id(),
             worker_id=name,

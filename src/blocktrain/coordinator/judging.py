@@ -224,7 +224,7 @@ class Judging:
         base = resources.weights.snapshot(block, base_hash)
         # Updates were trained beside different versions of other blocks; the merge is used beside the newest.
         with resources.store.read() as session:
-            heads = frozen_heads(session, resources.run, block, version - 1)
+            heads = frozen_heads(session, resources.run, block)
         frozen = self._loaded(heads)
         budget = self._scorer.budget(len(frozen))
         windows = budget.guard_windows(merged, len(candidates))

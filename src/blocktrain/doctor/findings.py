@@ -105,7 +105,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Coordinator:
+class CoordinatorReading:
     """How far a request for the run came."""
 
     url: str
@@ -262,7 +262,7 @@ FAILURES = {
 }  # fmt: skip
 
 
-def about_coordinator(reading: Coordinator) -> Finding:
+def about_coordinator(reading: CoordinatorReading) -> Finding:
     if reading.failed_at is not None:
         cause, remedy = FAILURES[reading.failed_at]
         return Finding("coordinator", Severity.ERROR, f"{reading.url}: {reading.error}", cause, remedy)
@@ -279,7 +279,7 @@ def about_coordinator(reading: Coordinator) -> Finding:
     return _ok("coordinator", f"{reading.url} runs {reading.run_name!r} ({milliseconds:.0f} ms)")
 
 
-def about_clock(reading: Coordinator) -> Finding | None:
+def about_clock(reading: CoordinatorReading) -> Finding | None:
     """Signed requests are good for a window of time; half of it is a warning."""
     skew = reading.clock_seconds
     if skew is None:

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import torch
 
 import blocktrain
-from blocktrain.cli.options import find_device, find_recipe
-from blocktrain.config import Recipe, load_recipe
+from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.doctor.findings import Device, Disk, Need, Tcp, Versions
 from blocktrain.errors import DeviceError
 from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.training.device import find_device
 from blocktrain.training.setup import Setup
 
 MEASURED_RECIPES = ("demo", "wikitext-2", "litepaper", "swarm-t7")

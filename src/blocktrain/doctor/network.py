@@ -7,13 +7,13 @@ schema. Reads only: a coordinator is asked for its run, a stage is greeted and l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import socket
 import ssl
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,108 +21,67 @@ import httpx2
 from cryptography import x509
 from pydantic import ValidationError
 
+from blocktrain.client.address import checked_url, port_of
+from blocktrain.client.coordinator import CoordinatorClient, Refusal, public_client
 from blocktrain.client.run import load_run_corpus, run_setup
-from blocktrain.doctor.findings import Certificate, Coordinator, Need, StageProbe
+from blocktrain.doctor.findings import Certificate, CoordinatorReading, Need, StageProbe
 from blocktrain.doctor.machine import need_of
-from blocktrain.errors import BlocktrainError, RecipeError, UserError, WireError
+from blocktrain.errors import BlocktrainError, RecipeError, WireError
 from blocktrain.serving.transport import Address, ConnectionLostError, connect
 from blocktrain.wire.frame_metadata import Failure, Hello, ModelShape, decode_metadata, encode_metadata
 from blocktrain.wire.frames import GREETING_LIMITS, FrameType, Header, encode_frame
 from blocktrain.wire.messages import RunAnswer
 
 CONNECT_SECONDS = 10.0
-ANSWER_SECONDS = 20.0
 GREETING_SECONDS = 3.0
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_LAYERS, MAX_WIDTH = 1024, 1 << 17
 """A run that asks for more is told apart before anything of that size is laid out."""
 
 
-def split_url(url: str) -> SplitResult:
+def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorReading, RunAnswer | None]:
+    """How far a request for the run comes, and the run. Asks as a worker does: proxies are not used."""
+    url = checked_url(url)
     place = urlsplit(url)
     try:
-        usable = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise UserError(f"expected an address such as http://HOST:8420, found {url!r}")
-    return place
-
-
-def port_of(place: SplitResult) -> int:
-    return place.port or (443 if place.scheme == "https" else 80)
-
-
-def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[Coordinator, RunAnswer | None]:
-    place = split_url(url)
-    failed = _unreachable(url, place)
-    if failed is not None:
-        return failed, None
-    context = httpx2.create_ssl_context()
-    timeout = httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-    # As a worker does: redirects are followed, proxies of the environment are not.
-    with httpx2.Client(verify=context, timeout=timeout, follow_redirects=True, trust_env=False) as client:
-        try:
-            return _asked(client, url.rstrip("/"), clock)
-        except httpx2.HTTPError as error:
-            at: Literal["tls", "answer"] = "tls" if "SSL" in str(error) else "answer"
-            return Coordinator(url, at, str(error) or type(error).__name__), None
-
-
-def _unreachable(url: str, place: SplitResult) -> Coordinator | None:
-    assert place.hostname is not None
-    try:
         with socket.create_connection((place.hostname, port_of(place)), CONNECT_SECONDS):
-            return None
+            pass
     except socket.gaierror as error:
-        return Coordinator(url, "name", error.strerror or str(error))
+        return CoordinatorReading(url, "name", error.strerror or str(error)), None
     except OSError as error:
-        return Coordinator(url, "connection", error.strerror or str(error) or "no answer in time")
-
-
-def _asked(
-    client: httpx2.Client, url: str, clock: Callable[[], float]
-) -> tuple[Coordinator, RunAnswer | None]:
-    begun, at = clock(), time.monotonic()
-    status, content = _get(client, f"{url}/v1/run")
-    seconds = time.monotonic() - at
-    if status == 200:
+        failed = error.strerror or str(error) or "no answer in time"
+        return CoordinatorReading(url, "connection", failed), None
+    with contextlib.closing(public_client(url, attempts=1)) as client:
+        begun, at = clock(), time.monotonic()
         try:
+            content = client.fetch("/v1/run")
+            seconds = time.monotonic() - at
             run = RunAnswer.model_validate_json(content)
+        except Refusal as refusal:
+            if _is_gateway(client):
+                return CoordinatorReading(url, None, "", "gateway"), None
+            return CoordinatorReading(url, None, f"/v1/run answers {refusal.status}", "other"), None
         except ValidationError as error:
             problem = f"its answer does not fit protocol 1 ({error.errors()[0]['msg']})"
-            return Coordinator(url, None, problem, "other"), None
-        skew = run.server_time - (begun + seconds / 2)
-        name = str(run.recipe.get("name", ""))[:200]
-        return Coordinator(url, None, "", "coordinator", name, skew, seconds), run
-    if _is_gateway(client, url):
-        return Coordinator(url, None, "", "gateway"), None
-    return Coordinator(url, None, f"/v1/run answers {status}", "other"), None
+            return CoordinatorReading(url, None, problem, "other"), None
+        except WireError as error:
+            return CoordinatorReading(url, "tls" if "SSL" in str(error) else "answer", str(error)), None
+    skew = run.server_time - (begun + seconds / 2)
+    name = str(run.recipe.get("name", ""))[:200]
+    return CoordinatorReading(url, None, "", "coordinator", name, skew, seconds), run
 
 
-def _is_gateway(client: httpx2.Client, url: str) -> bool:
-    status, content = _get(client, f"{url}/v1/models")
-    if status == 401:
-        return b"invalid_api_key" in content
+def _is_gateway(client: CoordinatorClient) -> bool:
     try:
-        return status == 200 and json.loads(content)["object"] == "list"
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return bool(json.loads(client.fetch("/v1/models"))["object"] == "list")
+    except Refusal as refusal:
+        return refusal.code == "invalid_api_key"
+    except (WireError, ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-def _get(client: httpx2.Client, url: str) -> tuple[int, bytes]:
-    with client.stream("GET", url) as response:
-        content = bytearray()
-        for piece in response.iter_bytes():
-            content += piece
-            if len(content) > MAX_ANSWER_BYTES:
-                raise httpx2.ReadError(f"an answer longer than {MAX_ANSWER_BYTES} B")
-        return response.status_code, bytes(content)
 
 
 def read_certificate(url: str) -> Certificate | None:
     """The certificate an https:// address shows, trusted or not; None without TLS or a connection."""
-    place = split_url(url)
+    place = urlsplit(url)
     if place.scheme != "https":
         return None
     error = None
@@ -216,7 +175,3 @@ async def _greeted(address: Address) -> StageProbe:
         return StageProbe(str(address), "no stage", f"no answer of a stage: {error or 'none in time'}")
     finally:
         stream.abort()
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.traffic import Traffic
+from blocktrain.client.coordinator import public_client
 from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
 from blocktrain.coordinator.storage.ledger import (
@@ -22,10 +20,8 @@ from blocktrain.coordinator.storage.ledger import (
 )
 from blocktrain.coordinator.storage.store import Store
 from blocktrain.errors import UserError
-from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import MAX_LEDGER_PAGE, LedgerEntry, Receipt
 
-ATTEMPTS = 4
 MAX_OBJECT_BYTES = 1 << 34
 """No block is larger; an endless answer is cut off here."""
 
@@ -70,12 +66,6 @@ def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
             return
         yield from page
         since = page[-1].sequence + 1
-
-
-def public_client(url: str, identity: Identity | None = None) -> CoordinatorClient:
-    return CoordinatorClient(
-        url, identity or Identity.generate(), Traffic(), threading.Event(), lambda _: None, ATTEMPTS
-    )
 
 
 def _from_url(url: str) -> Source:

@@ -1,7 +1,7 @@
 """The demo's attacker: a stranger who joins like anybody and sends the opposite of honest work.
 
-It takes an update that was merged, which anyone may read, turns its sign round and hands it in under its
-own key, so its size and shape are beyond suspicion and applied it would undo training. It speaks the
+It takes an update that was merged, which anyone may read, reverses its sign and hands it in under its own
+key, so its size and shape look honest, and applied it would undo training. It speaks the
 public protocol only; whatever becomes of it is the coordinator's doing.
 """
 
@@ -11,9 +11,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import Refusal, public_client
 from blocktrain.client.run import Layout
-from blocktrain.client.traffic import Traffic
 from blocktrain.errors import WireError
 from blocktrain.threads import Stopped
 from blocktrain.training.update import decoded_delta
@@ -28,7 +27,6 @@ from blocktrain.wire.messages import (
     JoinRequest,
     Outcome,
     RunAnswer,
-    Verdict,
 )
 
 LABEL = "attacker"
@@ -55,22 +53,25 @@ class Fate:
         return f"sent {self.sent} reversed update{'s' if self.sent > 1 else ''}: {told}{ending}"
 
 
-class Saboteur:
+class Attacker:
     """Runs in a thread of its own until the run is over, it is shut out, or told to stop."""
 
     def __init__(self, url: str) -> None:
         self.stop = threading.Event()
         identity = Identity.generate()
-        self.client = CoordinatorClient(url, identity, Traffic(), self.stop, lambda _: None, ATTEMPTS)
+        self.client = public_client(url, identity, stop=self.stop, attempts=ATTEMPTS)
         self.fate = Fate(identity.worker_id)
+        self.started = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
+        self.started = True
         self._thread.start()
 
     def end(self) -> Fate:
         self.stop.set()
-        self._thread.join(timeout=30)
+        if self.started:
+            self._thread.join(timeout=30)
         return self.fate
 
     def _run(self) -> None:
@@ -127,10 +128,6 @@ class Saboteur:
             self.stop.wait(PAUSE_SECONDS)
             return
         self.fate.sent += 1
-        verdict = self._settled(digest, verdict)
-        self.fate.outcomes[f"{verdict.outcome.value} ({verdict.reason.value})"] += 1
-
-    def _settled(self, digest: str, verdict: Verdict) -> Verdict:
         while verdict.outcome is Outcome.PENDING and not self.stop.wait(PAUSE_SECONDS):
             verdict = self.client.verdict(digest)
-        return verdict
+        self.fate.outcomes[f"{verdict.outcome.value} ({verdict.reason.value})"] += 1

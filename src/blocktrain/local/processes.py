@@ -1,8 +1,9 @@
-"""Child processes of `blocktrain swarm` and `serve`: started, watched, and ended by their own pid.
+"""Processes of one machine: children that are started, watched and ended by their own pid, and signals.
 
-Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent
-alone and the children can be ended in order: workers first, which hand their leases back; a gateway before
-its stages. None outlives its parent (see `leash`).
+Each child writes to its own log file and lives in its own session, so that Ctrl-C reaches the parent alone
+and the children can be ended in order: workers first, which hand their leases back; a gateway before its
+stages. No child outlives its parent: the parent holds the writing end of the child's stdin and never writes,
+so when the parent is gone, killed with SIGKILL or not, the kernel closes it and the child reads the end.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from blocktrain.errors import BlocktrainError, UserError
-from blocktrain.local.parent_watch import LEASH
 
-POLL_SECONDS = 0.05
+ENDS_WITH_STDIN = "BLOCKTRAIN_ENDS_WITH_STDIN"
+"""Set for a child whose stdin is a pipe that its parent holds."""
+ORPHAN_SECONDS = 20.0
+"""How long a child whose parent is gone may take to end: a stage finishes its answers, a worker hands its
+lease back."""
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LINE_POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 2000
 COMPLAINT = "blocktrain: "
 """How the command line begins its one sentence about what went wrong."""
@@ -92,7 +100,7 @@ def start_child(
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {}), LEASH: "1"},
+            env={**os.environ, **(environment or {}), ENDS_WITH_STDIN: "1"},
             start_new_session=True,
         )
     return Child(name, process, log, start)
@@ -107,7 +115,7 @@ def await_line(child: Child, pattern: str, seconds: float, stop: threading.Event
         found = re.search(pattern, child.output())
         if found is not None:
             return found.group(1)
-        stop.wait(POLL_SECONDS)
+        stop.wait(LINE_POLL_SECONDS)
     raise ChildError(f"{child.name} was not ready after {seconds:.0f} s; see {child.log}")
 
 
@@ -120,3 +128,64 @@ def end_children(children: Sequence[Child], seconds: float) -> None:
         child.wait(max(0.0, deadline - time.monotonic()))
     for child in children:
         child.kill()
+
+
+# --- this process
+
+
+def end_with_parent() -> None:
+    """Called first in every process of the command line; does nothing unless a parent asked for it."""
+
+    def end_after_parent() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(ORPHAN_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.pop(ENDS_WITH_STDIN, None) is not None:
+        threading.Thread(target=end_after_parent, name="parent-watch", daemon=True).start()
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGINT and SIGTERM set; the second signal ends the process at once."""
+
+    def end(number: int) -> None:
+        os._exit(128 + number)
+
+    stop = threading.Event()
+    for number in STOPPING_SIGNALS:
+        signal.signal(number, _handler(stop, end))
+    return stop
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """The same inside a `with`; the second signal interrupts, so that what was started can be ended."""
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    stop = threading.Event()
+    handler = _handler(stop, interrupt)
+    before = {number: signal.signal(number, handler) for number in STOPPING_SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _handler(stop: threading.Event, second: Callable[[int], None]) -> Callable[[int, FrameType | None], None]:
+    asked = False
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            second(number)
+        asked = True
+        # A handler runs in the main thread, perhaps while that thread holds the event's own lock in
+        # `wait`; setting the event here would then deadlock (seen once, under load). A thread sets it.
+        threading.Thread(target=stop.set, daemon=True).start()
+
+    return on_signal

@@ -20,16 +20,14 @@ import torch
 from rich.console import Console
 from rich.live import Live
 
-from blocktrain.cli.status_view import report_table, status_tables, swarm_report
-from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.traffic import Traffic
+from blocktrain.client.coordinator import CoordinatorClient, public_client
 from blocktrain.config import load_recipe
 from blocktrain.errors import StoppedError, UserError
 from blocktrain.files import locked_file
 from blocktrain.local.processes import Child, await_line, end_children, start_child
+from blocktrain.local.status_view import report_table, status_tables, swarm_report
 from blocktrain.training.local import differences
 from blocktrain.training.storage import write_json
-from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import StatusAnswer
 
 OWN_WORKERS = "trust.stamp_bits=0"
@@ -100,12 +98,10 @@ class LocalSwarm:
         return self.options.out / "logs" / f"{name}.log"
 
     def client(self) -> CoordinatorClient:
-        return CoordinatorClient(
+        return public_client(
             self.url,
-            Identity.generate(),
-            Traffic(),
-            self.stop,
-            lambda line: self.console.print(line, style="dim"),
+            stop=self.stop,
+            report=lambda line: self.console.print(line, style="dim"),
             attempts=STATUS_ATTEMPTS,
         )
 

@@ -65,7 +65,7 @@ class Refinement:
     num_new: int
     seed: int
     position: int
-    """Of the first new token in the whole text."""
+    """Where in the whole text the first new token stands."""
     passes: int
 
 

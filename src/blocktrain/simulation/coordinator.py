@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, select
@@ -88,7 +89,7 @@ class SimulatedCoordinator:
         judged: bool,
     ) -> None:
         self.clock, self.machines, self.swarm, self.judged = clock, machines, recipe.swarm, judged
-        judge = "coordinator" if judged else "off"
+        judge: Literal["coordinator", "off"] = "coordinator" if judged else "off"
         trust = dataclasses.replace(recipe.trust, judge=judge, admission="open", stamp_bits=0)
         recipe = dataclasses.replace(recipe, trust=trust)
         # Updates are added up in the order of their ids, which depend on the run's and the assignments': both

@@ -136,7 +136,7 @@ class Simulation:
         for worker in self.workers:
             worker.start()
         if not self.clock.run(until=lambda: self.coordinator.finished):
-            versions = ", ".join(str(state.version) for state in self.coordinator.blocks)
+            versions = ", ".join(str(state.head.version) for state in self.coordinator.blocks)
             raise SimulationError(f"nothing is left to happen with blocks at versions {versions}")
         self._score_if_due()
         return self.report()

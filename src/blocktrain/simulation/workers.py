@@ -309,12 +309,12 @@ class CarryWorker:
 
     def _new_head(self, block: int) -> None:
         steps = self._steps
-        if steps is not None and steps.update.block == block:
-            if self.site.coordinator.cancels(self.site.index, steps.update):
-                # The progress stays in the local weights, and is part of the next update.
-                steps.catch_up()
-                self.logic.cancel(steps.update)
-                self._steps = None
+        here = steps is not None and steps.update.block == block
+        if steps is not None and here and self.site.coordinator.cancels(self.site.index, steps.update):
+            # The progress stays in the local weights, and is part of the next update.
+            steps.catch_up()
+            self.logic.cancel(steps.update)
+            self._steps = None
         if block in self.logic.blocks:
             self.site.clock.at(self.site.clock.now + IDLE_WATCH_SECONDS, partial(self._look, block))
         self._ask()
@@ -331,12 +331,8 @@ class CarryWorker:
     def _fetched(self, progress: BlockProgress, head: Base) -> None:
         self._fetching.discard(progress.block)
         merges = self.site.coordinator.blocks[progress.block].merges[progress.base.version : head.version]
-        mine = {
-            one.payload_hash
-            for merge in merges
-            for one in merge.inputs
-            if one.worker_id == self.site.worker_id
-        }
+        inputs, worker_id = [one for merge in merges for one in merge.inputs], self.site.worker_id
+        mine = {one.payload_hash for one in inputs if one.worker_id == worker_id}
         self._catch_up(progress)
         progress.advance(head, mine)
         self._pick_up_move(progress)

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
-
-import typer
+from typing import IO, Any, Protocol
 
 from blocktrain.errors import UserError
 from blocktrain.training.local import Observer
@@ -35,12 +33,6 @@ class TrackerName(StrEnum):
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     TRACKIO = "trackio"
-
-
-TrackOption = Annotated[
-    list[TrackerName],
-    typer.Option("--track", help="Also send metrics.jsonl's numbers there; needs its package; repeatable."),
-]
 
 
 class Tracker(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
 
+from blocktrain.errors import DeviceError
 from blocktrain.model.block import Block
 
 HOST = torch.device("cpu")
@@ -17,6 +19,28 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `--device` names, tried out; `auto` is the best one here."""
+    if name == "auto":
+        name = best_device(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+        return torch.device(name)
+    if re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name) is None:
+        raise DeviceError(
+            f"device {name!r} does not exist here: expected cpu, cuda, cuda:1, mps or auto; try --device cpu"
+        )
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceError(f"device {name!r} does not exist here ({reason}); try --device cpu") from None
+    return device
+
+
+def best_device(*, cuda: bool, mps: bool) -> str:
+    return "cuda" if cuda else "mps" if mps else "cpu"
 
 
 class DeviceRoom:

@@ -70,7 +70,7 @@ class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_known: _Count
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
     position: _Count
-    """Of the first new token in the whole text; keys the noise together with the seed."""
+    """Where in the whole text the first new token stands; keys the noise together with the seed."""
     passes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PASSES)]
     """Euler steps of each block."""
     begun: bool

@@ -1,11 +1,12 @@
-"""What opens the door: proof-of-work stamps on the coordinator's challenge, and signed invitations.
+"""What lets a worker join: proof-of-work stamps on the coordinator's challenge, and signed invitations.
 
 A challenge is a keyed hash of the worker's id and the hour, so the coordinator remembers nothing and checks a
 stamp with two hashes. An invitation is an id and an end, signed with the coordinator's key; that it is used
-once is kept by whoever takes it. Knows nothing of databases or HTTP; time is an argument.
+once is for the coordinator's database to remember. Knows nothing of databases or HTTP; time is an argument.
 
-Covered: stamps for another worker, run or hour; forged, expired and damaged invitations, of any length.
-Not covered: who rents a thousand cores can stamp a thousand names (caps per address and probation remain).
+Covered: stamps for another worker, run or hour; forged, expired and damaged invitations, of any length. Not
+covered: someone who rents a thousand cores can stamp a thousand names (caps per address and probation
+remain).
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
     with GatewayClient(url) as client, pytest.raises(GatewayError, match="no answer from the gateway"):
         client.model()
     free.close()
-    with pytest.raises(UserError, match="expected an address"):
+    with pytest.raises(UserError, match="no address of a gateway"):
         GatewayClient("127.0.0.1:8000")
 
 

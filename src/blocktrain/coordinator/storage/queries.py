@@ -160,7 +160,7 @@ def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
     return _frozen.validate_json(row.frozen)
 
 
-def frozen_heads(session: Session, run: Run, block: int, round_: int) -> list[FrozenSnapshot]:
-    """The heads of the blocks that the objective needs for training `block` in this round."""
+def frozen_heads(session: Session, run: Run, block: int) -> list[FrozenSnapshot]:
+    """The heads of the blocks that the objective needs for training `block`."""
     heads = [block_row(session, one) for one in run.objective.upstream(block)]
     return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]

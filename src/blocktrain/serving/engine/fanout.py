@@ -136,7 +136,8 @@ class Fanout:
         if not parts:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
-        question.stats.lose_blocks(set(asked).difference(*(part.blocks for part in parts)))
+        lost = set(asked).difference(*(part.blocks for part in parts))
+        question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
     async def _fetch(self, question: Question, blocks: tuple[int, ...], avoid: frozenset[int]) -> list[Part]:

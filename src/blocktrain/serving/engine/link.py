@@ -18,24 +18,9 @@ from dataclasses import dataclass
 from blocktrain.errors import WireError
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
-from blocktrain.wire.frame_metadata import (
-    Failure,
-    Hello,
-    Welcome,
-    decode_metadata,
-    encode_metadata,
-)
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    Codec,
-    Frame,
-    FrameLimits,
-    FrameType,
-    Header,
-    ServingFrameError,
-    encode_frame,
-    row_bytes,
-)
+from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import Failure, Hello, Welcome, decode_metadata, encode_metadata
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +65,7 @@ class StageLink:
         self._stream: FrameStream | None = None
         self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
         self._credits = asyncio.Semaphore(1)
-        self._limits = GREETING_LIMITS
+        self._limits = frames.GREETING_LIMITS
         self._released: deque[int] = deque(maxlen=REMEMBERED_RELEASES)
         self._asked: float | None = None
         self._lost: float | None = 0.0
@@ -134,8 +119,8 @@ class StageLink:
         stream = await connect(self.address, self.config.connect_seconds)
         try:
             async with asyncio.timeout(self.config.connect_seconds):
-                await stream.write(encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
-                frame = await stream.read(GREETING_LIMITS)
+                await stream.write(frames.encode_frame(Header(FrameType.HELLO), encode_metadata(self.hello)))
+                frame = await stream.read(frames.GREETING_LIMITS)
             if frame.type == FrameType.REFUSED:
                 sentence = decode_metadata(frame, Failure).sentence
                 raise RefusedError(f"stage {self.address} refused: {sentence}")
@@ -151,7 +136,7 @@ class StageLink:
         except BaseException:
             stream.abort()
             raise
-        rows_bytes = model.context * row_bytes(Codec.F32, model.vocabulary)
+        rows_bytes = model.context * frames.row_bytes(Codec.F32, model.vocabulary)
         self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
         self._credits = asyncio.Semaphore(welcome.credits)
         self.blocks = frozenset(welcome.blocks)
@@ -193,7 +178,7 @@ class StageLink:
     async def _ping(self, stream: FrameStream) -> None:
         """Ask for a sign of life now and then; silence for too long ends the connection."""
         loop = asyncio.get_running_loop()
-        ping = encode_frame(Header(FrameType.PING))
+        ping = frames.encode_frame(Header(FrameType.PING))
         while True:
             await asyncio.sleep(self.config.ping_seconds)
             now = loop.time()
@@ -215,7 +200,7 @@ class StageLink:
             key = (header.session, header.epoch, header.traversal)
             future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
             self._pending[key] = future
-            raw = encode_frame(header, metadata, payload)
+            raw = frames.encode_frame(header, metadata, payload)
             try:
                 await stream.write(raw)
                 frame = await future
@@ -248,4 +233,4 @@ class StageLink:
 
 
 def _release_frame(session: int) -> bytes:
-    return encode_frame(Header(FrameType.RELEASE, session=session))
+    return frames.encode_frame(Header(FrameType.RELEASE, session=session))

@@ -17,20 +17,9 @@ from numpy.typing import NDArray
 from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.requests import GenerationStats
+from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import Ask, ModelShape, Refine, encode_metadata
-from blocktrain.wire.frames import (
-    NO_DEADLINE,
-    Codec,
-    Frame,
-    FrameType,
-    Header,
-    ServingFrameError,
-    decode_rows,
-    encode_ids,
-    encode_rows,
-    prefix_checksum,
-    row_tolerance,
-)
+from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
 
 
 @dataclass(frozen=True)
@@ -65,14 +54,14 @@ class Question:
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
         """The stage's answer, or LinkError."""
-        payload = encode_ids(self.ids, self.shape.vocabulary)
+        payload = frames.encode_ids(self.ids, self.shape.vocabulary)
         frame = await self.send(link, Ask(list(blocks)), payload, session=secrets.randbits(64))
         return self.read(link, frame, blocks)
 
     async def send(self, link: StageLink, metadata: msgspec.Struct, payload: bytes, **names: int) -> Frame:
         """The reply to a frame whose session, epoch, traversal and base are `names`."""
         left = self.deadline - asyncio.get_running_loop().time()
-        deadline_ms = min(max(int(left * 1000), 0), NO_DEADLINE - 1)
+        deadline_ms = min(max(int(left * 1000), 0), frames.NO_DEADLINE - 1)
         header = Header(self.type, self.codec, rows=self.num_rows, deadline_ms=deadline_ms, **names)
         frame, sent = await link.request(header, encode_metadata(metadata), payload)
         self.stats.wire_bytes_sent += sent
@@ -86,11 +75,11 @@ class Question:
                     f"stage {link.address}: expected {self.num_rows} rows, found {frame.header.rows}"
                 )
             codec = frame.header.codec
-            values = decode_rows(frame.payload, codec, self.num_rows, self.shape.vocabulary)
+            values = frames.decode_rows(frame.payload, codec, self.num_rows, self.shape.vocabulary)
         except ServingFrameError as error:
             link.distrust()
             raise LinkError(f"stage {link.address}: {error}") from None
-        return Part(blocks, values, row_tolerance(values, codec))
+        return Part(blocks, values, frames.row_tolerance(values, codec))
 
 
 @dataclass
@@ -114,7 +103,7 @@ class TraverseQuestion(Question):
     session: int
     start: int
     caches: dict[int, StageCache]
-    """Of the session, by link; kept here from question to question."""
+    """The session's own, by link number: what one question leaves behind is what the next one continues."""
 
     def is_warm(self, link: StageLink) -> bool:
         cache = self.caches.get(link.number)
@@ -153,8 +142,8 @@ class TraverseQuestion(Question):
         began = loop.time()
         frame = await self.send(
             link,
-            Ask(list(cache.blocks), prefix_checksum(self.ids[:base])),
-            encode_ids(self.ids[base:], self.shape.vocabulary),
+            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base])),
+            frames.encode_ids(self.ids[base:], self.shape.vocabulary),
             session=self.session,
             epoch=cache.epoch,
             traversal=cache.traversal,
@@ -178,9 +167,9 @@ class RefineQuestion(Question):
         task, run = self.task, run_of_blocks(blocks[0], link.blocks)
         begun = self.rows is not None
         metadata = Refine(list(run), len(task.known), task.seed, task.position, task.passes, begun)
-        payload = encode_ids(self.ids, self.shape.vocabulary)
+        payload = frames.encode_ids(self.ids, self.shape.vocabulary)
         if self.rows is not None:
-            payload += encode_rows(self.rows, self.codec)
+            payload += frames.encode_rows(self.rows, self.codec)
         frame = await self.send(link, metadata, payload, session=secrets.randbits(64))
         expected = FrameType.LOG_PROBS if run[-1] == self.shape.num_blocks - 1 else FrameType.REFINED
         if frame.type != expected:

@@ -6,7 +6,6 @@ Knows nothing of HTTP, sockets or torch. Every engine gives the same tokens for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,46 +60,31 @@ class GenerationRequest:
         """Raise RequestError with a sentence for the first thing that is wrong."""
         vocabulary = model.vocabulary
         most_logprobs = min(vocabulary, MAX_TOP_LOGPROBS)
-        offered = ", ".join(model.modes)
-        if self.mode == "sweep":
-            offered += "; train with objective.sweep_probability for it"
-        problems = (
-            (not self.prompt, "prompt is empty; expected at least one token"),
-            (
-                not all(0 <= token < vocabulary for token in self.prompt),
-                f"prompt holds token ids outside 0..{vocabulary - 1}",
-            ),
-            (self.max_tokens < 0, f"max_tokens must not be negative, found {self.max_tokens}"),
-            (
-                not (math.isfinite(self.temperature) and self.temperature >= 0),
-                f"temperature must be finite and not negative, found {self.temperature}",
-            ),
-            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], found {self.top_p}"),
-            (
-                self.mode not in model.modes,
-                f"mode {self.mode} is not offered by {model.name!r}, which has {offered}",
-            ),
-            (
-                not 1 <= self.passes <= MAX_PASSES,
-                f"passes must be between 1 and {MAX_PASSES}, found {self.passes}",
-            ),
-            (
-                self.passes != 1 and self.mode != "sweep",
-                f"passes are for mode sweep, found {self.passes} in {self.mode}",
-            ),
-            (
-                self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS,
-                f"draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, found {self.draft_tokens}",
-            ),
-            (
-                self.logprobs is not None and not 0 <= self.logprobs <= most_logprobs,
-                f"logprobs must be between 0 and {most_logprobs}, found {self.logprobs}",
-            ),
-            (not self.deadline_seconds > 0, "deadline_seconds must be above 0"),
-        )
-        for wrong, sentence in problems:
-            if wrong:
-                raise RequestError(sentence)
+        if not self.prompt:
+            raise RequestError("prompt is empty; expected at least one token")
+        if not all(0 <= token < vocabulary for token in self.prompt):
+            raise RequestError(f"prompt holds token ids outside 0..{vocabulary - 1}")
+        if self.max_tokens < 0:
+            raise RequestError(f"max_tokens must not be negative, found {self.max_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature must be finite and not negative, found {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be in (0, 1], found {self.top_p}")
+        if self.mode not in model.modes:
+            remedy = "; train with objective.sweep_probability for it" if self.mode == "sweep" else ""
+            offered = ", ".join(model.modes) + remedy
+            raise RequestError(f"mode {self.mode} is not offered by {model.name!r}, which has {offered}")
+        if not 1 <= self.passes <= MAX_PASSES:
+            raise RequestError(f"passes must be between 1 and {MAX_PASSES}, found {self.passes}")
+        if self.passes != 1 and self.mode != "sweep":
+            raise RequestError(f"passes are for mode sweep, found {self.passes} in {self.mode}")
+        if not 0 <= (self.draft_tokens or 0) <= MAX_DRAFT_TOKENS:
+            expected = f"between 0 and {MAX_DRAFT_TOKENS}"
+            raise RequestError(f"draft_tokens must be {expected}, found {self.draft_tokens}")
+        if not 0 <= (self.logprobs or 0) <= most_logprobs:
+            raise RequestError(f"logprobs must be between 0 and {most_logprobs}, found {self.logprobs}")
+        if not self.deadline_seconds > 0:
+            raise RequestError("deadline_seconds must be above 0")
 
 
 @dataclass(frozen=True)
@@ -139,9 +123,6 @@ class GenerationStats:
     degraded_blocks: list[int] = field(default_factory=list)
     """Blocks left out of at least one traversal because nothing served them in time."""
     seconds: float = 0.0
-
-    def lose_blocks(self, blocks: Iterable[int]) -> None:
-        self.degraded_blocks = sorted({*blocks, *self.degraded_blocks})
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
-from blocktrain.serving.gateway.formats import AnswerFormat, usage_of
+from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
-from blocktrain.serving.gateway.openai_messages import Usage
+from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +46,26 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.totals, self.prompt_tokens, self.mode)
+        totals = self.totals
+        traversals, tokens = totals.sum("traversals"), totals.completion_tokens
+        cost = TraversalUsage(
+            mode=self.mode,
+            traversals=traversals,
+            scoring_traversals=totals.sum("scoring_traversals"),
+            text_bytes=totals.text_bytes,
+            bytes_per_traversal=round(totals.text_bytes / traversals, 3) if traversals else 0.0,
+            drafted_tokens=totals.sum("drafted"),
+            accepted_tokens=totals.sum("accepted"),
+            wire_bytes_sent=totals.sum("wire_bytes_sent"),
+            wire_bytes_received=totals.sum("wire_bytes_received"),
+            degraded_blocks=totals.degraded_blocks,
+        )
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=tokens,
+            total_tokens=self.prompt_tokens + tokens,
+            blocktrain=cost,
+        )
 
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""

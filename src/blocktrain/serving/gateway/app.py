@@ -204,7 +204,7 @@ class Gateway:
             for prompt in prompts
         ]
         lengths = [len(text) for text in texts]
-        if len(texts) * body.choices > limits.max_choices:
+        if len(texts) * (body.n or 1) > limits.max_choices:
             raise _wrong("n", f"prompts times n must be at most {limits.max_choices}")
         if max_tokens > limits.max_tokens:
             raise _wrong("max_tokens", f"max_tokens must be at most {limits.max_tokens}, found {max_tokens}")
@@ -244,7 +244,7 @@ class Gateway:
                 deadline_seconds=limits.request_seconds,
             )
             for text in texts
-            for number in range(body.choices)
+            for number in range(body.n or 1)
         ]
         return Job(
             choices=[Choice(i, request, tuple(stops), echo) for i, request in enumerate(requests)],

@@ -17,7 +17,8 @@ front of the first of `STOPS`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from blocktrain.serving.gateway.openai_messages import ChatMessage
 
 SEPARATOR = "\n\n"
 NAMES = {"user": "User: ", "assistant": "Assistant: ", "system": "", "developer": ""}
@@ -25,15 +26,7 @@ ANSWER = "Assistant: "
 STOPS = ("\nUser:", "\nAssistant:")
 
 
-class Message(Protocol):
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
-
-
-def chat_prompt(messages: Sequence[Message]) -> str:
+def chat_prompt(messages: Sequence[ChatMessage]) -> str:
     """The text to continue."""
     parts = [NAMES[message.role] + message.text.strip() for message in messages]
     return SEPARATOR.join([*parts, ANSWER])

@@ -141,7 +141,7 @@ def after_request(bucket: Bucket, now: float, per_minute: int) -> tuple[Bucket, 
 
 
 class Rates:
-    """A bucket for each caller. Those not heard of for longest are forgotten first."""
+    """A bucket for each caller. The caller that was silent for longest is forgotten first."""
 
     def __init__(self, per_minute: int | None) -> None:
         self.per_minute = per_minute

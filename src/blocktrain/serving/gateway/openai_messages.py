@@ -101,10 +101,6 @@ class SamplingRequest(StrictModel):
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
-
     @model_validator(mode="after")
     def _options_need_what_they_are_for(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
@@ -145,7 +141,7 @@ class CompletionRequest(SamplingRequest):
     def _offered_here(self) -> CompletionRequest:
         if self.suffix:
             raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
-        if self.best_of is not None and self.best_of != self.choices:
+        if self.best_of is not None and self.best_of != (self.n or 1):
             raise _wrong("best_of", "other than `n` is not offered; ask for `n` and choose yourself")
         return self
 
@@ -205,11 +201,7 @@ class ChatRequest(SamplingRequest):
         return self
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-Absent = Field(exclude_if=_is_none)
+Absent = Field(exclude_if=lambda value: value is None)
 """Left out of the JSON where there is nothing to say, as OpenAI does."""
 
 

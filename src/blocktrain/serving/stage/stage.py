@@ -28,6 +28,7 @@ from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.stage.metrics import StageMetrics
 from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
+from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
     Ask,
     Failure,
@@ -40,22 +41,7 @@ from blocktrain.wire.frame_metadata import (
     encode_metadata,
     sentence,
 )
-from blocktrain.wire.frames import (
-    GREETING_LIMITS,
-    NO_DEADLINE,
-    Codec,
-    Frame,
-    FrameLimits,
-    FrameType,
-    Header,
-    ServingFrameError,
-    decode_ids,
-    decode_rows,
-    encode_frame,
-    encode_rows,
-    id_dtype,
-    row_bytes,
-)
+from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -125,8 +111,8 @@ class Stage:
         self._batcher = Batcher(held, max_waiting=config.max_waiting, observe=self.metrics.observe_forward)
         # A context's ids; with sweep, also a row for each new token.
         swept = held.objective.trained_for_sweep
-        position_bytes = id_dtype(shape.vocabulary).itemsize
-        position_bytes += row_bytes(Codec.F32, shape.vocabulary) if swept else 0
+        position_bytes = frames.id_dtype(shape.vocabulary).itemsize
+        position_bytes += frames.row_bytes(Codec.F32, shape.vocabulary) if swept else 0
         self._limits = FrameLimits(payload_bytes=shape.context * position_bytes)
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
@@ -170,7 +156,7 @@ class Stage:
         self._draining = True
         self._server.close()
         log.info("draining connections=%d", len(self._connections))
-        goodbye = encode_frame(Header(FrameType.GOODBYE))
+        goodbye = frames.encode_frame(Header(FrameType.GOODBYE))
         for connection in list(self._connections):
             with contextlib.suppress(ConnectionLostError):
                 await connection.stream.write(goodbye)
@@ -222,7 +208,7 @@ class Stage:
         config, stream = self.config, connection.stream
         try:
             async with asyncio.timeout(config.hello_seconds):
-                frame = await stream.read(GREETING_LIMITS)
+                frame = await stream.read(frames.GREETING_LIMITS)
         except TimeoutError:
             return False
         hello = decode_metadata(frame, Hello) if frame.type == FrameType.HELLO else None
@@ -243,11 +229,11 @@ class Stage:
             self.metrics.refused.labels(reason="hello").inc()
             log.warning("refused connection peer=%s reason=%r", stream.peer, refusal)
             failure = encode_metadata(Failure(FailureCode.BAD_REQUEST, sentence(refusal or "")))
-            await stream.write(encode_frame(Header(FrameType.REFUSED), failure))
+            await stream.write(frames.encode_frame(Header(FrameType.REFUSED), failure))
             return False
         connection.client = hello.client
         welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
-        await stream.write(encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
+        await stream.write(frames.encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
         return True
 
     # ---- requests ----
@@ -255,7 +241,7 @@ class Stage:
     async def _take(self, connection: _Connection, frame: Frame) -> None:
         """Answer what takes no computing at once; the rest gets a task each, as many as there are credits."""
         if frame.type == FrameType.PING:
-            await connection.stream.write(encode_frame(replace(frame.header, type=FrameType.PONG)))
+            await connection.stream.write(frames.encode_frame(replace(frame.header, type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
             asyncio.get_running_loop().call_soon(self._release, (connection.client, frame.header.session))
@@ -292,7 +278,7 @@ class Stage:
             codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            await self._reply(connection, frame, header, "ok", payload=encode_rows(rows, codec))
+            await self._reply(connection, frame, header, "ok", payload=frames.encode_rows(rows, codec))
         except ConnectionLostError:
             pass
         except asyncio.CancelledError:
@@ -312,14 +298,14 @@ class Stage:
             connection.in_flight -= 1
 
     def _deadline(self, header: Header) -> float:
-        if header.deadline_ms == NO_DEADLINE:
+        if header.deadline_ms == frames.NO_DEADLINE:
             return float("inf")
         return asyncio.get_running_loop().time() + header.deadline_ms / 1000
 
     async def _rows(self, connection: _Connection, frame: Frame) -> NDArray[Any] | None:
         """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
         header, ask = frame.header, decode_metadata(frame, Ask)
-        ids = decode_ids(frame.payload, self.shape.vocabulary)
+        ids = frames.decode_ids(frame.payload, self.shape.vocabulary)
         blocks = tuple(ask.blocks)
         problem = None
         if not blocks or not set(blocks) <= set(self.blocks):
@@ -389,9 +375,9 @@ class Stage:
                 f"expected known and new tokens of at most {shape.context + 1} in all and rows as F32, "
                 f"found {ask.num_known} and {header.rows} as {header.codec.name}",
             )
-        end = ask.num_known * id_dtype(shape.vocabulary).itemsize
-        known, rest = decode_ids(frame.payload[:end], shape.vocabulary), frame.payload[end:]
-        rows = decode_rows(rest, Codec.F32, header.rows, shape.vocabulary) if ask.begun else None
+        end = ask.num_known * frames.id_dtype(shape.vocabulary).itemsize
+        known, rest = frames.decode_ids(frame.payload[:end], shape.vocabulary), frame.payload[end:]
+        rows = frames.decode_rows(rest, Codec.F32, header.rows, shape.vocabulary) if ask.begun else None
         if len(known) != ask.num_known or (rest and not ask.begun):
             raise RequestRefusedError(FailureCode.BAD_REQUEST, "the payload does not fit its metadata")
         task = Refinement(
@@ -423,4 +409,4 @@ class Stage:
             header, session=asked.session, epoch=asked.epoch, traversal=asked.traversal, base=asked.base
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
-        await connection.stream.write(encode_frame(named, metadata, payload))
+        await connection.stream.write(frames.encode_frame(named, metadata, payload))

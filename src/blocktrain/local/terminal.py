@@ -1,7 +1,12 @@
-"""Live progress of long work: a bar on a terminal, plain lines elsewhere. Everything goes to stderr."""
+"""What people see on a terminal: progress of long work on stderr, and a model's text on stdout.
+
+Strangers trained the model, so its text may hold what a terminal would obey: control characters are replaced.
+Where stdout is no terminal (a pipe, a file), text goes out as it is.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -9,10 +14,33 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 PLAIN_LINE_SECONDS = 10.0
+KEPT = b"\n\t"
+_BYTES = bytes(ord("?") if (n < 32 and n not in KEPT) or n == 127 else n for n in range(256))
+_CHARACTERS = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if n not in KEPT}
+
+
+def harmless_bytes(text: bytes) -> bytes:
+    return text.translate(_BYTES)
+
+
+def harmless(text: str) -> str:
+    """Without escape sequences, bells and other control characters; line breaks and tabs stay."""
+    return text.translate(_CHARACTERS)
+
+
+def write(text: str) -> None:
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_bytes(text: bytes) -> None:
+    """Bytes all the way: a prompt may hold bytes of another encoding, and a sample half a character."""
+    sys.stdout.buffer.write(harmless_bytes(text) if sys.stdout.isatty() else text)
+    sys.stdout.buffer.flush()
 
 
 class TrainingProgress:
-    """Watches a local run. Loss, bytes per second and time left for each unit."""
+    """Loss, bytes per second and time left for each unit of a local run: bars on a terminal, else lines."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -54,24 +82,23 @@ class TrainingProgress:
     def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
         now = time.monotonic()
         start, first = self.begun[unit]
-        rate = tokens * (step - first) / max(now - start, 1e-9)
+        # The rate counts the steps of this process only: a resumed run did the others earlier.
+        rate = _per_second(tokens * (step - first) / max(now - start, 1e-9))
         if self.bars is not None:
-            self.bars.update(self.tasks[unit], completed=step, ce=f"{ce:.3f}", rate=f"{_bytes(rate)}/s")
+            self.bars.update(self.tasks[unit], completed=step, ce=f"{ce:.3f}", rate=rate)
         elif now - self.last_line >= PLAIN_LINE_SECONDS or step == total:
             self.last_line = now
             left = (now - start) / max(step - first, 1) * (total - step)
-            self.console.print(
-                f"  {unit} step={step}/{total} loss={ce:.3f} rate={_bytes(rate)}/s left={left:.0f}s",
-                highlight=False,
-            )
+            line = f"  {unit} step={step}/{total} loss={ce:.3f} rate={rate} left={left:.0f}s"
+            self.console.print(line, highlight=False)
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
+def _per_second(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}/s"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB/s"

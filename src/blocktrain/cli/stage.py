@@ -1,16 +1,14 @@
-"""The verb of a stage: blocks of a checkpoint behind a TCP port."""
+"""`blocktrain stage`: blocks of a checkpoint behind a TCP port."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, find_device
-from blocktrain.errors import UserError
+from blocktrain.cli.options import DeviceOption, log_to_stderr, read_token
+from blocktrain.training.device import find_device
 
 
 def stage(
@@ -37,7 +35,7 @@ def stage(
     from blocktrain.serving.transport import Address
     from blocktrain.wire.identity import load_or_create
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
+    log_to_stderr()
     config = StageConfig(
         listen=Address.parse(listen),
         max_sessions=max_sessions,
@@ -53,16 +51,3 @@ def stage(
         threads=threads,
         announce=lambda line: print(line, flush=True),
     )
-
-
-def read_token(path: Path | None) -> str | None:
-    """The secret in a file, without the line's end; None without a file."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the token file {path}: {error}") from None
-    if not 16 <= len(token) <= 256:
-        raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
-    return token

@@ -1,4 +1,4 @@
-"""The verbs `export` and `import`: a checkpoint as a Hugging Face folder, and back."""
+"""`blocktrain export`: a checkpoint as a Hugging Face folder, uploaded if asked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blocktrain.cli.options import CheckpointArgument
 from blocktrain.errors import BlocktrainError, UserError
 from blocktrain.tracking.model_card import model_card
 from blocktrain.training.checkpoint import Description, read_config
-from blocktrain.training.exchange import export_checkpoint, import_checkpoint
+from blocktrain.training.exchange import export_checkpoint
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -24,7 +25,7 @@ class UploadError(BlocktrainError):
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder (with config.json).")],
+    checkpoint: CheckpointArgument,
     to: Annotated[Path, typer.Option("--to", help="Folder to write; must be new or empty.")],
     report: Annotated[
         Path | None,
@@ -44,15 +45,6 @@ def export(
     typer.echo(f"exported {checkpoint} to {to}" + ("" if numbers else " (no report beside it)"))
     if hub is not None and upload is not None:
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")
-
-
-def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder that `export` wrote.")],
-    to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write; must be new or empty.")],
-) -> None:
-    """Read an exported folder back into a checkpoint, every file checked. Nothing in it is executed."""
-    import_checkpoint(folder, to)
-    typer.echo(f"imported {folder} to {to}\nblocktrain generate {to} --prompt 'The '")
 
 
 def find_report(checkpoint: Path, named: Path | None, described: Description) -> dict[str, Any] | None:

@@ -1,0 +1,71 @@
+"""`blocktrain chat`: a conversation with a gateway, or with a checkpoint behind a gateway in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blocktrain.cli.options import KeyOption, SourceArgument, check_source
+from blocktrain.local.terminal import write
+
+
+def chat(
+    checkpoint: SourceArgument = None,
+    url: Annotated[str | None, typer.Option("--url", help="A gateway's address.")] = None,
+    key: KeyOption = None,
+    system: Annotated[str | None, typer.Option("--system", help="What to tell the model first.")] = None,
+    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Longest answer.")] = 400,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
+) -> None:
+    """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
+    from blocktrain.client.gateway import GatewayClient
+
+    check_source(checkpoint, url)
+    fields: dict[str, Any] = {"max_tokens": max_bytes, "temperature": temperature, "overflow": "slide"}
+    fields |= {} if seed is None else {"seed": seed}
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    with some_gateway(checkpoint, url) as address, GatewayClient(address, key) as client:
+        model = client.model()
+        print(f"talking to {model}; it continues text and was not taught to answer", file=sys.stderr)
+        for line in user_lines():
+            if line == "/new":
+                messages = list(opening)
+            elif line:
+                messages.append({"role": "user", "content": line})
+                write("model> ")
+                answer = ""
+                for delta in client.chat(messages, {"model": model, **fields}):
+                    write(delta.text)
+                    answer += delta.text
+                write("\n")
+                messages.append({"role": "assistant", "content": answer})
+
+
+@contextmanager
+def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
+    """The gateway at `url`, or one in this process for a checkpoint."""
+    if url is not None:
+        yield url
+        return
+    from blocktrain.serving.engine.local import LocalEngine
+    from blocktrain.serving.gateway.main import background_gateway
+
+    assert checkpoint is not None
+    with background_gateway(LocalEngine(checkpoint)) as address:
+        yield address
+
+
+def user_lines() -> Iterator[str]:
+    prompt = "you> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            yield input(prompt).strip()
+        except EOFError:
+            return

@@ -1,0 +1,36 @@
+"""`blocktrain contributions`: who trained what, signed by the coordinator."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from typing import Annotated
+
+import typer
+
+from blocktrain.cli.options import UrlArgument
+from blocktrain.errors import UserError
+
+
+def contributions(
+    coordinator: UrlArgument,
+    as_csv: Annotated[bool, typer.Option("--csv", help="A table instead of the signed JSON.")] = False,
+) -> None:
+    """Who trained what: JSON signed by the coordinator (checked here), or CSV."""
+    from blocktrain.client.coordinator import public_client
+    from blocktrain.wire.hashing import canonical_json
+    from blocktrain.wire.identity import verify
+    from blocktrain.wire.messages import CONTRIBUTIONS_CONTEXT
+
+    client = public_client(coordinator)
+    answer, key = client.contributions(), bytes.fromhex(client.run().coordinator_key)
+    signed = CONTRIBUTIONS_CONTEXT + canonical_json(answer.statement)
+    if not verify(key, signed, bytes.fromhex(answer.signature)):
+        raise UserError("the statement is not signed by this run's coordinator; do not rely on it")
+    if not as_csv:
+        typer.echo(answer.model_dump_json(indent=1))
+        return
+    columns = ["worker_id", "public_key", "merged", "merged_weight", "tokens", "gain"]
+    writer = csv.DictWriter(sys.stdout, columns)
+    writer.writeheader()
+    writer.writerows(answer.statement["workers"])

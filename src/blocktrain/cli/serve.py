@@ -1,0 +1,70 @@
+"""`blocktrain serve`: stages and a gateway on this machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blocktrain.cli.gateway import gateway_config
+from blocktrain.cli.options import (
+    CheckpointArgument,
+    HostOption,
+    KeysOption,
+    LimitOption,
+    OriginOption,
+    OverflowOption,
+    PortOption,
+    log_to_stderr,
+)
+from blocktrain.local.launcher import LaunchConfig, Launcher
+from blocktrain.local.processes import stopping
+
+
+def serve(
+    checkpoint: CheckpointArgument,
+    stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Stage processes.")] = 3,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    keys: KeysOption = None,
+    limit: LimitOption = [],  # noqa: B006
+    overflow: OverflowOption = "refuse",
+    origin: OriginOption = [],  # noqa: B006
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Folder for the programs' logs; default: a temporary one.")
+    ] = None,
+) -> None:
+    """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
+    log_to_stderr()
+    gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
+    options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
+    options += [part for one in origin for part in ("--origin", one)]
+    options += ["--keys", str(keys)] if keys is not None else []
+    folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
+    config = LaunchConfig(
+        checkpoint=checkpoint,
+        num_stages=stages,
+        logs=folder,
+        host=host,
+        port=port,
+        gateway_options=tuple(options),
+    )
+    launcher = Launcher(config)
+    with stopping() as stop:
+        try:
+            url, model = launcher.start(stop), launcher.model
+            header = " -H 'authorization: Bearer KEY'" if keys is not None else ""
+            body = json.dumps({"model": model, "prompt": "The ", "max_tokens": 64})
+            print(
+                f"serving {model} at {url} (gateway pid {launcher.gateway_pid}; Ctrl-C ends everything)\n\n"
+                f"  curl {url}/v1/completions{header} -H 'content-type: application/json' -d '{body}'\n"
+                f"  blocktrain generate --url {url} --prompt 'The '\n"
+                f"  blocktrain chat --url {url}\n\n  logs are in {folder}",
+                flush=True,
+            )
+            launcher.watch(stop)
+        finally:
+            launcher.end()

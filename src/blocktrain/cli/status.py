@@ -1,0 +1,23 @@
+"""`blocktrain status`: how a run is doing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def status(
+    url: Annotated[str, typer.Argument(help="Address of the coordinator.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
+) -> None:
+    """Show how a run is doing."""
+    from blocktrain.client.coordinator import public_client
+    from blocktrain.local.status_view import status_tables
+
+    answer = public_client(url, report=lambda line: typer.echo(line, err=True), attempts=2).status()
+    if as_json:
+        typer.echo(answer.model_dump_json())
+    else:
+        Console().print(status_tables(answer))
