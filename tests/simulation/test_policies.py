@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from simulation_kit import LATE, MakeRecipe, MakeScenario
 from torch import Tensor
 
-from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.errors import RecipeError
 from blocktrain.simulation.networks import NETWORKS
 from blocktrain.simulation.run import Simulation, participation
@@ -64,7 +65,11 @@ def test_drop_loses_what_is_late(make_scenario: MakeScenario) -> None:
     (state,) = simulation.coordinator.blocks
     late = [update for _, update, outcome, _ in revealed if outcome is Outcome.REFUSED]
     assert late
-    assert all(one.age == 0 and one.weight == 1.0 for merge in state.merges for one in merge.inputs)
+    assert all(
+        one.base_version == merge.version - 1 and one.weight == 1.0
+        for merge in state.merges
+        for one in merge.inputs
+    )
     merged = {one.payload_hash for merge in state.merges for one in merge.inputs}
     assert not merged & {update.payload_hash for update in late}
     empty = [merge.version for merge in state.merges if not merge.inputs]
@@ -135,7 +140,7 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
     sending = [worker.logic for worker in workers]
     simulation.clock.run(until=lambda: not any(logic.sending for logic in sending))
     assert any(outcome is Outcome.LATE for _, _, outcome, _ in revealed)
-    layout = simulation.coordinator.layouts[0]
+    layout = simulation.coordinator.blocks[0].layout
     for worker in workers:
         held = worker.logic.blocks[0].feedback
         for sender, update, _, weight in revealed:
@@ -163,18 +168,18 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
     scenario = make_scenario("mild", policy, objective={"kind": "chain", "hint_probability": 0.0})
     simulation = Simulation(scenario)
     lent = []
-    lend = simulation.coordinator.lend
+    assignments = simulation.coordinator.service.assignments
+    lend = assignments.lend
 
-    def noted(worker: int, offer: Offer) -> Assignment:
-        heads = {b: state.head.hash for b, state in enumerate(simulation.coordinator.blocks)}
-        assignment = lend(worker, offer)
+    def noted(*arguments: Any) -> Assignment:
+        heads = {block: state.head.hash for block, state in enumerate(simulation.coordinator.blocks)}
+        assignment = lend(*arguments)
         lent.append(assignment)
-        assert {one.block: one.hash for one in assignment.frozen} == (
-            {0: heads[0]} if assignment.block else {}
-        )
+        named = {one.block: one.hash for one in assignment.frozen}
+        assert named == ({0: heads[0]} if assignment.block else {})
         return assignment
 
-    simulation.coordinator.lend = noted
+    assignments.lend = noted  # type: ignore[method-assign]
     report = simulation.run()
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0

@@ -123,7 +123,8 @@ class SimulatedCoordinator:
         self.verdicts: list[Verdict] = []
         self.watchers: list[Callable[[int], None]] = []
         """Told of every new head."""
-        self._woken_at: set[float] = set()
+        self._woken_at: set[tuple[int, float]] = set()
+        self._heard_at = -1.0
 
     def _base(self, block: int, version: int, snapshot_hash: str) -> Base:
         return Base(version, snapshot_hash, self.resources.weights.snapshot(block, snapshot_hash))
@@ -142,8 +143,10 @@ class SimulatedCoordinator:
         """An assignment, or None where there is nothing to do now."""
         self._hear()
         answer = self.service.assignments.ask(self.worker_ids[worker], request)
-        self.close_due()
-        return answer if isinstance(answer, Assignment) else None
+        if not isinstance(answer, Assignment):
+            return None
+        self._look(answer.block)
+        return answer
 
     def lend(self, worker: int, block: int) -> Assignment:
         """The open round of this block, whatever the scheduler would choose: the litepaper's seats are
@@ -155,7 +158,7 @@ class SimulatedCoordinator:
             locked = block_row(session, block, lock=True)
             offer = Offer(block, locked.version, "its block's next round")
             assignment = self.service.assignments.lend(session, row, locked, offer, now)
-        self.close_due()
+        self._look(block)
         return assignment
 
     def cancels(self, worker: int, update: PendingUpdate) -> bool:
@@ -192,12 +195,15 @@ class SimulatedCoordinator:
         if verdict.outcome is Outcome.PENDING:
             verdict = updates.verdict(worker_id, update.payload_hash)
         self.verdicts.append(verdict)
-        self.close_due()
+        self._look(update.block)
         return verdict
 
     def _hear(self) -> None:
         """Write down what heartbeats would have said: when each machine was last there."""
         now = self.clock.now
+        if now == self._heard_at:
+            return
+        self._heard_at = now
         with self.resources.store.write() as session:
             session.execute(sql_update(WorkerRow).values(last_seen=now))
             for worker_id, machine in zip(self.worker_ids, self.machines, strict=True):
@@ -210,50 +216,48 @@ class SimulatedCoordinator:
 
     # --- rounds
 
-    def close_due(self) -> None:
-        """Close the rounds that are due, tell of new heads, and look again when the next deadline passes."""
-        while self.service.rounds.close_due():
-            pass
-        for block in range(len(self.blocks)):
-            deadline = self._use_up_round(block) if self.swarm.policy == "drop" else None
-            self._tell_of_new_heads(block)
-            deadline = deadline or self._deadline(block)
-            if deadline is not None and deadline > self.clock.now and deadline not in self._woken_at:
-                self._woken_at.add(deadline)
-                self.clock.at(deadline, self._deadline_passed)
+    def _look(self, block: int) -> None:
+        """Close the block's round if it is due, tell of its new head, and look again when its deadline
+        passes."""
+        state, now = self.blocks[block], self.clock.now
+        while state.head.version < self.swarm.rounds:
+            with self.resources.store.read() as session:
+                facts = round_facts(session, block_row(session, block), self.swarm, now)
+            found = round_state(facts, self.swarm, self.resources.run.recipe.trust, now)
+            deadline = found.deadline
+            if self.swarm.policy == "drop" and facts.begun is not None:
+                deadline = facts.begun + self.swarm.drop_deadline_seconds
+            passed = deadline is not None and deadline <= now
+            if found.close:
+                self.service.rounds.close_due()
+            elif self.swarm.policy == "drop" and passed:
+                self._use_up_round(block)
+            else:
+                if deadline is not None and not passed and (block, deadline) not in self._woken_at:
+                    self._woken_at.add((block, deadline))
+                    self.clock.at(deadline, partial(self._deadline_passed, block, state.head.version))
+                return
+            for other in range(len(self.blocks)):
+                # The service closes every round that is due, and another block's may be due at this moment.
+                if self._tell_of_new_heads(other) and other != block:
+                    self.clock.at(now, partial(self._look, other))
 
-    def _deadline_passed(self) -> None:
+    def _deadline_passed(self, block: int, version: int) -> None:
+        if self.blocks[block].head.version != version:
+            return
         self._hear()
-        before = [block.head.version for block in self.blocks]
-        self.close_due()
-        if self.judged:
+        self._look(block)
+        if self.judged and self.blocks[block].head.version == version:
             # A refused worker may try its round again when the deadline was re-set; it must ask to know.
-            for block, version in enumerate(before):
-                if self.blocks[block].head.version == version:
-                    self._tell(block)
+            self._tell(block)
 
-    def _deadline(self, block: int) -> float | None:
-        run, now = self.resources.run, self.clock.now
-        if self.blocks[block].head.version >= self.swarm.rounds:
-            return None
-        with self.resources.store.read() as session:
-            facts = round_facts(session, block_row(session, block), self.swarm, now)
-        return round_state(facts, self.swarm, run.recipe.trust, now).deadline
-
-    def _use_up_round(self, block: int) -> float | None:
+    def _use_up_round(self, block: int) -> None:
         """The litepaper's rule: under `drop` a deadline that passes with nothing to merge uses up a round,
-        and the old snapshot stays, for the number of rounds is fixed. (A real coordinator re-sets the
-        deadline.)
-
-        Returns the deadline of the open round, if it has begun.
-        """
+        and the old snapshot stays, for the number of rounds is fixed. A real coordinator re-sets the
+        deadline."""
         now = self.clock.now
         with self.resources.store.write() as session:
             row = block_row(session, block, lock=True)
-            if row.begun is None or row.version >= self.swarm.rounds:
-                return None
-            if now < row.begun + self.swarm.drop_deadline_seconds:
-                return row.begun + self.swarm.drop_deadline_seconds
             record = MergeRecord(
                 block=block,
                 version=row.version + 1,
@@ -278,14 +282,13 @@ class SimulatedCoordinator:
             )
             row.version = record.version
             row.begun = now if live_assignments(session, block, row.version) else None
-            return None
 
-    def _tell_of_new_heads(self, block: int) -> None:
+    def _tell_of_new_heads(self, block: int) -> bool:
         state = self.blocks[block]
         with self.resources.store.read() as session:
             version = session.scalar(select(BlockRow.version).where(BlockRow.block == block))
             if version == state.head.version:
-                return
+                return False
             rows = session.scalars(
                 select(MergeRow)
                 .where(MergeRow.block == block, MergeRow.version > state.head.version)
@@ -296,6 +299,7 @@ class SimulatedCoordinator:
             state.closed.append(row.closed)
             state.head = self._base(block, row.version, state.merges[-1].result_hash)
             self._tell(block)
+        return True
 
     def _tell(self, block: int) -> None:
         for watcher in self.watchers:

@@ -48,8 +48,6 @@ class Scenario:
     evaluate_every: int = 1
     """Rounds between two scores; the last round is always scored."""
     device: torch.device = torch.device("cpu")
-    judged: bool = False
-    """Whether a judge scores every update and the guard every merge, as in a run among strangers."""
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -112,7 +110,7 @@ class Simulation:
         scenario = self.scenario
         recipe = dataclasses.replace(self.recipe, swarm=scenario.swarm)
         machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
-        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=scenario.judged)
+        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=False)
 
     def _site(self, index: int) -> Site:
         return Site(
