@@ -264,7 +264,7 @@ def _one_process(recipe: Recipe, options: Options) -> dict[str, float]:
     run.train(resume=False)
     scores = run.evaluate()
     seconds = time.monotonic() - started
-    ce = float(scores["composed"]["consensus"]["ce"])
+    ce = scores.consensus.ce
     CONSOLE.print(f"one process: ce={ce:.4f} after {seconds:.0f}s")
     return {"ce": ce, "seconds": seconds}
 

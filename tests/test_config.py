@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_recipe
 
 from blocktrain import config as config_module
-from blocktrain.config import Recipe, load_recipe, resolve_recipe, with_defaults
+from blocktrain.config import Recipe, changed_settings, load_recipe, resolve_recipe, with_defaults
 from blocktrain.errors import RecipeError
+from tests.tiny import tiny_recipe
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 
@@ -280,3 +280,15 @@ def test_a_recipe_written_before_a_key_existed_is_read_with_its_default() -> Non
     del stored["swarm"]["stand_in"]
     assert with_defaults(stored) == recipe.to_dict()
     assert with_defaults({"of": "the future"}) == {"of": "the future"}
+
+
+def test_settings_that_changed_are_named_and_newer_ones_count_as_their_default() -> None:
+    stored = json.loads(json.dumps(Recipe(name="a").to_dict()))
+    del stored["swarm"]["run_ahead"]  # stored before this setting existed
+    assert changed_settings(stored, Recipe(name="a")) == {}
+    stored["training"]["batch"] += 1
+    batch = Recipe(name="a").training.batch
+    assert changed_settings(stored, Recipe(name="b")) == {
+        "name": ("a", "b"),
+        "training.batch": (batch + 1, batch),
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -372,6 +373,28 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The dotted settings in which a recipe differs from one that was stored: (stored, now).
+
+    A setting that did not exist when the recipe was stored counts as its default, so that runs of older
+    versions still open.
+    """
+
+    def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return found
+
+    # Both through JSON, where a tuple is a list.
+    old, new = (flat(json.loads(json.dumps(one))) for one in (with_defaults(stored), recipe.to_dict()))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
 
 
 PACKAGED_RECIPES = Path(__file__).parent / "recipes"

@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Outcome, run_main
-from servers import closed_port, coordinator_at, make_certificate
-from tiny import tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.doctor import findings
 from blocktrain.doctor.findings import (
+    FIRST_TOO_NEW_TORCH,
+    OLDEST_PYTHON,
+    OLDEST_TORCH,
     Certificate,
     CoordinatorReading,
     Device,
@@ -44,6 +45,9 @@ from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.setup import Setup
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
+from tests.cli.program import Outcome, run_main
+from tests.cli.servers import closed_port, coordinator_at, make_certificate
+from tests.tiny import tiny_recipe
 
 GB = 10**9
 NOW = datetime(2026, 11, 15, tzinfo=UTC)
@@ -76,7 +80,7 @@ DEVICE = Device("cpu", "2 cores", 1 * GB, 2 * GB)
 TROUBLES: dict[str, tuple[Finding | None, Severity, str]] = {
     "an old Python": (
         findings.about_versions(Versions((3, 10, 0), "2.11.0", "0"))[0], Severity.ERROR, "3.11"),
-    "an old torch": (findings.about_versions(Versions((3, 12), "2.4.1", "0"))[1], Severity.ERROR, "2.9"),
+    "an old torch": (findings.about_versions(Versions((3, 12), "2.10.1", "0"))[1], Severity.ERROR, "2.11"),
     "a torch not tested": (
         findings.about_versions(Versions((3, 12), "2.14.0", "0"))[1], Severity.ERROR, "pip install"),
     "a torch of unknown version": (
@@ -179,7 +183,7 @@ def counted_bytes(recipe: Recipe) -> int:
     assert hint is not None
     with memory.count_activations():
         loss = objective.loss(block, tokens, tokens, codebook, hint)
-    loss.total.backward()
+    loss.total.backward()  # type: ignore[no-untyped-call]
     optimizer = Optimizer(block, recipe.training)
     optimizer.step(0)
     memory.count_state(block, optimizer)
@@ -377,3 +381,13 @@ def test_an_address_that_is_none_is_misuse(arguments: tuple[str, ...]) -> None:
     outcome = run_main("doctor", *arguments)
     assert outcome.code == 2
     assert "expected" in outcome.complaint
+
+
+def test_the_doctor_asks_for_the_versions_that_pyproject_does() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST_TORCH, FIRST_TOO_NEW_TORCH))
+    assert f"torch>={oldest},<{newest}" in project["dependencies"]
+    assert project["requires-python"] == ">={}.{}".format(*OLDEST_PYTHON)
+    remedy = findings.about_versions(Versions((3, 12), "2.10.1", "0"))[1].remedy
+    assert remedy is not None
+    assert f"torch>={oldest},<{newest}" in remedy

@@ -177,6 +177,7 @@ def test_metrics_count_verdicts_and_bytes(running: Running) -> None:
     assert 'blocktrain_verdicts_total{outcome="accepted",reason="on_time"} 1.0' in text
     assert 'blocktrain_block_version{block="0"} 1.0' in text
     assert "blocktrain_merge_seconds_count 1.0" in text
+    assert 'blocktrain_requests_total{method="POST",route="/v1/assignments",status="200"} 1.0' in text
 
 
 def test_the_assembled_model_is_scored_off_the_request_path(local: Place) -> None:

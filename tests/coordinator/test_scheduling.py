@@ -120,3 +120,12 @@ def test_nobody_downloads_a_snapshot_for_the_last_rounds_of_a_block_that_has_its
     assert offered(idle, blocks((10, 0), (8, 1))) == (1, 8)
     assert offered(idle, blocks((10, 0), (6, 2))) == (1, 6)
     assert offered(WorkerView(current_block=0, holding={1: 7}), blocks((10, 0), (8, 2))) == (1, 8)
+
+
+def test_a_full_block_keeps_its_workers_and_takes_no_others() -> None:
+    full = [BlockView(block=0, version=10, seats=0), BlockView(block=1, version=3, seats=64, full=True)]
+    waiting = next_assignment(WorkerView(), full, SWARM)
+    assert isinstance(waiting, Pause)
+    assert "all its seats taken" in waiting.reason
+    assert offered(WorkerView(current_block=1), full) == (1, 3)
+    assert isinstance(next_assignment(WorkerView(), full[:1], SWARM), Done)

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pages import FENCE, ROOT, Fence, Runner, blocktrain_words, commands, fences, name_of, pages
 
 from blocktrain.cli.reference import Verb, all_verbs
+from tests.docs.pages import FENCE, ROOT, Fence, Runner, blocktrain_words, commands, fences, name_of, pages
 
 VERBS = {verb.name: verb for verb in all_verbs()}
 KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "", "bash"}

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation_kit import LATE, MakeRecipe, MakeScenario
 from torch import Tensor
 
 from blocktrain.errors import RecipeError
@@ -15,6 +14,7 @@ from blocktrain.training.setup import Setup
 from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
 from blocktrain.wire.messages import Assignment, Outcome
 from blocktrain.worker.block_progress import PendingUpdate
+from tests.simulation.simulation_kit import LATE, MakeRecipe, MakeScenario
 
 
 def same(left: Weights, right: Weights) -> bool:

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from blocktrain.cli.main import app
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.traffic import Traffic
 from blocktrain.judge.judge import Judge
 from blocktrain.validation.scorer import Scorer
@@ -59,7 +59,7 @@ def test_a_judge_elsewhere_judges_and_a_dead_one_delays_only_its_own(tmp_path: P
         first = worker.peer.reveal(worker.peer.commit(assignment, payload), payload)
         assert first.outcome is Outcome.PENDING
         dead, alive = Identity.generate(), Identity.generate()
-        with pytest.raises(Refusal) as found:
+        with pytest.raises(RequestRefused) as found:
             LocalClient(running, dead).judge_lease()
         assert found.value.reason == "not_judge"
         (tmp_path / "judges.txt").write_text(f"{dead.worker_id}\n{alive.worker_id}\n")
@@ -77,7 +77,7 @@ def test_a_judge_elsewhere_judges_and_a_dead_one_delays_only_its_own(tmp_path: P
         base = worker.peer.snapshot(0, task.head_hash)
         after = applied(worker.peer.codec, base, base, decoded, task.step)
         evidence = Scorer(recipe, corpus()).evidence(0, base, after, work_of(task), task.seed)
-        with pytest.raises(Refusal) as found:
+        with pytest.raises(RequestRefused) as found:
             LocalClient(running, dead).judge_report(task.update_id, report_of(evidence))
         assert found.value.reason == "lease_lost"
         client.judge_report(task.update_id, report_of(evidence))

@@ -15,6 +15,7 @@ from blocktrain.wire.messages import (
     AssignmentRequest,
     CommitRequest,
     Finished,
+    HeartbeatRequest,
     JoinRequest,
     Request,
     Wait,
@@ -36,6 +37,11 @@ def test_a_request_with_an_unknown_key_or_version_is_refused(model: type[Request
     for extra in ({"surprise": 1}, {"protocol": 2}):
         with pytest.raises(ValidationError, match="surprise|protocol"):
             model.model_validate(extra)
+
+
+def test_a_heartbeat_of_an_older_worker_is_understood() -> None:
+    old = {"step": 12, "loss": 1.5, "steps_per_second": 4.1, "bytes_per_second": 250000.0}
+    assert HeartbeatRequest.model_validate(old) == HeartbeatRequest(step=12, loss=1.5)
 
 
 def test_an_answer_with_an_unknown_key_is_read() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from blocktrain.client import coordinator as client
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.threads import Stopped
@@ -125,14 +125,14 @@ def test_what_may_be_wrong_is_said_of_an_address_that_never_answers(
 
 def test_a_refusal_keeps_reason_and_remedy(served: Served) -> None:
     served.script = [error(409, "corpus_mismatch", "expected text a, found b", "get text a")]
-    with pytest.raises(Refusal, match="expected text a, found b; get text a") as refusal:
+    with pytest.raises(RequestRefused, match="expected text a, found b; get text a") as refusal:
         served.client.join(JoinRequest(corpus_sha256="0" * 64))
     assert (refusal.value.status, refusal.value.reason) == (409, "corpus_mismatch")
 
 
 def test_every_signed_attempt_has_its_own_nonce(served: Served) -> None:
     served.script = [error(500, "x", "x"), error(404, "not_found", "no")]
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         served.client.join(JoinRequest(corpus_sha256="0" * 64))
     first, second = (headers["signature-input"] for headers in served.requests)
     assert first != second
@@ -190,7 +190,7 @@ def test_bytes_are_counted_with_headers_and_by_kind(served: Served) -> None:
     served.client.payload("ab", len(BLOB))
     assert len(BLOB) < served.traffic.bytes_down()["payload"] < len(BLOB) + 500
     assert served.traffic.bytes_down()["control"] == 0
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         served.client.run()
     assert 0 < served.traffic.bytes_up()["control"] < 500
     assert served.traffic.seconds()["transferring"] > 0

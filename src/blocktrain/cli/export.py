@@ -10,9 +10,10 @@ import typer
 
 from blocktrain.cli.options import CheckpointArgument
 from blocktrain.errors import BlocktrainError, UserError
-from blocktrain.tracking.model_card import model_card
+from blocktrain.tracking.model_card import AnyReport, model_card
 from blocktrain.training.checkpoint import Description, read_config
 from blocktrain.training.exchange import export_checkpoint
+from blocktrain.training.report import TrainingReport
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -47,7 +48,7 @@ def export(
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")
 
 
-def find_report(checkpoint: Path, named: Path | None, described: Description) -> dict[str, Any] | None:
+def find_report(checkpoint: Path, named: Path | None, described: Description) -> AnyReport | None:
     """The report of this checkpoint; a neighbour that belongs to another run is left out."""
     path = named or checkpoint.absolute().parent / "report.json"
     try:
@@ -61,7 +62,7 @@ def find_report(checkpoint: Path, named: Path | None, described: Description) ->
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if belongs(report, described):
-        return dict(report)
+        return TrainingReport.of_json(report) if "composed" in report else dict(report)
     if named is None:
         return None
     raise UserError(f"{path} is not the report of {checkpoint}: another run's name or text")

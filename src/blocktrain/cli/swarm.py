@@ -32,9 +32,8 @@ def swarm(
 
     file = find_recipe(recipe).absolute()
     resolved = load_recipe(file, set_)
-    settings = resolved.to_dict()
-    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, settings)
-    with recording(options.out, track, resolved.name, settings) as recorder:
+    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, resolved)
+    with recording(options.out, track, resolved.name, resolved.to_dict()) as recorder:
         stop = stop_on_signals()
         report = run_swarm(options, Console(stderr=True), stop, save_final_checkpoint, recorder.status)
     if as_json:

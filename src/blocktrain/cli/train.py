@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, TrackOption
-from blocktrain.config import Recipe, find_recipe, load_recipe
+from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stop_on_signals
 from blocktrain.local.terminal import TrainingProgress
 from blocktrain.tracking.curves import draw_curves
-from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, TrackerName, recording
+from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
 from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun
+from blocktrain.training.report import TrainingReport
 
 
 def train(
@@ -31,53 +32,39 @@ def train(
     """Train every block alone, then the end-to-end reference, and report both."""
     resolved = load_recipe(find_recipe(recipe), set_)
     console = Console(stderr=True)
-    report = run_training(resolved, out, device, console, resume=resume, track=track)
+    with (
+        recording(out, track, resolved.name, resolved.to_dict()) as recorder,
+        TrainingProgress(console) as progress,
+    ):
+        observer = RecordedSteps(progress, recorder)
+        run = LocalRun(resolved, out, find_device(device), observer, stop_on_signals())
+        run.train(resume=resume)
+        report = run.finish()
+        recorder.report(report)
+    draw_curves(report, out / "curves.png")
     Console().print(results_table(report))
     console.print(f"\nreport      {out / 'report.json'}\ncurves      {out / 'curves.png'}", highlight=False)
     console.print(f"checkpoint  {out / 'checkpoint'}\nsample      {out / 'sample.txt'}", highlight=False)
     console.print(f"metrics     {out / METRICS_FILE}", highlight=False)
 
 
-def run_training(
-    recipe: Recipe,
-    out: Path,
-    device: str,
-    console: Console,
-    *,
-    resume: bool,
-    track: Sequence[TrackerName] = (),
-) -> dict[str, Any]:
-    with (
-        recording(out, track, recipe.name, recipe.to_dict()) as recorder,
-        TrainingProgress(console) as progress,
-    ):
-        observer = RecordedSteps(progress, recorder)
-        run = LocalRun(recipe, out, find_device(device), observer, stop_on_signals())
-        run.train(resume=resume)
-        report = run.finish()
-        recorder.report(report)
-    draw_curves(report, out / "curves.png")
-    return report
-
-
-def results_table(report: dict[str, Any]) -> Table:
+def results_table(report: TrainingReport) -> Table:
     """Everything scored on the same held-out text, best composed model last but one."""
-    table = Table(title=f"{report['name']}: cross entropy on {report['scored_tokens']:,} held-out bytes")
+    scores = report.scores
+    table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out bytes")
     table.add_column("model")
     for column in ("nats/byte", "perplexity", "bits/byte"):
         table.add_column(column, justify="right")
-    rows = [("bigram counts", report["bigram"]["ce"])]
-    rows += [(f"block {i} alone", score["ce"]) for i, score in enumerate(report["blocks"])]
-    if "euler" in report["composed"]:
-        rows.append(("composed: euler (from noise)", report["composed"]["euler"]["ce"]))
-    rows.append(("composed: consensus", report["composed"]["consensus"]["ce"]))
-    if report["reference"] is not None:
-        rows.append(("end-to-end reference", report["reference"]["ce"]))
+    rows = [("bigram counts", scores.bigram_ce)]
+    rows += [(f"block {i} alone", score.ce) for i, score in enumerate(scores.blocks)]
+    if scores.euler is not None:
+        rows.append(("composed: euler (from noise)", scores.euler.ce))
+    rows.append(("composed: consensus", scores.consensus.ce))
+    if scores.reference is not None:
+        rows.append(("end-to-end reference", scores.reference.ce))
     for name, ce in rows:
         style = "bold" if "consensus" in name else None
-        table.add_row(
-            name, f"{ce:.4f}", f"{2.718281828459045**ce:.2f}", f"{ce / 0.6931471805599453:.3f}", style=style
-        )
-    if report["gap"] is not None:
-        table.caption = f"gap of the best composed model to end-to-end: {report['gap']:+.4f} nats/byte"
+        table.add_row(name, f"{ce:.4f}", f"{math.exp(ce):.2f}", f"{ce / math.log(2):.3f}", style=style)
+    if scores.gap is not None:
+        table.caption = f"gap of the best composed model to end-to-end: {scores.gap:+.4f} nats/byte"
     return table

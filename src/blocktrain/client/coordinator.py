@@ -2,7 +2,7 @@
 
 Every request has time-outs and is tried again, with jittered backoff, until the coordinator answers or the
 program stops: a restart of the coordinator, a lost connection or a suspended laptop look the same from here.
-Every route is safe to repeat. What the coordinator declines comes out as `Refusal`.
+Every route is safe to repeat. What the coordinator declines comes out as `RequestRefused`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def backoff_seconds(attempt: int, chance: float) -> float:
     return longest * (0.5 + 0.5 * chance)
 
 
-class Refusal(WireError):
+class RequestRefused(WireError):
     """The coordinator declined a request, with its reason and sentence."""
 
     def __init__(self, status: int, reason: str, message: str, remedy: str | None, code: str = "") -> None:
@@ -240,7 +240,7 @@ class CoordinatorClient:
             content = self.fetch(path)
             if not _speaks_protocol(content):
                 found = f"something else to GET {path}"
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.reason != f"http_{refusal.status}":
                 raise
             found = f"{refusal.status} to GET {path}"
@@ -413,4 +413,5 @@ def _failure(response: httpx2.Response, content: bytes) -> Exception:
             after = None
         return _TryAgain(f"{status} {message}", after)
     reason, remedy = str(error.get("reason", f"http_{status}")), error.get("remedy")
-    return Refusal(status, reason, message, str(remedy) if remedy else None, str(error.get("code", "")))
+    code = str(error.get("code", ""))
+    return RequestRefused(status, reason, message, str(remedy) if remedy else None, code)

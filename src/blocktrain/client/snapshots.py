@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from blocktrain.client.cache import BlobCache
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.run import Layout
 from blocktrain.errors import WireError
 from blocktrain.training.merge import replay_merge
@@ -224,7 +224,7 @@ class Snapshots:
             return kept
         try:
             payload = self.client.payload(payload_hash, layout.payload_bytes)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             raise _BrokenChain(f"payload {payload_hash[:12]} cannot be had: {refusal}") from None
         if content_hash(payload) != payload_hash:
             raise _BrokenChain(f"payload {payload_hash[:12]} came with another hash")

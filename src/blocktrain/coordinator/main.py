@@ -52,7 +52,7 @@ class Tls:
             ) from None
 
 
-class Server(uvicorn.Server):
+class CoordinatorServer(uvicorn.Server):
     """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
@@ -106,7 +106,9 @@ def run_coordinator(
             server.run(sockets=[listener])
 
 
-def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None) -> Server:
+def make_server(
+    coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None
+) -> CoordinatorServer:
     config = uvicorn.Config(
         create_app(coordinator),
         http=limited_protocol(max_connections()),
@@ -120,7 +122,7 @@ def make_server(coordinator: Coordinator, ready: Callable[[], None], tls: Tls | 
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,
     )
-    return Server(config, coordinator, ready)
+    return CoordinatorServer(config, coordinator, ready)
 
 
 def max_connections() -> int:

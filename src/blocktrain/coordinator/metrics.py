@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blocktrain.wire.messages import StatusAnswer, Traffic
+from blocktrain.wire.messages import ByteCounts, StatusAnswer
 
 KINDS = ("payload", "snapshot", "control")
 HEADER_LINE_BYTES = 4
@@ -75,8 +75,8 @@ class Metrics:
     def failed(self, loop: str) -> None:
         self._failures.labels(loop).inc()
 
-    def traffic(self, direction: str) -> Traffic:
-        return Traffic(**{kind: self._traffic[direction, kind] for kind in KINDS})
+    def traffic(self, direction: str) -> ByteCounts:
+        return ByteCounts(**{kind: self._traffic[direction, kind] for kind in KINDS})
 
     def text(self, status: StatusAnswer, judging_share: float) -> bytes:
         self._judging.set(judging_share)

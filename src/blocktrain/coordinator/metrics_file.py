@@ -1,4 +1,4 @@
-"""Tells somebody the state of the swarm whenever it changed: how metrics.jsonl is written."""
+"""Calls a function with the state of the swarm whenever it changed: how metrics.jsonl is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 2.0
 """A status of many workers costs some milliseconds; rounds and evaluations in it are not lost in between."""
-PATIENCE_SECONDS = 5.0
+LAST_WRITE_SECONDS = 5.0
 
 Watch = Callable[[StatusAnswer], None]
 
@@ -34,12 +34,13 @@ def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
     finally:
         stop.set()
         coordinator.resources.changes.notify()
-        thread.join(PATIENCE_SECONDS)
+        thread.join(LAST_WRITE_SECONDS)
 
 
 def _loop(coordinator: Coordinator, watch: Watch, stop: threading.Event) -> None:
     changes = coordinator.resources.changes
     while True:
+        # Read before the status: what changes meanwhile is told in the next turn, and the end is told too.
         ending, seen = stop.is_set(), changes.count
         try:
             watch(coordinator.status())

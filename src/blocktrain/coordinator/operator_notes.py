@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blocktrain.errors import UserError
 from blocktrain.wire.messages import ReferenceState
@@ -48,25 +47,25 @@ def end_to_end_reference(reference: str, corpus_sha256: str) -> ReferenceState:
     try:
         ce, source = float(reference), "given by the operator"
     except ValueError:
-        ce, source = _from_report(Path(reference).expanduser(), corpus_sha256)
+        path = Path(reference).expanduser()
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            text, ce = report["corpus_sha256"], float(report["reference"]["ce"])
+            scored, trained = int(report["scored_tokens"]), int(report["tokens"]["reference"])
+        except OSError as error:
+            raise UserError(
+                f"--reference {path}: {error.strerror}; expected a number or a report.json"
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"--reference {path}: expected the report.json of a `blocktrain train` with its reference"
+            ) from None
+        # Cross entropies of different texts cannot be compared, and the dashboard would draw them as one.
+        if text != corpus_sha256:
+            raise UserError(
+                f"--reference {path} is about text {text[:12]}…, this run trains on {corpus_sha256[:12]}…"
+            ) from None
+        source = f"{path.name}: {scored} held-out tokens, after {trained} training tokens"
     if not math.isfinite(ce) or ce <= 0:
         raise UserError(f"--reference {reference}: expected a cross entropy above 0, found {ce}")
     return ReferenceState(name="end to end", ce=ce, source=source)
-
-
-def _from_report(path: Path, corpus_sha256: str) -> tuple[float, str]:
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        text, ce = report["corpus_sha256"], float(report["reference"]["ce"])
-        scored, trained = int(report["scored_tokens"]), int(report["tokens"]["reference"])
-    except OSError as error:
-        raise UserError(f"--reference {path}: {error.strerror}; expected a number or a report.json") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--reference {path}: expected the report.json of a `blocktrain train` with its reference"
-        ) from None
-    if text != corpus_sha256:
-        raise UserError(
-            f"--reference {path} is about text {text[:12]}…, this run trains on {corpus_sha256[:12]}…"
-        )
-    return ce, f"{path.name}: {scored} held-out tokens, after {trained} training tokens"

@@ -26,6 +26,7 @@ from blocktrain.wire.messages import (
     MAX_MERGE_PAGE,
     Account,
     BlockAnswer,
+    ByteCounts,
     ErrorReason,
     EvaluationState,
     LedgerAnswer,
@@ -35,7 +36,6 @@ from blocktrain.wire.messages import (
     RoundState,
     RunAnswer,
     StatusAnswer,
-    Traffic,
     WorkerState,
 )
 
@@ -67,12 +67,14 @@ class Reports:
 
     def _block(self, session: Session, row: BlockRow, now: float) -> BlockAnswer:
         run = self._resources.run
+        head = session.get(SnapshotRow, (row.block, row.version))
+        assert head is not None
         state = round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
         return BlockAnswer(
             block=row.block,
             head_version=row.version,
             head_hash=row.head_hash,
-            head_made=self._made(session, row),
+            head_made=head.made,
             finished=row.version >= run.swarm.rounds,
             round=RoundState(
                 round=row.version,
@@ -87,11 +89,6 @@ class Reports:
             ),
             server_time=now,
         )
-
-    def _made(self, session: Session, row: BlockRow) -> float:
-        head = session.get(SnapshotRow, (row.block, row.version))
-        assert head is not None
-        return head.made
 
     def merges(self, block: int, since: int) -> MergesAnswer:
         with self._resources.store.read() as session:
@@ -143,72 +140,61 @@ class Reports:
             if found.first() is None:
                 raise Refusal(ErrorReason.NOT_FOUND, f"no merged update with payload {payload_hash}")
 
-    def status(self, up: Traffic, down: Traffic) -> StatusAnswer:
-        now = self._resources.clock()
-        with self._resources.store.read() as session:
+    def status(self, up: ByteCounts, down: ByteCounts) -> StatusAnswer:
+        """The whole swarm in one transaction; `up` and `down` are what this process has moved."""
+        resources, now = self._resources, self._resources.clock()
+        with resources.store.read() as session:
+            run = self._run_row(session)
             rows = session.scalars(select(BlockRow).order_by(BlockRow.block))
             blocks = tuple(self._block(session, row, now) for row in rows)
-            reports, run = self._round_reports(session), self._run_row(session)
+            # The latest of each list, since a long run has too many, and then the oldest first.
+            workers = session.scalars(
+                select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS)
+            )
+            evaluations = session.scalars(
+                select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(SHOWN_EVALUATIONS)
+            ).all()
+            records = session.scalars(
+                select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
+            ).all()
+            reports = tuple(map(RoundReport.model_validate_json, reversed(records)))
+            assigned = sum(report.assigned for report in reports)
+            on_time = sum(report.on_time for report in reports)
+            age = UpdateRow.merge_version - 1 - UpdateRow.base_version
+            ages = session.execute(
+                select(age, func.count())
+                .where(UpdateRow.state == UpdateState.MERGED)
+                .group_by(age)
+                .order_by(age)
+            )
+            arrived = session.execute(
+                select(UpdateRow.block, func.count())
+                .where(UpdateRow.revealed.is_not(None))
+                .group_by(UpdateRow.block)
+            )
+            schemas, since = resources.run.schemas, live_since(now, resources.run.swarm)
             return StatusAnswer(
                 run_id=run.run_id,
-                name=self._resources.run.recipe.name,
+                name=resources.run.recipe.name,
                 created=run.created,
                 server_time=now,
                 finished=all(block.finished for block in blocks),
-                rounds=self._resources.run.swarm.rounds,
+                rounds=resources.run.swarm.rounds,
                 blocks=blocks,
-                workers=self._workers(session, now),
-                participation=_participation(reports),
-                ages=self._ages(session),
+                workers=tuple(_worker_state(row, live=row.last_seen > since) for row in workers),
+                participation=on_time / assigned if assigned else None,
+                ages={str(age): count for age, count in ages},
                 up=up,
                 down=down,
-                full_checkpoint_bytes=self._full_checkpoint_bytes(session),
-                evaluations=self._evaluations(session),
+                # As if each update's whole block had travelled in fp32 (4 bytes), once down and once up.
+                full_checkpoint_bytes=sum(2 * 4 * schemas[b].num_values * count for b, count in arrived),
+                evaluations=tuple(map(EvaluationState.model_validate_json, reversed(evaluations))),
                 references=self._display.references(),
                 reports=reports,
                 ledger_length=run.ledger_length,
                 ledger_head=run.ledger_hash,
                 gateway=self._display.gateway,
             )
-
-    def _workers(self, session: Session, now: float) -> tuple[WorkerState, ...]:
-        rows = session.scalars(select(WorkerRow).order_by(WorkerRow.last_seen.desc()).limit(SHOWN_WORKERS))
-        since = live_since(now, self._resources.run.swarm)
-        return tuple(_worker_state(row, live=row.last_seen > since) for row in rows)
-
-    def _evaluations(self, session: Session) -> tuple[EvaluationState, ...]:
-        rows = session.scalars(
-            select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(SHOWN_EVALUATIONS)
-        )
-        return tuple(map(EvaluationState.model_validate_json, reversed(rows.all())))
-
-    def _round_reports(self, session: Session) -> tuple[RoundReport, ...]:
-        rows = session.scalars(
-            select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
-        )
-        return tuple(map(RoundReport.model_validate_json, reversed(rows.all())))
-
-    def _full_checkpoint_bytes(self, session: Session) -> int:
-        """Every update that arrived, as if its whole block had travelled in fp32, down and up."""
-        rows = session.execute(
-            select(UpdateRow.block, func.count())
-            .where(UpdateRow.revealed.is_not(None))
-            .group_by(UpdateRow.block)
-        )
-        schemas = self._resources.run.schemas
-        return sum(2 * 4 * schemas[block].num_values * count for block, count in rows)
-
-    def _ages(self, session: Session) -> dict[str, int]:
-        age = UpdateRow.merge_version - 1 - UpdateRow.base_version
-        rows = session.execute(
-            select(age, func.count()).where(UpdateRow.state == UpdateState.MERGED).group_by(age).order_by(age)
-        )
-        return {str(age): count for age, count in rows}
-
-
-def _participation(reports: tuple[RoundReport, ...]) -> float | None:
-    assigned = sum(report.assigned for report in reports)
-    return sum(report.on_time for report in reports) / assigned if assigned else None
 
 
 def _worker_state(row: WorkerRow, *, live: bool) -> WorkerState:

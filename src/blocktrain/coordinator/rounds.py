@@ -210,7 +210,7 @@ class Rounds:
                 scales = self._scales(kept, median)
                 inputs = tuple(_input_record(row, scale) for row, scale in zip(kept, scales, strict=True))
                 smaller = replace(claim, record=claim.record.model_copy(update={"inputs": inputs}))
-                merges.append(partial(self._merged_tensors, smaller))
+                merges.append(partial(lambda one: self._merge(one).tensors, smaller))
             found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(choices[0]))
             decision = guard_decision(found, choices, doubted)
             for update_id in decision.leave_out:
@@ -222,9 +222,6 @@ class Rounds:
                 merged = self._merge(claim)
             if decision.publish:
                 return claim, merged
-
-    def _merged_tensors(self, claim: Claim) -> Weights:
-        return self._merge(claim).tensors
 
     def _drop(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
         """Take an update out of a merge under way; None where it was the last, or the merge is another's."""

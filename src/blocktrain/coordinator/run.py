@@ -7,13 +7,14 @@ database that holds another run is refused in words.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
 
-from blocktrain.config import Recipe, SwarmConfig, with_defaults
+from blocktrain.config import Recipe, SwarmConfig, changed_settings
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
@@ -55,16 +56,33 @@ def open_run(
     store: Store, blobs: Blobs, identity: Identity, recipe: Recipe, corpus_sha256: CorpusHash, now: float
 ) -> Run:
     """The run in this database, which is made if there is none; another recipe, text or key is refused."""
-    setup = Setup.of_swarm(recipe)
-    layouts = tuple(_layout(setup, blobs, block) for block in range(recipe.model.blocks))
-    key = identity.public_key.hex()
+    setup, codec = Setup.of_swarm(recipe), CodecSpec.parse(recipe.swarm.codec)
+    layouts, schemas = [], []
+    for block in range(recipe.model.blocks):
+        module = setup.initial(block)
+        schema, tensors = schema_of(module), tensors_of(module)
+        digest = snapshot_hash(tensors)
+        # Version 0, where it is not stored yet: blobs come before the rows that name them.
+        if blobs.size(snapshot_key(digest)) is None:
+            blobs.put(snapshot_key(digest), to_safetensors(tensors))
+        schemas.append(schema)
+        layouts.append(
+            BlockLayout(
+                block=block,
+                tensors=tuple(TensorShape(name=name, shape=shape) for name, shape in schema.tensors),
+                schema_hash=schema.schema_hash(),
+                codec=str(codec),
+                payload_bytes=frame_length(codec, schema),
+                initial_hash=digest,
+            )
+        )
+    opened = partial(_open_row, store, identity, recipe, corpus_sha256, layouts, now)
     try:
-        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
+        run_id = opened()
     except IntegrityError:  # another process made the run between our look and our write
-        run_id = _open_row(store, identity, recipe, corpus_sha256, layouts, now)
-    schemas = tuple(Schema(tuple((one.name, one.shape) for one in layout.tensors)) for layout in layouts)
-    codec = CodecSpec.parse(recipe.swarm.codec)
-    return Run(run_id, recipe, corpus_sha256, key, codec, schemas, layouts, setup.objective)
+        run_id = opened()
+    key = identity.public_key.hex()
+    return Run(run_id, recipe, corpus_sha256, key, codec, tuple(schemas), tuple(layouts), setup.objective)
 
 
 def _open_row(
@@ -72,105 +90,58 @@ def _open_row(
     identity: Identity,
     recipe: Recipe,
     corpus: CorpusHash,
-    layouts: tuple[BlockLayout, ...],
+    layouts: Sequence[BlockLayout],
     now: float,
 ) -> str:
+    """The run's id from its row; made with the ledger's first entry, or compared with what was given."""
     key = identity.public_key.hex()
     with store.write() as session:
         row = session.get(RunRow, 1, with_for_update=True)
         if row is None:
-            row = _create(session, Ledger(identity), recipe, corpus, key, layouts, now)
-        else:
-            _refuse_another_run(row, recipe, corpus, key)
+            description: dict[str, Any] = {
+                "recipe": recipe.to_dict(),
+                "corpus_sha256": corpus,
+                "coordinator_key": key,
+                "created": now,
+                "blocks": [layout.model_dump(mode="json") for layout in layouts],
+            }
+            run_id = content_hash(canonical_json(description))
+            row = RunRow(
+                id=1,
+                run_id=run_id,
+                recipe=canonical_json(recipe.to_dict()).decode(),
+                corpus_sha256=corpus,
+                coordinator_key=key,
+                created=now,
+                ledger_length=0,
+                ledger_hash=GENESIS_HASH,
+            )
+            session.add(row)
+            session.flush()
+            Ledger(identity).append(session, now, "run", {"run_id": run_id, **description})
+            for one in layouts:
+                head = one.initial_hash
+                session.add(BlockRow(block=one.block, version=0, head_hash=head))
+                session.add(SnapshotRow(block=one.block, version=0, hash=head, num_bytes=0, made=now))
+            return run_id
+        name = row.run_id[:12]
+        changed = changed_settings(json.loads(row.recipe), recipe)
+        changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
+        if changed:
+            told = [f"{setting} was {old!r} and is {new!r}" for setting, (old, new) in changed.items()]
+            shown = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
+            raise UserError(
+                f"this data directory holds run {name} of another recipe: {shown}; use that recipe, or a new "
+                "--data-dir"
+            )
+        if row.corpus_sha256 != corpus:
+            raise UserError(
+                f"this data directory holds run {name} on text {row.corpus_sha256[:12]}…, the recipe's text "
+                f"is now {corpus[:12]}…; bring the text back, or use a new --data-dir"
+            )
+        if row.coordinator_key != key:
+            raise UserError(
+                f"run {name} in this database belongs to coordinator key {row.coordinator_key[:12]}…, this "
+                f"one has {key[:12]}…; copy coordinator.key from the first coordinator's --data-dir"
+            )
         return row.run_id
-
-
-def _layout(setup: Setup, blobs: Blobs, block: int) -> BlockLayout:
-    """Also writes version 0 where it is not stored yet: blobs come before rows."""
-    module, codec = setup.initial(block), CodecSpec.parse(setup.recipe.swarm.codec)
-    schema, tensors = schema_of(module), tensors_of(module)
-    digest = snapshot_hash(tensors)
-    if blobs.size(snapshot_key(digest)) is None:
-        blobs.put(snapshot_key(digest), to_safetensors(tensors))
-    return BlockLayout(
-        block=block,
-        tensors=tuple(TensorShape(name=name, shape=shape) for name, shape in schema.tensors),
-        schema_hash=schema.schema_hash(),
-        codec=str(codec),
-        payload_bytes=frame_length(codec, schema),
-        initial_hash=digest,
-    )
-
-
-def _create(
-    session: Session,
-    ledger: Ledger,
-    recipe: Recipe,
-    corpus: CorpusHash,
-    key: str,
-    layouts: tuple[BlockLayout, ...],
-    now: float,
-) -> RunRow:
-    description: dict[str, Any] = {
-        "recipe": recipe.to_dict(),
-        "corpus_sha256": corpus,
-        "coordinator_key": key,
-        "created": now,
-        "blocks": [layout.model_dump(mode="json") for layout in layouts],
-    }
-    run_id = content_hash(canonical_json(description))
-    row = RunRow(
-        id=1,
-        run_id=run_id,
-        recipe=canonical_json(recipe.to_dict()).decode(),
-        corpus_sha256=corpus,
-        coordinator_key=key,
-        created=now,
-        ledger_length=0,
-        ledger_hash=GENESIS_HASH,
-    )
-    session.add(row)
-    session.flush()
-    ledger.append(session, now, "run", {"run_id": run_id, **description})
-    for layout in layouts:
-        session.add(BlockRow(block=layout.block, version=0, head_hash=layout.initial_hash))
-        session.add(
-            SnapshotRow(block=layout.block, version=0, hash=layout.initial_hash, num_bytes=0, made=now)
-        )
-    return row
-
-
-def _refuse_another_run(row: RunRow, recipe: Recipe, corpus: CorpusHash, key: str) -> None:
-    differences = _differences(with_defaults(json.loads(row.recipe)), recipe.to_dict())
-    if differences:
-        raise UserError(
-            f"this data directory holds run {row.run_id[:12]} of another recipe: {differences}; use that "
-            "recipe, or a new --data-dir"
-        )
-    if row.corpus_sha256 != corpus:
-        raise UserError(
-            f"this data directory holds run {row.run_id[:12]} on text {row.corpus_sha256[:12]}…, the "
-            f"recipe's text is now {corpus[:12]}…; bring the text back, or use a new --data-dir"
-        )
-    if row.coordinator_key != key:
-        raise UserError(
-            f"run {row.run_id[:12]} in this database belongs to coordinator key {row.coordinator_key[:12]}…, "
-            f"this one has {key[:12]}…; copy coordinator.key from the first coordinator's --data-dir"
-        )
-
-
-def _differences(stored: dict[str, Any], given: dict[str, Any]) -> str:
-    """In words; where the text lies is each machine's own affair, its hash is compared instead."""
-    old, new = _flat(stored), _flat(given)
-    keys = sorted(
-        key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "data.corpus"
-    )
-    shown = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:3])
-    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 from sqlalchemy import func, select
@@ -53,7 +52,11 @@ class Scoring:
         """Score the heads if enough time has passed since the last look, and at once when the run has ended;
         whether anything was scored."""
         if self._display.bigram is None:
-            self._count_bigrams()
+            # The least that a model must beat, on the text it is scored on.
+            train, count = self._tokenizer.encode(self._corpus.train), len(self._held_out)
+            ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
+            source = f"counts of the training text, on the same {count} held-out tokens as the run"
+            self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
         with self._resources.store.read() as session:
             slowest = session.scalar(select(func.min(BlockRow.version)))
         finished = slowest is not None and slowest >= self._resources.run.swarm.rounds
@@ -61,13 +64,6 @@ class Scoring:
             return False
         self._next_look = time.monotonic() + self._every
         return self.score_if_new() is not None
-
-    def _count_bigrams(self) -> None:
-        """The least that a model must beat, on the text it is scored on."""
-        train = self._tokenizer.encode(self._corpus.train)
-        ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
-        source = f"counts of the training text, on the same {len(self._held_out)} held-out tokens as the run"
-        self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
 
     def score_if_new(self) -> EvaluationState | None:
         """Score the heads, unless they are the initial weights or have been scored."""
@@ -78,7 +74,22 @@ class Scoring:
             known = session.get(EvaluationRow, versions) is not None
         if known or not any(version for version, _ in heads):
             return None
-        state = self._score([version for version, _ in heads], [digest for _, digest in heads])
+        for index, (block, (_, digest)) in enumerate(zip(self._blocks, heads, strict=True)):
+            load_into(block, self._resources.weights.snapshot(index, digest))
+        # The published composition costs many passes: it is scored once, at the end.
+        finished = min(version for version, _ in heads) >= self._resources.run.swarm.rounds
+        euler = finished and self._objective.composes_by_euler
+        weights = self._evaluator.fit_weights(self._blocks, self._pool)
+        found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
+        state = EvaluationState(
+            time=self._resources.clock(),
+            versions=tuple(version for version, _ in heads),
+            scored_bytes=len(self._held_out),
+            consensus_ce=found.consensus.ce,
+            euler_ce=None if found.euler is None else found.euler.ce,
+            block_ce=tuple(score.ce for score in found.blocks),
+            weights=tuple(weights),
+        )
         try:
             with self._resources.store.write() as session:
                 session.add(EvaluationRow(versions=versions, time=state.time, record=state.model_dump_json()))
@@ -87,20 +98,3 @@ class Scoring:
         log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)
         self._resources.changes.notify()
         return state
-
-    def _score(self, versions: Sequence[int], hashes: Sequence[str]) -> EvaluationState:
-        for index, (block, digest) in enumerate(zip(self._blocks, hashes, strict=True)):
-            load_into(block, self._resources.weights.snapshot(index, digest))
-        finished = min(versions) >= self._resources.run.swarm.rounds
-        euler = finished and self._objective.composes_by_euler
-        weights = self._evaluator.fit_weights(self._blocks, self._pool)
-        found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
-        return EvaluationState(
-            time=self._resources.clock(),
-            versions=tuple(versions),
-            scored_bytes=len(self._held_out),
-            consensus_ce=found.consensus.ce,
-            euler_ce=None if found.euler is None else found.euler.ce,
-            block_ce=tuple(score.ce for score in found.blocks),
-            weights=tuple(weights),
-        )

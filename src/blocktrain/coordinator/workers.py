@@ -67,7 +67,7 @@ def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit
 
 
 def _bans(session: Session, now: float, worker_id: str | None = None) -> dict[str, BanState]:
-    """Those in force, by worker."""
+    """The bans in force, by worker."""
     query = select(BanRow).where(BanRow.until > now)
     if worker_id is not None:
         query = query.where(BanRow.worker_id == worker_id)
@@ -107,7 +107,7 @@ class Workers:
             )
 
     def verdicts(self) -> VerdictsAnswer:
-        """The latest first, whoever they are about."""
+        """The latest of all workers, the last one first."""
         with self._resources.store.read() as session:
             rows = session.scalars(
                 select(UpdateRow)
@@ -117,8 +117,8 @@ class Workers:
             )
             return VerdictsAnswer(verdicts=tuple(map(_record, rows)))
 
-    def _row(self, session: Session, worker_id: str) -> WorkerRow:
-        row = session.get(WorkerRow, worker_id)
+    def _row(self, session: Session, worker_id: str, *, lock: bool = False) -> WorkerRow:
+        row = session.get(WorkerRow, worker_id, with_for_update=lock or None)
         if row is None:
             raise Refusal(ErrorReason.NOT_FOUND, f"no worker {worker_id} in this run")
         return row
@@ -178,7 +178,7 @@ class Workers:
     # --- the operator ---
 
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
-        """Also takes back what it has waiting for a merge."""
+        """Also takes back what the worker has waiting for a merge."""
         now = self._resources.clock()
         with self._resources.store.write() as session:
             row = session.get(WorkerRow, worker_id, with_for_update=True)
@@ -193,7 +193,7 @@ class Workers:
         """Forget a worker: its leases are free, and it must join, and be judged, as a newcomer."""
         now = self._resources.clock()
         with self._resources.store.write() as session:
-            row = self._row(session, worker_id)
+            row = self._row(session, worker_id, lock=True)
             self._take_back(session, worker_id, row, "removed by the operator", now)
             leases = session.scalars(
                 select(AssignmentRow).where(

@@ -14,7 +14,8 @@ from typing import Literal
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 9), (2, 14)
+OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 11), (2, 14)
+"""As pyproject.toml demands; a test holds the two together."""
 MIN_FREE_DISK_BYTES = 1_000_000_000
 COMFORTABLE_DISK_BYTES = 5_000_000_000
 """A worker's cache (4 GB unless told otherwise) and its training state."""
@@ -144,16 +145,18 @@ def about_versions(reading: Versions) -> list[Finding]:
     if reading.python[:2] < OLDEST_PYTHON:
         found.append(
             Finding("python", Severity.ERROR, f"Python {python}", "BlockTrain needs Python 3.11 or later",
-                    "make the environment anew with a newer one: make PYTHON=python3.12 demo")
+                    "make the environment again with a newer one: make PYTHON=python3.12 demo")
         )  # fmt: skip
     else:
         found.append(_ok("python", f"Python {python}, blocktrain {reading.blocktrain}"))
     torch_version = _numbers(reading.torch)
+    oldest, too_new = ("{}.{}".format(*one) for one in (OLDEST_TORCH, FIRST_TOO_NEW_TORCH))
+    newest = f"{FIRST_TOO_NEW_TORCH[0]}.{FIRST_TOO_NEW_TORCH[1] - 1}"
     if not OLDEST_TORCH <= torch_version < FIRST_TOO_NEW_TORCH:
         found.append(
             Finding("torch", Severity.ERROR, f"torch {reading.torch}",
-                    "BlockTrain is tested with torch 2.9 to 2.13",
-                    "pip install 'torch>=2.9,<2.14' in this environment")
+                    f"BlockTrain is tested with torch {oldest} to {newest}",
+                    f"pip install 'torch>={oldest},<{too_new}' in this environment")
         )  # fmt: skip
     else:
         found.append(_ok("torch", f"torch {reading.torch}"))

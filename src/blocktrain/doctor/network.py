@@ -22,7 +22,7 @@ from cryptography import x509
 from pydantic import ValidationError
 
 from blocktrain.client.address import checked_url, port_of
-from blocktrain.client.coordinator import CoordinatorClient, Refusal, public_client
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused, public_client
 from blocktrain.client.run import load_run_corpus, run_setup
 from blocktrain.doctor.findings import Certificate, CoordinatorReading, Need, StageProbe
 from blocktrain.doctor.machine import need_of
@@ -56,7 +56,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
             content = client.fetch("/v1/run")
             seconds = time.monotonic() - at
             run = RunAnswer.model_validate_json(content)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if _is_gateway(client):
                 return CoordinatorReading(url, None, "", "gateway"), None
             return CoordinatorReading(url, None, f"/v1/run answers {refusal.status}", "other"), None
@@ -73,7 +73,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
 def _is_gateway(client: CoordinatorClient) -> bool:
     try:
         return bool(json.loads(client.fetch("/v1/models"))["object"] == "list")
-    except Refusal as refusal:
+    except RequestRefused as refusal:
         return refusal.code == "invalid_api_key"
     except (WireError, ValueError, KeyError, TypeError, RecursionError):
         return False

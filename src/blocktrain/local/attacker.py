@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from blocktrain.client.coordinator import Refusal, public_client
+from blocktrain.client.coordinator import RequestRefused, public_client
 from blocktrain.client.run import Layout
 from blocktrain.errors import WireError
 from blocktrain.threads import Stopped
@@ -81,7 +81,7 @@ class Attacker:
             self.client.join(JoinRequest(corpus_sha256=run.corpus_sha256, label=LABEL))
             while not self.stop.is_set() and self._takes_part(run):
                 pass
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             self.fate.shut_out = str(refusal)
         except (Stopped, WireError) as error:
             self.fate.shut_out = self.fate.shut_out or ("" if self.stop.is_set() else str(error))
@@ -120,7 +120,7 @@ class Attacker:
         try:
             answer = self.client.commit(assignment.assignment_id, request)
             verdict = answer.verdict or self.client.reveal(digest, payload, answer)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.status == 403:
                 raise
             self.fate.outcomes[f"not taken ({refusal.reason})"] += 1

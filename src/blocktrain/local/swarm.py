@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.live import Live
 
 from blocktrain.client.coordinator import CoordinatorClient, public_client
-from blocktrain.config import load_recipe
+from blocktrain.config import Recipe, changed_settings, load_recipe
 from blocktrain.errors import StoppedError, UserError
 from blocktrain.files import locked_file
 from blocktrain.local.processes import Child, await_line, end_children, start_child
 from blocktrain.local.status_view import report_table, status_tables, swarm_report
-from blocktrain.training.local import differences
 from blocktrain.training.storage import write_json
 from blocktrain.wire.messages import StatusAnswer
 
@@ -47,8 +46,8 @@ class SwarmOptions:
     out: Path
     overrides: Sequence[str] = ()
     device: str = "auto"
-    settings: Mapping[str, Any] | None = None
-    """The resolved recipe, to tell another run's folder apart; None takes any."""
+    resolved: Recipe | None = None
+    """The recipe with all overrides, to tell another run's folder apart; None takes any."""
     coordinator_options: tuple[str, ...] = ()
     """More flags for `blocktrain coordinator`."""
 
@@ -155,10 +154,10 @@ def run_swarm(
     """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
     taken = f"another swarm is using {options.out}; wait for it, stop it, or choose another --out"
     with locked_file(options.out / "swarm.lock", taken):
-        check_same_run(options.out, options.settings)
+        check_same_run(options.out, options.resolved)
         earlier = finished_report(options.out)
         if earlier is not None:
-            told = f"the run in {options.out} is finished; choose another --out to train anew"
+            told = f"the run in {options.out} is finished; choose another --out to train again"
             console.print(told, highlight=False, soft_wrap=True)
             report = earlier
         else:
@@ -167,16 +166,18 @@ def run_swarm(
     return report
 
 
-def check_same_run(out: Path, settings: Mapping[str, Any] | None) -> None:
+def check_same_run(out: Path, recipe: Recipe | None) -> None:
     """Refuse a folder that was begun with other settings."""
     path = out / "run.json"
-    if settings is None or not path.exists():
+    if recipe is None or not path.exists():
         return
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    changed = differences(before, json.loads(json.dumps({"recipe": dict(settings)})), "")
+    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
+        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    changed = changed_settings(before["recipe"], recipe)
     if changed:
         raise UserError(
             f"{out} holds a run with other settings ({', '.join(changed)}); choose another --out, or the "
@@ -211,8 +212,8 @@ def _run(
     started = time.monotonic()
     try:
         swarm.start()
-        if options.settings is not None:
-            write_json(options.out / "run.json", {"recipe": dict(options.settings)})
+        if options.resolved is not None:
+            write_json(options.out / "run.json", {"recipe": options.resolved.to_dict()})
         console.print(
             f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
         )

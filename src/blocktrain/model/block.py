@@ -25,6 +25,7 @@ def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
     """Unit-norm target embeddings: orthonormal rows where they fit, random directions otherwise."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
+    # Orthonormal rows: no pair of tokens is closer than another, so noise hides all of them alike.
     if vocabulary <= width:
         table = torch.linalg.qr(table.T)[0].T
     return F.normalize(table, dim=-1).float()
@@ -95,6 +96,8 @@ def expected_target(hint: Hint, codebook_VD: Tensor) -> Tensor:
 
     z itself has a norm of sigma sqrt(d) and hides e_y from whatever is not its own logit.
     """
+    # Bayes with a flat prior: log p(y | z) = z e_y / sigma^2 + constant, as all rows have norm 1. It is worth
+    # 1.2 nats to text written in one traversal (docs/experiments.md, sweep).
     table_VD = codebook_VD.to(hint.z_PTD.dtype)
     likelihood_PTV = hint.z_PTD @ table_VD.T / hint.sigma_P.square()[:, None, None]
     expected_PTD: Tensor = table_VD.shape[1] ** 0.5 * likelihood_PTV.softmax(dim=-1) @ table_VD
@@ -111,6 +114,7 @@ class NoiseCondition(nn.Module):
         self.null = nn.Parameter(torch.randn(condition_width))
 
     def forward(self, c_noise_P: Tensor) -> Tensor:
+        # c_noise = ln(sigma) / 4 spans 0.6 over [1, 10]: frequencies of 1 to 32 tell its levels apart.
         frequency = torch.exp(torch.linspace(0, math.log(32), self.frequencies, device=c_noise_P.device))
         angle = 2 * math.pi * c_noise_P[:, None] * frequency
         y: Tensor = F.silu(self.hidden(torch.cat([angle.cos(), angle.sin()], dim=-1)))
@@ -143,7 +147,9 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(Layer(model) for _ in range(num_layers or model.layers_per_block))
         self.out_norm = AdaptiveNorm(width, model.condition_width)
         self.out = nn.Linear(width, width, bias=False)
+        # Zero: every block starts at the uniform distribution (with a hint: at what the hint says).
         nn.init.zeros_(self.out.weight)
+        # Against unit-norm rows logits without a scale are small, and a block cannot become confident.
         self.logit_scale = nn.Parameter(torch.tensor(objective.logit_scale))
         cos, sin = rotary_table(model.context, width // model.heads)
         self.register_buffer("rotary_cos", cos, persistent=False)
@@ -171,6 +177,7 @@ class Block(nn.Module):
             x_BTD = layer(x_BTD, c_BC, rotary, cache.layer(i) if cache is not None else None, both_ways)
         if cache is not None:
             cache.advance(length)
+        # (4): F, then z_hat; (5): the logits.
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
         z_hat_BTD = self._denoised(f_BTD, hint)
         logits_BTV = self.logit_scale * F.linear(z_hat_BTD, codebook_VD.to(z_hat_BTD.dtype))
@@ -183,8 +190,11 @@ class Block(nn.Module):
         upstream_BTD: Tensor | None,
         expected_PTD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        # Context, upstream and hint enter by sum, at comparable norms: a block ignores an input much smaller
+        # than another. c_in z has a norm of about sqrt(d), as the embeddings have.
         x_BTD = self.embedding(tokens_BT)
         if self.upstream is not None and upstream_BTD is not None:
+            # Normalised: features grow while their block trains, and this block reads them a round later.
             x_BTD = x_BTD + self.upstream(rms_norm(upstream_BTD))
         c_BC = self.condition.null.expand(tokens_BT.shape[0], -1)
         if hint is None:
@@ -202,6 +212,7 @@ class Block(nn.Module):
             return self.sigma_data * f_BTD
         hinted = hint.z_PTD.shape[0]
         c = precondition(hint.sigma_P, self.sigma_data)
+        # `bayes`: after the scale g the skip adds z E / sigma^2, the hint's own likelihood, to the logits.
         c_skip_P = 1 / (self.logit_scale * hint.sigma_P.square()) if self.bayes else c.c_skip
         skip_PTD = c_skip_P[:, None, None] * hint.z_PTD
         with_hint = c.c_out[:, None, None] * f_BTD[:hinted] + skip_PTD
@@ -219,6 +230,7 @@ def build_block(
     upstream: bool = False,
 ) -> Block:
     """A block with the seeded initial weights that every machine can regenerate."""
+    # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Block(

@@ -1,8 +1,9 @@
 """Transformer layers: rotary attention with normalised queries and keys, and feed-forward, pre-norm.
 
 Shapes: B sequences, T positions, D width, H heads, K head width, C condition width, S cached positions.
-Every norm's gain and shift are linear maps of a condition vector c_BC, which carries the noise level.
-That costs few parameters and lets the gains move quickly: `docs/experiments.md`, "fast gains".
+Every norm's gain and shift are linear maps of a condition vector c_BC, which carries the noise level. That
+costs few parameters and lets the gains move quickly: one block of 3 layers ended at 1.074 nats per byte
+instead of 1.105 with plain gains (1000 steps, WikiText-2).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Growing:
         return self.room.narrow(self.dim, 0, end)
 
     def _larger(self, x: Tensor, needed: int) -> Tensor:
+        # Twice the length, so that a text of n tokens copies its cache log n times and not n times.
         shape = list(x.shape)
         shape[self.dim] = max(64, needed, 2 * self.length)
         room = x.new_empty(shape)
@@ -102,6 +104,7 @@ def causal_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
     """The last T of S positions attend to themselves and what came before."""
     length = q_BHTK.shape[2]
     past = k_BHSK.shape[2] - length
+    # Without a past, or with one new position, the kernel needs no mask, which keeps its fastest form.
     mask = None
     if past and length > 1:
         mask = torch.ones(length, past + length, dtype=torch.bool, device=q_BHTK.device).tril(past)
@@ -129,6 +132,7 @@ class AdaptiveNorm(nn.Module):
     def __init__(self, width: int, condition_width: int) -> None:
         super().__init__()
         self.gain_shift = nn.Linear(condition_width, 2 * width)
+        # At first a plain RMS norm, whatever the noise level.
         nn.init.zeros_(self.gain_shift.weight)
         nn.init.zeros_(self.gain_shift.bias)
 
@@ -143,11 +147,16 @@ class AdaptiveNorm(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """Adds a weighted sum of the last `taps` positions, channel by channel, to each position."""
+    """Adds a weighted sum of the last `taps` positions, channel by channel, to each position.
+
+    Four taps cost 0.2 % of the parameters and bring four shallow blocks from 1.034 to 0.996 nats per byte,
+    the deep reference from 0.995 to 0.988: that one has layers to spend on local mixing (decision 0001).
+    """
 
     def __init__(self, width: int, taps: int) -> None:
         super().__init__()
         self.taps = taps
+        # Zero: it starts as the identity, and short contexts are learned only where they help.
         self.weight = nn.Parameter(torch.zeros(taps, width))
 
     def forward(self, x_BTD: Tensor, earlier_BSD: Tensor | None) -> Tensor:
@@ -157,6 +166,7 @@ class CausalConvolution(nn.Module):
         missing = length + self.taps - 1 - x_BTD.shape[1]
         padded_BTD = F.pad(x_BTD, (0, 0, missing, 0))
         weight = self.weight.to(x_BTD.dtype)
+        # A sum of shifted copies: the taps are few, and torch.compile fuses them.
         mixed = padded_BTD[:, self.taps - 1 :]
         for i in range(self.taps):
             mixed = mixed + weight[i] * padded_BTD[:, i : i + length]
@@ -165,6 +175,7 @@ class CausalConvolution(nn.Module):
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
     """cos and sin of shape [context, head_width / 2]."""
+    # In float64: at position 2^20 an angle in fp32 is wrong by 0.06.
     frequency = ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)
     return angle.cos().float(), angle.sin().float()
@@ -183,6 +194,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.width, config.width, bias=False)
         self.v = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
+        # Each sub-layer starts by adding nothing, so depth does not change the scale of the first steps.
         nn.init.zeros_(self.out.weight)
 
     def forward(
@@ -195,6 +207,7 @@ class Attention(nn.Module):
         batch, length, width = x_BTD.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (linear(x_BTD).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        # Normalised queries and keys bound the attention logits, however large the matrices grow.
         q, k = (rotate(rms_norm(part), *rotary).to(v.dtype) for part in (q, k))
         if cache is not None:
             y = cache.attend(q, k, v)
@@ -212,6 +225,7 @@ class FeedForward(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # relu^2 needs no third matrix, unlike a gated unit.
         y: Tensor = self.down(F.relu(self.up(x_BTD)).square())
         return y
 

@@ -1,7 +1,8 @@
 """Noise levels of the denoising objective: which block owns which sigma, and EDM preconditioning.
 
-Symbols follow the DiffusionBlocks and EDM papers. The null hint is the limit sigma -> infinity with
-the noise itself left out, so every formula here is written to be finite at sigma = inf.
+Symbols follow the DiffusionBlocks and EDM papers; numbers in brackets are the equations of docs/objective.md.
+The null hint is the limit sigma -> infinity with the noise itself left out, so every formula here is written
+to be finite at sigma = inf.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Preconditioning:
 
 def precondition(sigma: Tensor, sigma_data: float) -> Preconditioning:
     """EDM table 1, rearranged so that sigma = inf gives c_skip = 0, c_out = sigma_data, c_in = 0."""
+    # (4). At inf, c_out as published is inf / inf; divided through by sigma it has its limit.
     norm = torch.sqrt(sigma * sigma + sigma_data**2)
     return Preconditioning(
         c_skip=(sigma_data / norm) ** 2,
@@ -39,6 +41,7 @@ def precondition(sigma: Tensor, sigma_data: float) -> Preconditioning:
 
 def loss_weight(sigma: Tensor, sigma_data: float) -> Tensor:
     """w(sigma) = (sigma^2 + sd^2) / (sigma sd)^2, one value per sequence; 1 / sd^2 at sigma = inf."""
+    # (6), multiplied out. From 5 at sigma 1 to 4 at inf: sequences with and without a hint weigh alike.
     return 1 / sigma_data**2 + 1 / (sigma * sigma)
 
 
@@ -54,6 +57,8 @@ def levels(config: ObjectiveConfig, count: int) -> list[float]:
     """`count` noise levels equally spaced in probability mass, from sigma_max down to sigma_min."""
     if count == 1:
         return [config.sigma_max]
+    # (3): for [1, 10] and 4 blocks the edges are 1, 1.24, 1.62, 2.43, 10. Equal mass, not equal width: each
+    # block sees as many of the noise levels that training draws. The ends are exact, not a round trip by Phi.
     low, high = _quantile(config, config.sigma_min), _quantile(config, config.sigma_max)
     inner = [_sigma(config, high + (low - high) * i / (count - 1)) for i in range(1, count - 1)]
     return [config.sigma_max, *inner, config.sigma_min]
@@ -72,6 +77,7 @@ def interval(config: ObjectiveConfig, num_blocks: int, block: int) -> tuple[floa
 
 def training_interval(config: ObjectiveConfig, num_blocks: int, block: int) -> tuple[float, float]:
     """The owned range widened by `overlap` of its log-width on both sides, clamped to the whole range."""
+    # (3): near an edge two blocks are trained, so that neither meets noise there that it has never seen.
     low, high = interval(config, num_blocks, block)
     widening = (high / low) ** config.overlap
     return max(low / widening, config.sigma_min), min(high * widening, config.sigma_max)
@@ -79,6 +85,7 @@ def training_interval(config: ObjectiveConfig, num_blocks: int, block: int) -> t
 
 def owner(config: ObjectiveConfig, num_blocks: int, sigma: float) -> int:
     """The block that denoises at `sigma`; an inner edge belongs to the block above it in noise."""
+    # 1e-9: `levels` returns an edge by way of exp and log, which may land a last bit below it.
     for block in range(num_blocks):
         if sigma >= interval(config, num_blocks, block)[0] * (1 - 1e-9):
             return block
@@ -89,6 +96,8 @@ def sample_sigma(
     config: ObjectiveConfig, num_blocks: int, block: int, count: int, generator: torch.Generator
 ) -> Tensor:
     """`count` draws of ln sigma ~ N(P_mean, P_std^2) truncated to the block's training interval."""
+    # (2), by the inverse of Phi: no rejected draws, so the same number of random numbers on every machine. In
+    # float64, as sigma_max lies at a quantile of 0.998, where fp32 leaves few digits.
     low, high = training_interval(config, num_blocks, block)
     q_low, q_high = _quantile(config, low), _quantile(config, high)
     uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)

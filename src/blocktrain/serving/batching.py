@@ -96,6 +96,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
 
         def in_time() -> T:
+            # Asked in the computing thread, when its turn has come.
             if loop.time() >= deadline:
                 raise LateError("the deadline passed while the request was waiting")
             return function()
@@ -106,6 +107,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
+            # Whatever arrived during the last pass: batches grow with load and add no waiting of their own.
             jobs = self._take(loop.time())
             if not self._waiting:
                 self._wake.clear()
@@ -131,6 +133,7 @@ class Batcher:
         owners: set[int] = set()
         tokens = 0
         while self._waiting:
+            # Not stopped at a full batch: what is left waits on, in its order.
             job = self._waiting.popleft()
             full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
             if job.owner in owners or full:

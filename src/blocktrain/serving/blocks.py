@@ -94,6 +94,7 @@ class HeldBlocks:
 
     def steps(self, blocks: tuple[int, ...]) -> RoughBlocks:
         """These blocks' rough next rows, for drafts."""
+        # Kept: all requests draft with the same rounded matrices.
         if blocks not in self._steps:
             chosen = [self._running[block] for block in blocks]
             kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
@@ -112,6 +113,7 @@ class HeldBlocks:
         device = self.codebook.device
         sums = [torch.zeros(work.num_rows, self.vocabulary, device=device) for work in works]
         features: list[Tensor | None] = [None] * len(works)
+        # In order of blocks, because a block may take the features of the one before it.
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
             if not chosen:

@@ -22,12 +22,14 @@ def fingerprint(path: Path, checkpoint: Checkpoint) -> ModelShape:
         digests = [str(entry["sha256"]) for entry in config["blocks"]]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path / 'config.json'} is damaged: no {error} of its blocks") from None
+    # The codebook has no file of its own in `blocks`, and rows mean nothing without it.
     codebook_hash = snapshot_hash({"table": checkpoint.codebook_VD.float().cpu().numpy()})
     recipe = checkpoint.recipe.to_dict()
     bound = {
         "model": recipe["model"],
         "objective": recipe["objective"],
         "tokenizer": checkpoint.tokenizer.name,
+        # As hex: every bit of a weight counts.
         "pooling": [float(weight).hex() for weight in checkpoint.pooling],
         "codebook": codebook_hash,
         "blocks": digests,

@@ -75,6 +75,7 @@ class FrameStream:
     async def read(self, limits: FrameLimits) -> Frame:
         """The next frame, or ConnectionLostError, or ServingFrameError for bytes that are none."""
         try:
+            # The header may take as long as it likes: between requests a connection is silent.
             header = decode_header(await self._reader.readexactly(HEADER_BYTES), limits)
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._reader.readexactly(header.body_bytes)
@@ -85,6 +86,7 @@ class FrameStream:
 
     async def write(self, raw: bytes) -> None:
         try:
+            # One write for one frame: two tasks that write at once cannot mix their bytes.
             self._writer.write(raw)
             self.bytes_sent += len(raw)
             async with asyncio.timeout(WRITE_SECONDS):
@@ -124,6 +126,7 @@ def tune(connection: socket.socket | None) -> None:
     """Small frames at once, dead peers noticed in seconds."""
     if connection is None:
         return
+    # Nagle's algorithm would hold a TRAVERSE of some bytes back until the last reply was acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

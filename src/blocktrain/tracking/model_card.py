@@ -10,23 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from blocktrain.config import Recipe
+from blocktrain.training.report import TrainingReport
 
 Rows = list[tuple[str, float]]
+AnyReport = TrainingReport | Mapping[str, Any]
+"""Of `train`, or of `swarm` as its JSON."""
 
 
-def model_card(recipe: Recipe, corpus_sha256: str, report: Mapping[str, Any] | None) -> str:
+def model_card(recipe: Recipe, corpus_sha256: str, report: AnyReport | None) -> str:
     scores = report_scores(report) if report is not None else []
     return "\n".join([*_front_matter(recipe, scores), *_body(recipe, corpus_sha256, report, scores)]) + "\n"
 
 
-def report_scores(report: Mapping[str, Any]) -> Rows:
+def report_scores(report: AnyReport) -> Rows:
     """Held-out cross entropies of a `train` or a `swarm` report, in nats per byte."""
-    if "composed" in report:
-        rows = [("bigram counts", report["bigram"]["ce"])]
-        rows += [(f"block {number} alone", score["ce"]) for number, score in enumerate(report["blocks"])]
-        rows += [(f"composed, {name}", score["ce"]) for name, score in sorted(report["composed"].items())]
-        if report["reference"] is not None:
-            rows.append(("the same layers trained end to end", report["reference"]["ce"]))
+    if isinstance(report, TrainingReport):
+        scores = report.scores
+        rows = [("bigram counts", scores.bigram_ce)]
+        rows += [(f"block {number} alone", score.ce) for number, score in enumerate(scores.blocks)]
+        rows += [(f"composed, {name}", score.ce) for name, score in scores.composed()]
+        if scores.reference is not None:
+            rows.append(("the same layers trained end to end", scores.reference.ce))
         return rows
     final = report.get("final") or {}
     rows = [(f"block {number} alone", ce) for number, ce in enumerate(final.get("block_ce", []))]
@@ -49,7 +53,7 @@ def _front_matter(recipe: Recipe, scores: Rows) -> list[str]:
     return [*lines, "---", ""]
 
 
-def _body(recipe: Recipe, corpus_sha256: str, report: Mapping[str, Any] | None, scores: Rows) -> list[str]:
+def _body(recipe: Recipe, corpus_sha256: str, report: AnyReport | None, scores: Rows) -> list[str]:
     model = recipe.model
     lines = [
         f"# {one_line(recipe.name)}",
@@ -76,20 +80,18 @@ def _body(recipe: Recipe, corpus_sha256: str, report: Mapping[str, Any] | None, 
     return [*lines, "", *_cost(report)]
 
 
-def _cost(report: Mapping[str, Any]) -> list[str]:
-    if "composed" in report:
-        memory, tokens = report["peak_memory_bytes"], report["tokens"]["per_block"]
-        told = f"{tokens:,} bytes of text per block; one block peaked at {memory['block'] / 1e6:.0f} MB"
-        if memory["reference"]:
-            told += f", end to end at {memory['reference'] / 1e6:.0f} MB"
-        return [f"{told} ({memory['method']}). Made by {_versions(report['versions'])}."]
+def _cost(report: AnyReport) -> list[str]:
+    if isinstance(report, TrainingReport):
+        block, reference = report.peak_memory["block"] or 0, report.peak_memory["reference"]
+        tokens = report.tokens["per_block"]
+        told = f"{tokens:,} bytes of text per block; one block peaked at {block / 1e6:.0f} MB"
+        if reference:
+            told += f", end to end at {reference / 1e6:.0f} MB"
+        versions = ", ".join(f"{name} {one_line(version)}" for name, version in report.versions.items())
+        return [f"{told} ({report.memory_method}). Made by {versions}."]
     workers = len(report.get("workers", []))
     moved, seconds = report.get("bytes_total", 0), report.get("wall_seconds", 0.0)
     return [f"Trained by {workers} workers that moved {moved / 1e6:.1f} MB in all, in {seconds:.0f} s."]
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {one_line(version)}" for name, version in versions.items())
 
 
 def one_line(text: str) -> str:

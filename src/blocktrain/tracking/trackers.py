@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol
 
 from blocktrain.errors import UserError
 from blocktrain.training.local import Observer
+from blocktrain.training.report import TrainingReport
 from blocktrain.training.storage import explained_errors
 from blocktrain.wire.messages import StatusAnswer
 
@@ -160,6 +161,7 @@ class Board:
         if self._run is None:
             self._run = self._module.init(**self._begin)
         series, step, values = found
+        # wandb draws everything over one counter of its own unless told otherwise; trackio has no such call.
         if hasattr(self._run, "define_metric"):
             self._run.define_metric(f"{series}/*", step_metric=f"{series}/step")
         self._module.log({f"{series}/step": step, **{f"{series}/{name}": v for name, v in values.items()}})
@@ -200,15 +202,15 @@ class Recorder:
                 self._seen.add(key)
                 self.write(record)
 
-    def report(self, report: Mapping[str, Any]) -> None:
+    def report(self, report: TrainingReport) -> None:
         """The final scores of a local run."""
-        steps = report["recipe"]["training"]["steps"]
-        scores = [("bigram counts", report["bigram"]["ce"])]
-        scores += [(f"block {number}", score["ce"]) for number, score in enumerate(report["blocks"])]
-        scores += [(name, score["ce"]) for name, score in report["composed"].items()]
-        if report["reference"] is not None:
-            scores.append(("reference", report["reference"]["ce"]))
-        for model, ce in scores:
+        scores, steps = report.scores, report.recipe["training"]["steps"]
+        rows = [("bigram counts", scores.bigram_ce)]
+        rows += [(f"block {number}", score.ce) for number, score in enumerate(scores.blocks)]
+        rows += [(name, score.ce) for name, score in scores.composed()]
+        if scores.reference is not None:
+            rows.append(("reference", scores.reference.ce))
+        for model, ce in rows:
             self.add("score", model=model, step=steps, ce=ce)
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ def estimated_training_bytes(setup: Setup) -> int:
     with torch.device("meta"):
         block = setup.objective.build(recipe.model.blocks - 1, seed=0)
     matrices, rest = ([p.numel() for p in part] for part in split_parameters(block))
+    # Muon keeps one moment per matrix value, AdamW two.
     moments = (1 if recipe.training.optimizer == "muon" else 2) * sum(matrices) + 2 * sum(rest)
     # Saved for the backward pass are the weights too: hence three times the parameters.
     state = 3 * (sum(matrices) + sum(rest)) + moments

@@ -84,13 +84,11 @@ class BlockTrainer:
         """Frozen outputs are prepared for steps before this one only; None: to the end of training."""
         self.freeze(frozen)
         self.generator = torch.Generator(self.device)
-        self._loss = self._loss_function()
-
-    def _loss_function(self) -> Callable[..., Loss]:
-        wanted = self.recipe.training.compile
+        wanted = recipe.training.compile
+        self._loss: Callable[..., Loss] = objective.loss
         if wanted or (wanted is None and self.device.type == "cuda"):
-            return torch.compile(self.objective.loss, dynamic=False)
-        return self.objective.loss
+            # Shapes never change within a run, so the compiled code need not allow for others.
+            self._loss = torch.compile(objective.loss, dynamic=False)
 
     def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
         """Use these frozen blocks (on the CPU, in the order of `objective.upstream`) as input from the next
@@ -121,6 +119,7 @@ class BlockTrainer:
         tokens, targets = self.shards.batch(shard, step)
         if self.index is None:
             return tokens, targets, None
+        # Seeded for each step and never carried on: this makes --resume exact and a step repeatable.
         self.generator.manual_seed(derive_seed("noise", self.recipe.seed, self.index, shard, step))
         hint = self.objective.draw_hint(self.index, targets, table, self.generator)
         return self.objective.hide_context(tokens, self.generator), targets, hint

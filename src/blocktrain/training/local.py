@@ -15,14 +15,14 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import blocktrain
-from blocktrain.config import Recipe, with_defaults
+from blocktrain.config import Recipe, changed_settings
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.errors import CheckpointError, DivergedError, StoppedError, UserError
@@ -38,6 +38,7 @@ from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
 from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
 
@@ -135,57 +136,52 @@ class LocalRun:
             self.seconds[unit.name] = group.seconds / len(units)
             unit.block.to("cpu")
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
         for unit in self.units:
             unit.block.to(self.device).eval()
         config = self.recipe.evaluation
         valid = self.tokenizer.encode(self.corpus.valid[: config.max_bytes])
-        table = self.codebook().detach()
-        evaluator = Evaluator(self.objective, table, config, seed=self.recipe.seed)
+        evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
+        # Pooling weights are fitted on text that is neither trained on nor scored.
         pooling = evaluator.fit_weights(self.blocks, self.tokenizer.encode(self.corpus.pool))
-        euler = self.objective.composes_by_euler
-        scores = evaluator.score(self.blocks, pooling, valid, euler=euler)
-        reference = evaluator.score_one(self.reference, valid) if self.reference is not None else None
-        composed = {"consensus": {**scores.consensus.to_dict(), "weights": pooling}}
-        if scores.euler is not None:
-            composed["euler"] = scores.euler.to_dict()  # type: ignore[assignment]
-        best = min(float(score["ce"]) for score in composed.values())  # type: ignore[arg-type]
-        return {
-            "blocks": [score.to_dict() for score in scores.blocks],
-            "composed": composed,
-            "reference": reference.to_dict() if reference is not None else None,
-            "gap": best - reference.ce if reference is not None else None,
-            "bigram": {"ce": bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary)},
-            "scored_tokens": len(valid) - 1,
-        }
+        scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
+        return HeldOutScores(
+            blocks=scores.blocks,
+            consensus=scores.consensus,
+            pooling=pooling,
+            euler=scores.euler,
+            reference=None if self.reference is None else evaluator.score_one(self.reference, valid),
+            bigram_ce=bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary),
+            scored_tokens=len(valid) - 1,
+        )
 
-    def report(self, scores: dict[str, Any]) -> dict[str, Any]:
-        training = self.recipe.training
+    def report(self, scores: HeldOutScores, sample: str) -> TrainingReport:
+        training, reference = self.recipe.training, self.reference
         tokens = training.steps * training.batch * self.recipe.model.context
-        blocks = [unit.name for unit in self.units if unit.index is not None]
-        return {
-            **scores,
-            "name": self.recipe.name,
-            "seed": self.recipe.seed,
-            "corpus_sha256": self.corpus.sha256,
-            "tokens": {"per_block": tokens, "reference": tokens if self.reference is not None else 0},
-            "parameters": {
+        return TrainingReport(
+            scores=scores,
+            name=self.recipe.name,
+            seed=self.recipe.seed,
+            corpus_sha256=self.corpus.sha256,
+            tokens={"per_block": tokens, "reference": 0 if reference is None else tokens},
+            parameters={
                 "blocks": sum(num_parameters(block) for block in self.blocks),
                 "block": num_parameters(self.blocks[0]),
-                "reference": num_parameters(self.reference) if self.reference is not None else None,
+                "reference": None if reference is None else num_parameters(reference),
             },
-            "flops": self._flops(tokens),
-            "peak_memory_bytes": {
-                "block": max(self.peaks[name] for name in blocks),
+            flops=self._flops(tokens),
+            peak_memory={
+                "block": max(self.peaks[unit.name] for unit in self.units if unit.index is not None),
                 "reference": self.peaks.get(REFERENCE),
-                "method": self.memory.method,
             },
-            "seconds": self.seconds,
-            "curves": {unit.name: unit.curve for unit in self.units},
-            "recipe": self.recipe.to_dict(),
-            "versions": versions(self.device),
-        }
+            memory_method=self.memory.method,
+            seconds=self.seconds,
+            curves={unit.name: unit.curve for unit in self.units},
+            recipe=self.recipe.to_dict(),
+            versions=versions(self.device),
+            sample=sample,
+        )
 
     def _flops(self, tokens: int) -> dict[str, int | None]:
         model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
@@ -208,21 +204,19 @@ class LocalRun:
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""
         scores = self.evaluate()
-        for number, score in enumerate(scores["blocks"]):
-            finite(score["ce"], f"block {number}, held-out text")
-        if scores["reference"] is not None:
-            finite(scores["reference"]["ce"], "reference, held-out text")
-        pooling = scores["composed"]["consensus"]["weights"]
-        report = self.report(scores)
-        table = self.codebook().detach()
-        save_checkpoint(self.out / "checkpoint", self.recipe, self.corpus.sha256, self.blocks, table, pooling)
-        sample = self.sample(pooling)
+        for number, score in enumerate(scores.blocks):
+            finite(score.ce, f"block {number}, held-out text")
+        if scores.reference is not None:
+            finite(scores.reference.ce, "reference, held-out text")
+        table, folder = self.codebook().detach(), self.out / "checkpoint"
+        save_checkpoint(folder, self.recipe, self.corpus.sha256, self.blocks, table, scores.pooling)
+        sample = self.sample(scores.pooling)
         write_file(self.out / "sample.txt", sample)
-        report["sample"] = sample.decode("utf-8", errors="replace")
-        write_json(self.out / "report.json", report)
+        report = self.report(scores, sample.decode("utf-8", errors="replace"))
+        write_json(self.out / "report.json", report.to_json())
         return report
 
 
@@ -400,19 +394,13 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if isinstance(before, dict) and isinstance(before.get("recipe"), dict):
-        before["recipe"] = with_defaults(before["recipe"])
-    if before != json.loads(json.dumps(identity)):
-        changed = ", ".join(differences(before, identity, "")) or "recipe"
-        raise UserError(f"{out} was started with other settings ({changed}); resume with the same ones")
-
-
-def differences(before: Any, now: Any, where: str) -> list[str]:
-    """The dotted names of settings that are not the same."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = sorted(before.keys() | now.keys())
-        return [d for k in keys for d in differences(before.get(k), now.get(k), f"{where}.{k}".lstrip("."))]
-    return [] if before == now else [where.removeprefix("recipe.")]
+    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
+        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    changed = list(changed_settings(before["recipe"], recipe))
+    changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus.sha256 else []
+    if changed:
+        names = ", ".join(changed)
+        raise UserError(f"{out} was started with other settings ({names}); resume with the same ones")
 
 
 def versions(device: torch.device) -> dict[str, str]:

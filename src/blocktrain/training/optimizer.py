@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blocktrain.config import TrainingConfig
 from blocktrain.training.muon import BatchedMuon
 
-ADAM_BETAS = (0.9, 0.98)
+ADAM_BETAS = (0.9, 0.98)  # 0.98: runs are short, and 0.999 would average over all of one
 
 
 def learning_rate_factor(step: int, config: TrainingConfig) -> float:
@@ -37,6 +37,7 @@ class Optimizer:
     """The two optimizers of one module, stepped, scheduled and saved as one."""
 
     def __init__(self, module: nn.Module, config: TrainingConfig) -> None:
+        # Blocks like `other_lr` 3e-3, the reference 1e-3: sharing one would flatter the blocks by 0.028.
         matrices, rest = split_parameters(module)
         self.config = config
         self.parameters = matrices + rest
@@ -53,6 +54,7 @@ class Optimizer:
             )
         elif matrices:
             self.parts.append(_adamw(matrices, config.matrix_lr, config.weight_decay))
+        # No decay on embeddings, norms and scales: zero is not where they should go.
         self.parts.append(_adamw(rest, config.other_lr, 0.0))
         self.peak_lrs = [part.param_groups[0]["lr"] for part in self.parts]
 

@@ -210,15 +210,6 @@ def window_losses(objective: Objective, block: Block, codebook_VD: Tensor, windo
     return [float(one) for one in ce_BT.double().mean(dim=1)]
 
 
-def paired_differences(
-    objective: Objective, before: Block, after: Block, codebook_VD: Tensor, windows: Windows
-) -> list[float]:
-    """Loss before less loss after, window by window; not finite where the update broke the block."""
-    old = window_losses(objective, before, codebook_VD, windows)
-    new = window_losses(objective, after, codebook_VD, windows)
-    return [was - became for was, became in zip(old, new, strict=True)]
-
-
 Score = Callable[[int, int], list[float]]
 """Differences of windows [first, end) of a draw."""
 

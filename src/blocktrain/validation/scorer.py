@@ -30,9 +30,7 @@ from blocktrain.validation.evidence import (
     Budget,
     Evidence,
     Gain,
-    Windows,
     evidence_budget,
-    paired_differences,
     sequential_gain,
     window_losses,
     with_hints,
@@ -49,16 +47,11 @@ class Work:
     steps: int
 
 
-Text = NDArray[np.uint16]
-Others = Mapping[int, Tensors]
-"""Frozen blocks by index, in the order they run."""
-NO_OTHERS: Others = {}
-
-
-def _compact(tokens: Tokens) -> Text:
-    """A quarter of the memory; vocabularies have fewer than 65,536 tokens here."""
-    assert tokens.max(initial=0) < 1 << 16
-    return tokens.astype(np.uint16)
+TokenText = NDArray[np.uint16]
+"""A quarter of the memory of int64; vocabularies have fewer than 65,536 tokens here."""
+FrozenBlocks = Mapping[int, Tensors]
+"""Weights of blocks upstream by index, in the order they run."""
+NONE_FROZEN: FrozenBlocks = {}
 
 
 class Scorer:
@@ -67,24 +60,25 @@ class Scorer:
     def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
         self.recipe, self.device = recipe, device or torch.device("cpu")
         setup = Setup.of(recipe)
-        tokenizer, self._objective = setup.tokenizer, setup.objective
+        self._objective = setup.objective
         self._codebook: Tensor = setup.codebook().to(self.device)()
         self._corpus_hash = corpus.sha256
-        self._train = _compact(tokenizer.encode(corpus.train))
         private = recipe.trust.private_text
         held_out = read_text(Path(private).expanduser()) if private else corpus.valid
-        self._held_out = _compact(tokenizer.encode(held_out))
+        texts = [setup.tokenizer.encode(text) for text in (corpus.train, held_out)]
+        assert all(text.max(initial=0) < 1 << 16 for text in texts)
+        self._train, self._held_out = (text.astype(np.uint16) for text in texts)
         if len(self._held_out) <= recipe.model.context:
             raise DataError(
                 f"judging needs more held-out text than one window of {recipe.model.context} tokens, found "
                 f"{len(self._held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
             )
+        # Built once, as building costs as much as some windows, and loaded with each update's weights.
         self._pairs: dict[Schema, tuple[Block, Block]] = {}
         self._others: dict[int, Block] = {}
-        self._frozen: Sequence[Block] = ()
 
     def budget(self, frozen: int = 0) -> Budget:
-        """Of a block beside which so many run frozen."""
+        """Evidence budget for a block that `frozen` other blocks run alongside."""
         return evidence_budget(self.recipe, frozen)
 
     def evidence(
@@ -94,16 +88,42 @@ class Scorer:
         after: Tensors,
         work: Work,
         seed: int,
-        frozen: Others = NO_OTHERS,
+        frozen: FrozenBlocks = NONE_FROZEN,
     ) -> Evidence:
         """The gains of moving `block` from `base` to `after` beside these frozen blocks."""
-        budget = self._load(block, base, frozen)
-        load_into(self._after, after)
-        held_out = self._gain(block, self._held_out_starts(seed, budget.held_out), self._held_out, seed)
-        assigned = self._fixed(block, self._assigned_starts(work, seed, budget.assigned), seed + 1)
-        other = self._fixed(block, self._other_starts(seed, budget.other), seed + 2)
-        windows = held_out.windows + assigned.windows + other.windows
-        return Evidence(held_out, assigned, other, budget.forwards * budget.length * windows)
+        budget, blocks = self.budget(len(frozen)), self._loaded(block, base, after)
+        upstream = self._upstream(frozen)
+
+        def differences(text: TokenText, starts: Tokens, seed: int) -> list[float]:
+            """Loss before less loss after, window by window; not finite where the update broke the block."""
+            old, new = self._losses(block, blocks, upstream, text, starts, seed)
+            return [was - became for was, became in zip(old, new, strict=True)]
+
+        # Held-out text decides, so it is looked at in steps: harm is sure after few windows.
+        starts = self._held_out_starts(seed, budget.held_out)
+        held_out = sequential_gain(
+            lambda first, end: differences(
+                self._held_out, starts[first:end], derive_seed("look", seed, first)
+            ),
+            len(starts),
+        )
+
+        # The worker's own batches, from as many of its steps as possible, against any other training text.
+        generator, count = np.random.default_rng(seed), budget.assigned
+        batch, choices = self.recipe.training.batch, len(self._train) - self.recipe.model.context
+        offsets = generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
+        rows = generator.integers(0, batch, count)
+        key = (self._corpus_hash, self.recipe.seed, work.shard)
+        assigned = [
+            window_offsets(*key, work.first_step + int(offset), count=batch, choices=choices)[row]
+            for offset, row in zip(offsets, rows, strict=True)
+        ]
+        other = np.random.default_rng(derive_seed("other", seed)).integers(0, choices, budget.other)
+        own_gain = Gain.of(differences(self._train, np.array(assigned), seed + 1))
+        other_gain = Gain.of(differences(self._train, other, seed + 2))
+
+        windows = held_out.windows + own_gain.windows + other_gain.windows
+        return Evidence(held_out, own_gain, other_gain, budget.forwards * budget.length * windows)
 
     def guard(
         self,
@@ -112,98 +132,62 @@ class Scorer:
         candidates: Iterable[Tensors],
         windows: int,
         seed: int,
-        frozen: Others = NO_OTHERS,
+        frozen: FrozenBlocks = NONE_FROZEN,
     ) -> list[list[float]]:
         """What each candidate gains over `base`, window by window of the same held-out text."""
-        starts = self._held_out_starts(seed, windows)
-        self._load(block, base, frozen)
-        before = self._losses(self._before, block, starts, seed)
+        starts, upstream = self._held_out_starts(seed, windows), self._upstream(frozen)
+        before, after = self._loaded(block, base, base)
+        [old] = self._losses(block, (before,), upstream, self._held_out, starts, seed)
         found = []
         for candidate in candidates:
-            load_into(self._after, candidate)
-            after = self._losses(self._after, block, starts, seed)
-            found.append([old - new for old, new in zip(before, after, strict=True)])
+            load_into(after, candidate)
+            [new] = self._losses(block, (after,), upstream, self._held_out, starts, seed)
+            found.append([was - became for was, became in zip(old, new, strict=True)])
         return found
 
-    def _load(self, block: int, base: Tensors, frozen: Others) -> Budget:
-        """The block before an update, and the blocks it is judged beside; blocks may differ in shape."""
+    def _loaded(self, block: int, base: Tensors, after: Tensors) -> tuple[Block, Block]:
+        """The block before and after an update; blocks may differ in shape."""
         schema = Schema.of(base)
         if schema not in self._pairs:
             first, second = (self._objective.build(block, 0).to(self.device).eval() for _ in range(2))
             self._pairs[schema] = first, second
-        self._before, self._after = self._pairs[schema]
-        load_into(self._before, base)
-        self._frozen = [self._other(index, weights) for index, weights in frozen.items()]
-        return self.budget(len(frozen))
+        for module, weights in zip(self._pairs[schema], (base, after), strict=True):
+            load_into(module, weights)
+        return self._pairs[schema]
 
-    def _other(self, index: int, weights: Tensors) -> Block:
-        """In host memory: it visits the device for its features."""
-        if index not in self._others:
-            self._others[index] = self._objective.build(index, 0).eval()
-        load_into(self._others[index], weights)
-        return self._others[index]
-
-    # --- windows ---
+    def _upstream(self, frozen: FrozenBlocks) -> list[Block]:
+        """In host memory: each visits the device for its features."""
+        for index, weights in frozen.items():
+            if index not in self._others:
+                self._others[index] = self._objective.build(index, 0).eval()
+            load_into(self._others[index], weights)
+        return [self._others[index] for index in frozen]
 
     def _held_out_starts(self, seed: int, count: int) -> Tokens:
         choices = len(self._held_out) - self.recipe.model.context
         return np.random.default_rng(seed).integers(0, choices, count)
 
-    def _assigned_starts(self, work: Work, seed: int, count: int) -> Tokens:
-        """Starts of windows the worker was to train on, from as many of its steps as possible."""
-        generator = np.random.default_rng(seed)
-        batch, choices = self.recipe.training.batch, len(self._train) - self.recipe.model.context
-        steps = (
-            work.first_step + generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
-        )
-        rows = generator.integers(0, batch, count)
-        return np.array(
-            [
-                window_offsets(
-                    self._corpus_hash, self.recipe.seed, work.shard, int(step), count=batch, choices=choices
-                )[row]
-                for step, row in zip(steps, rows, strict=True)
-            ]
-        )
-
-    def _other_starts(self, seed: int, count: int) -> Tokens:
-        choices = len(self._train) - self.recipe.model.context
-        return np.random.default_rng(derive_seed("other", seed)).integers(0, choices, count)
-
-    def _cut(self, text: Text, starts: Tokens, block: int, seed: int) -> Windows:
-        reach = np.arange(self.budget().length + 1)
-        windows = torch.from_numpy(text[starts[:, None] + reach].astype(np.int64)).to(self.device)
-        generator = torch.Generator(self.device).manual_seed(seed)
-        tokens, targets, objective = windows[:, :-1], windows[:, 1:], self._objective
-        drawn = with_hints(objective, block, tokens, targets, self._codebook, generator)
-        features = upstream_features(self._frozen, tokens, self._codebook)
-        return dataclasses.replace(drawn, upstream_BTD=features)
-
-    # --- gains ---
-
-    def _differences(self, block: int, text: Text, starts: Tokens, seed: int) -> list[float]:
-        found: list[float] = []
-        size = self.recipe.evaluation.batch
+    def _losses(
+        self,
+        block: int,
+        modules: Sequence[Block],
+        upstream: Sequence[Block],
+        text: TokenText,
+        starts: Tokens,
+        seed: int,
+    ) -> list[list[float]]:
+        """Losses of each module on the same windows with the same hints: the noise that they share cancels
+        in their difference."""
+        found: list[list[float]] = [[] for _ in modules]
+        size, reach = self.recipe.evaluation.batch, np.arange(self.budget().length + 1)
         for first in range(0, len(starts), size):
-            windows = self._cut(text, starts[first : first + size], block, derive_seed("hint", seed, first))
-            found += paired_differences(self._objective, self._before, self._after, self._codebook, windows)
+            cut = text[starts[first : first + size, None] + reach].astype(np.int64)
+            windows = torch.from_numpy(cut).to(self.device)
+            tokens, targets = windows[:, :-1], windows[:, 1:]
+            generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))
+            drawn = with_hints(self._objective, block, tokens, targets, self._codebook, generator)
+            features = upstream_features(upstream, tokens, self._codebook)
+            drawn = dataclasses.replace(drawn, upstream_BTD=features)
+            for losses, module in zip(found, modules, strict=True):
+                losses += window_losses(self._objective, module, self._codebook, drawn)
         return found
-
-    def _losses(self, module: Block, block: int, starts: Tokens, seed: int) -> list[float]:
-        """Of held-out windows."""
-        found: list[float] = []
-        size = self.recipe.evaluation.batch
-        for first in range(0, len(starts), size):
-            part = starts[first : first + size]
-            windows = self._cut(self._held_out, part, block, derive_seed("hint", seed, first))
-            found += window_losses(self._objective, module, self._codebook, windows)
-        return found
-
-    def _gain(self, block: int, starts: Tokens, text: Text, seed: int) -> Gain:
-        def score(first: int, end: int) -> list[float]:
-            return self._differences(block, text, starts[first:end], derive_seed("look", seed, first))
-
-        return sequential_gain(score, len(starts))
-
-    def _fixed(self, block: int, starts: Tokens, seed: int) -> Gain:
-        return Gain.of(self._differences(block, self._train, starts, seed))

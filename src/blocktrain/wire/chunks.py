@@ -68,6 +68,7 @@ class SignChunks:
         return _bytes_of(num_values) + 2
 
     def encode(self, values: Floats) -> Bytes:
+        # The mean magnitude is the best single one by least squares: 1 bit a value, error 0.60 on gaussians.
         magnitudes = np.minimum(np.abs(values), np.float32(MAX_HALF))
         mean = _ordered_sum(magnitudes) / np.float32(values.shape[1])
         return np.concatenate([_pack_bits(values < 0), _half_bytes(mean[:, None])], axis=1)
@@ -88,6 +89,8 @@ class SparseChunks:
 
     def encode(self, values: Floats) -> Bytes:
         magnitudes = np.minimum(np.abs(values), np.float32(MAX_HALF))
+        # Two magnitudes per chunk, 2 bits a kept value: error 0.94 on gaussians, 0.72 on uneven rows; with
+        # magnitudes per tensor, as Templar has them, 0.94 and 0.74 (docs/experiments.md).
         index = _largest(magnitudes, min(self._k, values.shape[1]))
         low_high, is_high = _two_magnitudes(np.take_along_axis(magnitudes, index, axis=1))
         negative = np.take_along_axis(values, index, axis=1) < 0
@@ -124,6 +127,8 @@ class BitsChunks:
 
     def encode(self, values: Floats) -> Bytes:
         num_chunks, num_values = values.shape
+        # The step comes from the magnitude as fp16 holds it, as the decoder will see it: then decoding and
+        # encoding again gives the same bytes.
         groups = _in_groups(np.clip(values, -MAX_HALF, MAX_HALF))
         largest = _half_bytes(np.abs(groups).max(axis=2))
         step = self._step(largest.view("<f2").astype(np.float32))
@@ -144,6 +149,7 @@ class BitsChunks:
     def _pack(self, codes: NDArray[np.int8]) -> Bytes:
         if self._width == 8:
             return codes.view(np.uint8)
+        # Two codes in a byte, the first in its low half.
         nibbles = np.zeros((len(codes), 2 * _bytes_of(4 * codes.shape[1])), np.uint8)
         nibbles[:, : codes.shape[1]] = codes.view(np.uint8) & 0xF
         nibbles[:, ::2] |= nibbles[:, 1::2] << 4
@@ -154,6 +160,7 @@ class BitsChunks:
         if self._width == 4:
             nibbles = np.stack([packed << 4, packed & 0xF0], axis=2).reshape(len(packed), -1)
             _require(nibbles[:, num_values:] == 0, FrameReason.PADDING, "bits behind the last code are set")
+            # The codes lie in the upper halves, so an arithmetic shift extends their sign.
             codes = nibbles[:, :num_values].view(np.int8) >> 4
         _require(codes >= -self._most, FrameReason.CODE_RANGE, f"a code is under {-self._most}")
         return codes
@@ -217,6 +224,8 @@ def _two_magnitudes(magnitudes: Floats) -> tuple[NDArray[np.float64], Bits]:
 
     Exact 2-means in one dimension: in descending order, the best split of the prefix sums.
     """
+    # A split into n high and k - n low ones leaves least error where (sum high)^2 / n + (sum low)^2 / (k - n)
+    # is largest.
     k = magnitudes.shape[1]
     descending = np.sort(magnitudes, axis=1)[:, ::-1].astype(np.float64)
     num_high = np.arange(1, k + 1)

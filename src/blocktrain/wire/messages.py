@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
 PROTOCOL_VERSION: Final = 1
@@ -245,7 +245,7 @@ Frozen = Annotated[tuple[FrozenSnapshot, ...], Field(max_length=MAX_BLOCKS)]
 
 
 class StandIn(BaseModel):
-    """Steps that a worker takes in the place of a replica that is away."""
+    """Extra steps that a worker runs for an absent replica."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -303,14 +303,23 @@ class Finished(Answer):
 AssignmentAnswer = Annotated[Assignment | Wait | Finished, Field(discriminator="kind")]
 
 
+OLD_HEARTBEAT_FIELDS: Final = ("steps_per_second", "bytes_per_second")
+
+
 class HeartbeatRequest(Request):
     """POST /v1/assignments/{id}/heartbeat"""
 
     step: Count
     """Steps of this assignment done so far."""
     loss: FiniteFloat | None = None
-    steps_per_second: Seconds | None = None
-    bytes_per_second: Seconds | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_fields(cls, data: Any) -> Any:
+        """Older workers also send rates, which nobody reads; they are still understood."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key not in OLD_HEARTBEAT_FIELDS}
 
 
 class HeartbeatAnswer(Answer):
@@ -333,7 +342,7 @@ class ReturnAnswer(Answer):
 # --- commit and reveal -------------------------------------------------------------------------------
 
 
-class Traffic(BaseModel):
+class ByteCounts(BaseModel):
     """Bytes on the worker's sockets by kind."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -351,8 +360,8 @@ class Account(BaseModel):
     seconds_computing: Seconds = 0.0
     seconds_transferring: Seconds = 0.0
     seconds_waiting: Seconds = 0.0
-    up: Traffic = Traffic()
-    down: Traffic = Traffic()
+    up: ByteCounts = ByteCounts()
+    down: ByteCounts = ByteCounts()
 
 
 class CommitRequest(Request):
@@ -384,7 +393,7 @@ class Outcome(StrEnum):
     PENDING = "pending"
     """Arrived and waiting for a judge: ask again, GET /v1/updates/{payload_hash}/verdict."""
     REFUSED = "refused"
-    """Does not count: the worker puts the whole delta back into its error feedback."""
+    """Does not count. What came too late returns to the worker's error feedback; the rest is discarded."""
 
 
 class VerdictReason(StrEnum):
@@ -480,7 +489,7 @@ class BlockAnswer(Answer):
 
 
 class MergeInputRecord(BaseModel):
-    """One update in a merge; `order` is the position in which it was added."""
+    """One update in a merge. A merge adds its inputs in the order listed: sorted update ids."""
 
     update_id: Hash
     payload_hash: Hash
@@ -549,8 +558,8 @@ class WorkerState(BaseModel):
     seconds_computing: float
     seconds_transferring: float
     seconds_waiting: float
-    up: Traffic
-    down: Traffic
+    up: ByteCounts
+    down: ByteCounts
 
 
 class EvaluationState(BaseModel):
@@ -602,10 +611,10 @@ class StatusAnswer(Answer):
     """Share of the assigned work of the rounds in `reports` that arrived on time."""
     ages: dict[str, Count]
     """Merged updates by age in rounds."""
-    up: Traffic
-    """Bytes of bodies received by this coordinator process."""
-    down: Traffic
-    """Bytes of bodies sent by this coordinator process."""
+    up: ByteCounts
+    """Bytes received by this coordinator process, headers included."""
+    down: ByteCounts
+    """Bytes sent by this coordinator process, headers included."""
     full_checkpoint_bytes: Count
     """What the updates that arrived would have moved as full fp32 checkpoints: for each, its whole block once
     down to the worker and once up. `up` and `down` of `workers` are what was moved instead."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.errors import BlocktrainError, WireError
 from blocktrain.wire.messages import Assignment, Finished, HeartbeatRequest, Wait
 from blocktrain.worker.block_progress import PendingUpdate, UpdateState
@@ -63,7 +63,7 @@ class Asking:
                 continue
             try:
                 answer = self.client.ask(logic.request())
-            except Refusal as refusal:
+            except RequestRefused as refusal:
                 if refusal.reason == "not_joined":
                     self.membership.join()
                 elif logic.current is not None and refusal.reason in UNKNOWN_REASONS:
@@ -99,7 +99,7 @@ class Asking:
             self.watching.progress_of(assignment.block)
             update.frozen = self.frozen.bring(assignment)
             self._declined = 0
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.status != GONE_STATUS:
                 raise
             named = ", ".join(f"block {one.block} version {one.version}" for one in assignment.frozen)
@@ -131,7 +131,7 @@ class Asking:
                 try:
                     answer = self.client.heartbeat(update.assignment_id, request)
                     cancel, reason = answer.cancel, answer.reason
-                except Refusal as refusal:
+                except RequestRefused as refusal:
                     cancel, reason = True, str(refusal)
                 if cancel and logic.cancel(update):
                     self.view.line(f"cancelled block={update.block} round={update.round} reason={reason!r}")

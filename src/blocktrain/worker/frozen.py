@@ -20,7 +20,7 @@ class FrozenSnapshots:
         self._held: dict[int, Base] = {}
 
     def bring(self, assignment: Assignment) -> dict[int, Base]:
-        """The snapshots by block, in the order named; a Refusal where the coordinator has one no longer."""
+        """The snapshots by block, in the order named; RequestRefused where one is no longer kept."""
         snapshots = self.keeper.snapshots
         wanted = snapshots.setup.objective.upstream(assignment.block)
         named = tuple(one.block for one in assignment.frozen)

@@ -3,7 +3,7 @@ worker."""
 
 from __future__ import annotations
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.wire.messages import JoinRequest
 from blocktrain.wire.tokens import find_stamp
 from blocktrain.worker.live_view import PlainView
@@ -20,7 +20,7 @@ class Membership:
         """Safe to repeat: a member that joins again gets its first receipt."""
         try:
             answer = self.client.join(self.request)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             if refusal.reason != "stamp_required":
                 raise
             # Only a stranger is asked for a stamp, so the hashing is not done before somebody asks.

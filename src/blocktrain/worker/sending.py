@@ -7,7 +7,7 @@ twice.
 
 from __future__ import annotations
 
-from blocktrain.client.coordinator import CoordinatorClient, Refusal
+from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.client.traffic import Traffic
 from blocktrain.threads import Stopped
@@ -105,7 +105,7 @@ class Sending:
                     verdict, asked = self.client.verdict(update.payload_hash), asked + 1
                 if asked:
                     self.state.save_receipt(verdict.receipt)
-            except Refusal as refusal:
+            except RequestRefused as refusal:
                 verdict = None
                 if refusal.reason == "not_joined":
                     self.membership.join()
@@ -133,8 +133,8 @@ class Sending:
             seconds_computing=spent["computing"],
             seconds_transferring=spent["transferring"],
             seconds_waiting=spent["waiting"],
-            up=messages.Traffic(**up),
-            down=messages.Traffic(**down),
+            up=messages.ByteCounts(**up),
+            down=messages.ByteCounts(**down),
         )
 
 

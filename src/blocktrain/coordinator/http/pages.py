@@ -8,10 +8,8 @@ chat with) and, through trusted types, every way of turning a string into markup
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import MutableHeaders
@@ -32,49 +30,35 @@ MEDIA_TYPES = {
 pages = APIRouter(include_in_schema=False)
 
 
-@dataclass(frozen=True)
-class Page:
-    content: bytes
-    media_type: str
-    etag: str
-
-
 @cache
-def files() -> MappingProxyType[str, Page]:
-    """Every file of the dashboard, by name: a request can name no other."""
-    found = {}
-    for path in sorted(FOLDER.iterdir()):
-        content = path.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        found[path.name] = Page(content, MEDIA_TYPES[path.suffix], etag)
-    return MappingProxyType(found)
+def files() -> dict[str, tuple[bytes, str]]:
+    """Content and ETag of every file of the dashboard, by name: a request can name no other."""
+    contents = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
+    return {
+        name: (content, f'"{hashlib.sha256(content).hexdigest()[:32]}"') for name, content in contents.items()
+    }
 
 
 @pages.get("/")
 def get_dashboard(request: Request) -> Response:
-    return page_response(request, "index.html")
+    return get_dashboard_file(request, "index.html")
 
 
 @pages.get("/dashboard/{name}")
 def get_dashboard_file(request: Request, name: str) -> Response:
-    return page_response(request, name)
-
-
-def page_response(request: Request, name: str) -> Response:
-    page = files().get(name)
-    if page is None:
+    if name not in files():
         raise Refusal(ErrorReason.NOT_FOUND, "no such file of the dashboard", "open / in a browser")
-    gateway = coordinator_of(request).display.gateway_origin
+    content, etag = files()[name]
     headers = {
         "Cache-Control": "no-cache",
-        "ETag": page.etag,
-        "Content-Security-Policy": content_security_policy(gateway),
+        "ETag": etag,
+        "Content-Security-Policy": content_security_policy(coordinator_of(request).display.gateway_origin),
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
     }
-    if request.headers.get("if-none-match") == page.etag:
+    if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return Response(page.content, headers=headers, media_type=page.media_type)
+    return Response(content, headers=headers, media_type=MEDIA_TYPES[Path(name).suffix])
 
 
 def content_security_policy(gateway: str | None) -> str:

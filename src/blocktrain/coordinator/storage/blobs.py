@@ -47,6 +47,9 @@ class BlobMissing(StorageError):
 class Blobs:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self.shared = isinstance(store, S3Store)
+        """Whether workers can reach the objects by presigned URL."""
+        self._folder = store.prefix if isinstance(store, LocalStore) else None
 
     @classmethod
     def from_url(cls, url: str) -> Blobs:
@@ -66,16 +69,13 @@ class Blobs:
             folder.mkdir(parents=True, exist_ok=True)
             return cls(LocalStore(folder))
 
-    @property
-    def shared(self) -> bool:
-        """Whether workers can reach the objects by presigned URL."""
-        return isinstance(self._store, S3Store)
-
     def put(self, key: str, content: bytes | memoryview) -> None:
         with _translated(key):
             obstore.put(self._store, key, content, use_multipart=False)
-            if isinstance(self._store, LocalStore):
-                self._flush(key)
+            if self._folder is not None:
+                # To the disk, not just to the kernel: the row that will name the object is flushed too.
+                with open(self._folder / key, "rb+") as file:
+                    os.fsync(file.fileno())
 
     def get(self, key: str) -> bytes:
         with _translated(key):
@@ -112,20 +112,10 @@ class Blobs:
         return self._sign("GET", key)
 
     def _sign(self, method: str, key: str) -> str:
-        assert isinstance(self._store, S3Store), "only shared stores presign"
+        assert self.shared, "only shared stores presign"
         with _translated(key):
             lifetime = timedelta(seconds=PRESIGNED_SECONDS)
             return obstore.sign(self._store, method, key, expires_in=lifetime)  # type: ignore[call-overload,no-any-return]
-
-    def _flush(self, key: str) -> None:
-        """To the disk, not just to the kernel: the row that will name it is flushed too."""
-        assert isinstance(self._store, LocalStore)
-        assert self._store.prefix is not None
-        descriptor = os.open(self._store.prefix / key, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpy import float32
-from numpy.typing import NDArray
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -131,17 +129,22 @@ def verify_ledger(
     """Chain, signatures and every merge; with `coordinator_key` the run must be that coordinator's."""
     report = VerificationReport()
     replay = _Replay(fetch_payload, fetch_snapshot, coordinator_key)
-    for expected, entry in enumerate(entries):
+    for number, entry in enumerate(entries):
         try:
-            _check_chain(report, expected, entry)
+            if entry.sequence != number:
+                raise _Broken(f"expected sequence number {number}, found {entry.sequence}")
+            digest = entry_hash_of(report.head_hash, number, entry.time, entry.kind, entry.body)
+            if digest != entry.entry_hash:
+                raise _Broken("its hash does not follow from its content and the entry before it")
             replay.take(entry)
-            _check_signature(replay.key, entry)
+            # After `take`, since the first entry brings the key that signs them all.
+            if not verify(replay.key, signed_bytes(digest), bytes.fromhex(entry.signature)):
+                raise _Broken("the signature is not the coordinator's")
+        # A body is a stranger's JSON: a missing key or a wrong type in it is a broken entry, not a fault.
         except (BlocktrainError, ValueError, KeyError, TypeError) as error:
-            report.first_bad = expected
-            report.reason = f"entry {expected} ({entry.kind}): {error}"
+            report.first_bad, report.reason = number, f"entry {number} ({entry.kind}): {error}"
             break
-        report.entries += 1
-        report.head_hash = entry.entry_hash
+        report.entries, report.head_hash = number + 1, digest
     report.merges, report.heads = replay.merges, dict(replay.heads)
     return report
 
@@ -178,21 +181,8 @@ def first_difference(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -
     return None
 
 
-def _check_chain(report: VerificationReport, expected: int, entry: LedgerEntry) -> None:
-    if entry.sequence != expected:
-        raise _Broken(f"expected sequence number {expected}, found {entry.sequence}")
-    digest = entry_hash_of(report.head_hash, entry.sequence, entry.time, entry.kind, entry.body)
-    if digest != entry.entry_hash:
-        raise _Broken("its hash does not follow from its content and the entry before it")
-
-
-def _check_signature(key: bytes, entry: LedgerEntry) -> None:
-    if not verify(key, signed_bytes(entry.entry_hash), bytes.fromhex(entry.signature)):
-        raise _Broken("the signature is not the coordinator's")
-
-
 class _Replay:
-    """The blocks' weights as the ledger tells them."""
+    """The blocks' weights as the ledger tells them, entry by entry."""
 
     def __init__(self, fetch_payload: Fetch, fetch_snapshot: Fetch, coordinator_key: str | None) -> None:
         self._fetch_payload, self._fetch_snapshot = fetch_payload, fetch_snapshot
@@ -200,7 +190,7 @@ class _Replay:
         self.key = b""
         self.heads: dict[int, str] = {}
         self.merges = 0
-        self._tensors: dict[int, dict[str, NDArray[float32]]] = {}
+        self._tensors: dict[int, Tensors] = {}
         self._schemas: dict[int, Schema] = {}
         self._codec = CodecSpec("dense")
         self._published: set[tuple[int, int, str]] = set()
@@ -209,77 +199,66 @@ class _Replay:
         """Updates with an accepting verdict and no merge yet, and the weight they were promised."""
 
     def take(self, entry: LedgerEntry) -> None:
+        body = entry.body
         if entry.sequence == 0:
-            self._start(entry)
+            if entry.kind != "run":
+                raise _Broken("the first entry must describe the run")
+            found = body["coordinator_key"]
+            if self._wanted_key not in (None, found):
+                raise _Broken(f"expected coordinator key {self._wanted_key}, found {found}")
+            self.key = bytes.fromhex(found)
+            for layout in map(BlockLayout.model_validate, body["blocks"]):
+                schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
+                self._schemas[layout.block], self._codec = schema, CodecSpec.parse(layout.codec)
+                self.heads[layout.block] = layout.initial_hash
+                self._published.add((layout.block, 0, layout.initial_hash))
+                self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
         elif entry.kind == "assign":
-            self._assign(entry.body.get("frozen", ()))
+            # The snapshots that an assignment names were published before it.
+            for one in body.get("frozen", ()):
+                if (one["block"], one["version"], one["hash"]) not in self._published:
+                    raise _Broken(
+                        f"names version {one['version']} of block {one['block']}, which was not there yet"
+                    )
         elif entry.kind == "verdict":
-            self._verdict(entry.body)
+            # A later refusal (by the guard, or with a ban) takes an earlier promise back.
+            if body["outcome"] == Outcome.REFUSED:
+                self._unmerged.pop(body["update_id"], None)
+            else:
+                self._unmerged[body["update_id"]] = body["weight"]
         elif entry.kind == "merge":
-            self._merge(MergeRecord.model_validate(entry.body))
+            self._merge(MergeRecord.model_validate(body))
         elif entry.kind == "snapshot":
-            self._snapshot(entry.body["block"], entry.body["hash"])
+            # The stored file must be the weights that the merges gave.
+            if body["hash"] != self.heads[body["block"]]:
+                raise _Broken(f"names snapshot {body['hash']}, the merges give {self.heads[body['block']]}")
+            self._load(body["block"], body["hash"])
 
-    def _assign(self, frozen: Sequence[Body]) -> None:
-        """The snapshots that an assignment names were published before it."""
-        for one in frozen:
-            if (one["block"], one["version"], one["hash"]) not in self._published:
-                raise _Broken(
-                    f"names version {one['version']} of block {one['block']}, which was not there yet"
-                )
+    def _merge(self, record: MergeRecord) -> None:
+        block, schema = record.block, self._schemas[record.block]
+        if record.base_hash != self.heads[block]:
+            raise _Broken(f"merges into {record.base_hash}, the head is {self.heads[block]}")
+        decoded, bases = {}, {}
+        for one in record.inputs:
+            if self._unmerged.pop(one.update_id, None) != one.weight:
+                raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
+            payload = self._fetch_payload(one.payload_hash)
+            if content_hash(payload) != one.payload_hash:
+                raise _Broken(f"the stored payload {one.payload_hash} has other contents")
+            decoded[one.payload_hash] = decode(self._codec, schema, payload)
+            # A dense payload is whole weights, so the change it makes is measured from its own base.
+            if self._codec.kind == "dense" and one.base_hash != record.base_hash:
+                bases[one.base_hash] = self._load(block, one.base_hash)
+        tensors = replay_merge(record, self._tensors[block], decoded, bases)
+        result = snapshot_hash(tensors)
+        if result != record.result_hash:
+            raise _Broken(f"its inputs give {result}, not {record.result_hash}")
+        self._tensors[block], self.heads[block] = tensors, result
+        self._published.add((block, record.version, result))
+        self.merges += 1
 
-    def _verdict(self, body: Body) -> None:
-        """A later refusal (by the guard, or with a ban) takes an earlier promise back."""
-        if body["outcome"] == Outcome.REFUSED:
-            self._unmerged.pop(body["update_id"], None)
-        else:
-            self._unmerged[body["update_id"]] = body["weight"]
-
-    def _start(self, entry: LedgerEntry) -> None:
-        if entry.kind != "run":
-            raise _Broken("the first entry must describe the run")
-        found = entry.body["coordinator_key"]
-        if self._wanted_key not in (None, found):
-            raise _Broken(f"expected coordinator key {self._wanted_key}, found {found}")
-        self.key = bytes.fromhex(found)
-        for layout in map(BlockLayout.model_validate, entry.body["blocks"]):
-            schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
-            self._schemas[layout.block], self._codec = schema, CodecSpec.parse(layout.codec)
-            self.heads[layout.block] = layout.initial_hash
-            self._published.add((layout.block, 0, layout.initial_hash))
-            self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
-
-    def _load(self, block: int, wanted: str) -> dict[str, NDArray[float32]]:
+    def _load(self, block: int, wanted: str) -> Tensors:
         tensors = from_safetensors(self._fetch_snapshot(wanted), self._schemas[block])
         if snapshot_hash(tensors) != wanted:
             raise _Broken(f"the stored snapshot {wanted} has other contents")
         return tensors
-
-    def _merge(self, record: MergeRecord) -> None:
-        block = record.block
-        if record.base_hash != self.heads[block]:
-            raise _Broken(f"merges into {record.base_hash}, the head is {self.heads[block]}")
-        for one in record.inputs:
-            if self._unmerged.pop(one.update_id, None) != one.weight:
-                raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
-        decoded = {one.payload_hash: self._payload(block, one.payload_hash) for one in record.inputs}
-        late = {one.base_hash for one in record.inputs} - {record.base_hash}
-        bases = {wanted: self._load(block, wanted) for wanted in late} if self._codec.sends_weights else {}
-        tensors = replay_merge(record, self._tensors[block], decoded, bases)
-        if snapshot_hash(tensors) != record.result_hash:
-            raise _Broken(f"its inputs give {snapshot_hash(tensors)}, not {record.result_hash}")
-        self._tensors[block], self.heads[block] = tensors, record.result_hash
-        self._published.add((block, record.version, record.result_hash))
-        self.merges += 1
-
-    def _payload(self, block: int, wanted: str) -> Tensors:
-        payload = self._fetch_payload(wanted)
-        if content_hash(payload) != wanted:
-            raise _Broken(f"the stored payload {wanted} has other contents")
-        return decode(self._codec, self._schemas[block], payload)
-
-    def _snapshot(self, block: int, stored: str) -> None:
-        """The stored file must be the weights that the merges gave."""
-        if stored != self.heads[block]:
-            raise _Broken(f"names snapshot {stored}, the merges give {self.heads[block]}")
-        self._load(block, stored)

@@ -268,30 +268,28 @@ class Store:
 
     def migrate(self) -> None:
         """Bring the tables to this version; safe to call from several processes at once."""
+        from alembic import command
+        from alembic.config import Config
+        from alembic.util import CommandError
+
         with _translated(), self.engine.begin() as connection:
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
-            upgrade(connection)
+            logging.getLogger("alembic").setLevel(logging.WARNING)
+            config = Config()
+            # The option is a template to alembic: a percent sign in the path would be taken for a name.
+            config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+            config.attributes["connection"] = connection
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:
+                raise UserError(
+                    f"cannot bring the database to this version ({error}); if a newer blocktrain wrote it, "
+                    "use that"
+                ) from None
 
     def close(self) -> None:
         self.engine.dispose()
-
-
-def upgrade(connection: Connection) -> None:
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
-
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    try:
-        command.upgrade(config, "head")
-    except CommandError as error:
-        raise UserError(
-            f"cannot bring the database to this version ({error}); if a newer blocktrain wrote it, use that"
-        ) from None
 
 
 def _engine(url: str) -> Engine:
@@ -301,24 +299,25 @@ def _engine(url: str) -> Engine:
         raise UserError(f"not a database URL: {url!r}; expected sqlite:///FILE or postgresql://…") from None
     if parsed.drivername in ("postgres", "postgresql"):
         parsed = parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+    if parsed.get_backend_name() == "postgresql":
+        return create_engine(
+            parsed, pool_size=POOL_SIZE, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}
+        )
+    if parsed.get_backend_name() != "sqlite":
         raise UserError(
             f"database {parsed.drivername!r} is not supported; use sqlite:///FILE or postgresql://…"
         )
-    if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(
-            parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, pool_size=POOL_SIZE
-        )
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-        return engine
-    return create_engine(
-        parsed, pool_size=POOL_SIZE, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}
+    engine = create_engine(
+        parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, pool_size=POOL_SIZE
     )
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # the driver must not begin transactions; `_begin_sqlite` does
+    # FULL: an acknowledged update must survive a power cut, not only a kill.
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 
 from numpy import float32
 from numpy.typing import NDArray
@@ -33,16 +32,30 @@ class WeightCache:
         self._lock = threading.Lock()
 
     def snapshot(self, block: int, wanted: str) -> Weights:
-        return self._held_or((block, wanted), lambda: self._load_snapshot(block, wanted))
+        held = self._held_weights(block, wanted)
+        if held is None:
+            held = from_safetensors(self._blobs.get(snapshot_key(wanted)), self._run.schemas[block])
+            if snapshot_hash(held) != wanted:
+                raise StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
+            self.keep(block, wanted, held)
+        return held
 
     def update(self, block: int, payload_hash: str) -> Weights:
-        return self._held_or((block, payload_hash), lambda: self._load_payload(block, payload_hash))
+        held = self._held_weights(block, payload_hash)
+        if held is None:
+            payload = self._blobs.get(payload_key(payload_hash))
+            if content_hash(payload) != payload_hash:
+                raise StorageError(f"payload {payload_hash} in the blob store has other contents; restore it")
+            held = decode(self._run.codec, self._run.schemas[block], payload)
+            self.keep(block, payload_hash, held)
+        return held
 
     def keep(self, block: int, name: str, weights: Weights) -> None:
         with self._lock:
             self._drop((block, name))
             self._held[block, name] = weights
             self._bytes += _num_bytes(weights)
+            # The newest stays whatever its size: it is about to be used.
             while self._bytes > self._max_bytes and len(self._held) > 1:
                 self._drop(next(iter(self._held)))
 
@@ -50,31 +63,17 @@ class WeightCache:
         with self._lock:
             self._drop((block, name))
 
-    def _held_or(self, key: tuple[int, str], load: Callable[[], Weights]) -> Weights:
+    def _held_weights(self, block: int, name: str) -> Weights | None:
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-        weights = load()
-        self.keep(*key, weights)
-        return weights
+            weights = self._held.get((block, name))
+            if weights is not None:
+                self._held.move_to_end((block, name))
+            return weights
 
     def _drop(self, key: tuple[int, str]) -> None:
         weights = self._held.pop(key, None)
         if weights is not None:
             self._bytes -= _num_bytes(weights)
-
-    def _load_snapshot(self, block: int, wanted: str) -> Weights:
-        tensors = from_safetensors(self._blobs.get(snapshot_key(wanted)), self._run.schemas[block])
-        if snapshot_hash(tensors) != wanted:
-            raise StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
-        return tensors
-
-    def _load_payload(self, block: int, payload_hash: str) -> Weights:
-        payload = self._blobs.get(payload_key(payload_hash))
-        if content_hash(payload) != payload_hash:
-            raise StorageError(f"payload {payload_hash} in the blob store has other contents; restore it")
-        return decode(self._run.codec, self._run.schemas[block], payload)
 
 
 def _num_bytes(weights: Weights) -> int:

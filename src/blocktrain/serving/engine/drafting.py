@@ -37,6 +37,7 @@ class Drafter:
         self.batcher, self.sampler, self.length = batcher, sampler, length
         self.context = batcher.held.context
         self.steps = batcher.held.steps(tuple(blocks))
+        # A block of pooling weight 0 may be the only one here; it still guesses better than nothing.
         weights = np.array([batcher.held.weights[block] or 1.0 for block in blocks])
         self.weights = weights / weights.sum()
         self.cache = self.steps.new_cache()

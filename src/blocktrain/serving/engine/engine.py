@@ -29,6 +29,7 @@ from blocktrain.serving.engine.requests import (
 from blocktrain.serving.engine.sweeping import sweep
 
 SCORING_WINDOWS_AT_ONCE = 4
+"""Windows of one text under way: bounds what one request takes of the stages at a time."""
 
 
 class TextEngine(ABC):
@@ -73,6 +74,7 @@ class TextEngine(ABC):
     def generate(self, request: GenerationRequest) -> Generation:
         """Checks the request (RequestError), then hands back a generation that has not begun."""
         request.check(self.model)
+        # Checked now and not at the first chunk, so that the client gets a status and not a broken stream.
         self.check_covered()
         stats, context = GenerationStats(), self.model.context
         if request.mode == "sweep":
@@ -157,10 +159,12 @@ class Generation:
         if self._closed:
             raise StopAsyncIteration
         now = time.monotonic()
+        # The clock starts with the first chunk: a generation may wait for a place before that.
         self._started = self._started or now
         seconds = self.request.deadline_seconds
         try:
             async with asyncio.timeout(self._started + seconds - now):
+                # One deadline for the whole text; what a slow reader takes between chunks counts too.
                 return await anext(self._chunks)
         except TimeoutError:
             await self.aclose()

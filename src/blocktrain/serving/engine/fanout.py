@@ -108,6 +108,7 @@ class Fanout:
     def lost_at(self, block: int, now: float) -> float | None:
         """Since when no usable stage serves the block; None while one does."""
         times = [link.lost_at(now) for link in self.links if block in link.blocks]
+        # One stage within reach is enough.
         if any(time is None for time in times):
             return None
         return max((time for time in times if time is not None), default=0.0)
@@ -153,6 +154,8 @@ class Fanout:
         began = loop.time()
         while True:
             now = loop.time()
+            # Counted from when the stage went away, not from when we asked: a block that is known to be
+            # gone costs no request its two seconds again.
             lost = max(self.lost_at(block, now) or began for block in missing)
             if now >= min(lost + self.config.degrade_seconds, question.deadline):
                 return []
@@ -173,6 +176,7 @@ class Fanout:
         asked = loop.create_task(question.ask(link, blocks))
         tasks: set[asyncio.Task[Any]] = {asked}
         try:
+            # Four times: a link's own jitter should not make every leg two legs.
             usual = link.latency_seconds or 0.0
             patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
             await asyncio.wait({asked}, timeout=patience)
@@ -185,6 +189,8 @@ class Fanout:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     if asked.done() and asked.exception() is None:
                         return [asked.result()]
+                    # It lost: for some seconds it is asked last, so that the next traversals do not wait
+                    # for a hedge.
                     link.slow_until = loop.time() + self.config.slow_seconds
                     return await spare
                 # No spare. A link that is lost for long enough is not waited for; one that is only slow is.
@@ -212,6 +218,7 @@ async def _all(legs: Sequence[Coroutine[Any, Any, list[Part]]]) -> list[Part]:
     try:
         return [part for parts in await asyncio.gather(*tasks) for part in parts]
     finally:
+        # No leg outlives its traversal: a late answer would change a cache that the next one relies on.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

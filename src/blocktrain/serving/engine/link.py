@@ -138,10 +138,12 @@ class StageLink:
             raise
         rows_bytes = model.context * frames.row_bytes(Codec.F32, model.vocabulary)
         self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
+        # A new connection starts with all its credits.
         self._credits = asyncio.Semaphore(welcome.credits)
         self.blocks = frozenset(welcome.blocks)
         self._stream, self._asked, self.problem = stream, None, None
         self.refused = self.draining = False
+        # RELEASE is not answered, so one that was under way when the connection broke may be lost.
         stream.post(b"".join(map(_release_frame, self._released)))
         self._released.clear()
         log.info("joined stage address=%s blocks=%s", self.address, sorted(self.blocks))
@@ -164,6 +166,7 @@ class StageLink:
                 if future is not None and not future.done():
                     future.set_result(frame)
         finally:
+            # First of all, so that no question is sent to a stream that is being closed.
             self._stream = None
             self._lost = asyncio.get_running_loop().time()
             pinging.cancel()
@@ -182,6 +185,7 @@ class StageLink:
         while True:
             await asyncio.sleep(self.config.ping_seconds)
             now = loop.time()
+            # One ping under way at a time; the time of the unanswered one says how long the peer is silent.
             if self._asked is None:
                 self._asked = now
                 with contextlib.suppress(ConnectionLostError):
@@ -194,6 +198,7 @@ class StageLink:
     async def request(self, header: Header, metadata: bytes, payload: bytes) -> tuple[Frame, int]:
         """The reply, and the bytes it took to ask; LinkError when there will be none."""
         async with self._credits:
+            # After the credit and not before: the connection may be lost while we wait for one.
             stream = self._stream
             if stream is None:
                 raise LinkError(self.problem or f"stage {self.address} is not connected")

@@ -70,6 +70,7 @@ class LocalRows:
         if start != self._start:
             self._start, self._cached = start, 0
         window = tokens[start:]
+        # The token before the first row runs again if it must: every row needs its own position in the pass.
         base = min(self._cached, len(window) - num_rows)
         work = RowWork(window[base:], num_rows, self._blocks, self._caches, base)
         rows = await self._batcher.submit(work)

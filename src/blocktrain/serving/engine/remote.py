@@ -78,6 +78,8 @@ class RemoteEngine(TextEngine):
         batcher = Batcher(HeldBlocks(checkpoint, draft_blocks))
         super().__init__(model_info(checkpoint, self.shape), batcher, draft_blocks)
         self.weights: NDArray[np.float64] = np.array(checkpoint.pooling)
+        # One random name for this engine: its sessions outlive a connection, and no other client can guess
+        # it.
         hello = Hello(secrets.token_hex(16), self.shape, config.token)
         self.links = [StageLink(i, address, hello, config.link) for i, address in enumerate(config.stages)]
         self.fanout = Fanout(self.links, self.shape.num_blocks, config.fanout)
@@ -95,8 +97,10 @@ class RemoteEngine(TextEngine):
         began = loop.time()
         until = began + self.config.start_seconds
         while loop.time() < until and any(link.problem is not None for link in self.links):
+            # Every block is there; what is still away is a spare, and it may come later.
             if loop.time() - began > SPARE_SECONDS and self.ready[0]:
                 return
+            # Another model or a wrong token will not mend itself: the operator should hear of it now.
             refused = [link.problem for link in self.links if link.refused and link.problem]
             if refused:
                 await self.close()
@@ -104,6 +108,7 @@ class RemoteEngine(TextEngine):
             await self.fanout.wait_for_change(min(0.1, max(0.0, until - loop.time())))
 
     async def close(self) -> None:
+        # Stages free forgotten sessions by themselves, but only after two minutes.
         for session in list(self.running):
             await session.close()
         await asyncio.gather(*(link.close() for link in self.links))
@@ -197,6 +202,7 @@ class StageSession:
 
     def __init__(self, engine: RemoteEngine, request: GenerationRequest, stats: GenerationStats) -> None:
         self.engine, self.stats = engine, stats
+        # Random, because stages tell sessions of one client apart by this number alone.
         self.session = secrets.randbits(64)
         self.deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         # A reported log-prob and the border of a nucleus should be the model's own, not a code's nearest

@@ -66,6 +66,7 @@ class GenerationRequest:
             raise RequestError(f"prompt holds token ids outside 0..{vocabulary - 1}")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens must not be negative, found {self.max_tokens}")
+        # Infinity is not negative either, so finite is asked for too.
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature must be finite and not negative, found {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -76,6 +77,7 @@ class GenerationRequest:
             raise RequestError(f"mode {self.mode} is not offered by {model.name!r}, which has {offered}")
         if not 1 <= self.passes <= MAX_PASSES:
             raise RequestError(f"passes must be between 1 and {MAX_PASSES}, found {self.passes}")
+        # Said rather than ignored: a client that sends it expects another text.
         if self.passes != 1 and self.mode != "sweep":
             raise RequestError(f"passes are for mode sweep, found {self.passes} in {self.mode}")
         if not 0 <= (self.draft_tokens or 0) <= MAX_DRAFT_TOKENS:
@@ -83,6 +85,7 @@ class GenerationRequest:
             raise RequestError(f"draft_tokens must be {expected}, found {self.draft_tokens}")
         if not 0 <= (self.logprobs or 0) <= most_logprobs:
             raise RequestError(f"logprobs must be between 0 and {most_logprobs}, found {self.logprobs}")
+        # Written so that NaN is refused too.
         if not self.deadline_seconds > 0:
             raise RequestError("deadline_seconds must be above 0")
 

@@ -84,6 +84,7 @@ class AccessCheck:
                 if owner is None:
                     raise _unauthorized("incorrect API key")
                 caller = owner or caller
+            # By owner where there are keys: a key is used from many addresses, and an address by many.
             self.rates.check(caller, self.clock())
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:19]) > self.limits.max_body_bytes:

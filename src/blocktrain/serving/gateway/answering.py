@@ -112,8 +112,10 @@ class Answerer:
                 f"the answer was not complete by its deadline of {self.limits.request_seconds:g} s"
             ) from None
         except ExceptionGroup as several:
+            # Choices fail together, mostly for one reason; the client gets one error object.
             raise several.exceptions[0] from None
         finally:
+            # Also when the client went away: what was computed for it was spent.
             self.metrics.count_usage(job.usage)
 
     async def whole(self, job: Job, receive: Receive) -> Response:
@@ -139,7 +141,7 @@ class EventStream(Response):
 
     def __init__(self, answerer: Answerer, job: Job) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # Response sets it to 0, and nobody knows the length yet
         self.answerer, self.job = answerer, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,6 +186,7 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # Starlette tells nobody that a client left; one must read its messages.
     working, watching = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

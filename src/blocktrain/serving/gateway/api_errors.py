@@ -82,11 +82,13 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, StagesUnavailableError):
         headers = {"retry-after": "2"}
         return ApiError(503, str(error), kind=SERVICE, code="stages_unavailable", headers=headers)
+    # 504 and not 503: trying the same again would take as long.
     if isinstance(error, DeadlineError | TimeoutError):
         message = str(error) or "the request's deadline passed before its text was complete"
         return ApiError(504, message, kind=SERVICE, code="deadline_exceeded")
     if isinstance(error, ServingError):
         return ApiError(503, str(error), kind=SERVICE, code="service_unavailable")
+    # The cause is for our log, not for strangers.
     return ApiError(500, "something broke here; it was logged", kind=SERVICE, code="internal_error")
 
 

@@ -210,6 +210,7 @@ class Gateway:
             raise _wrong("max_tokens", f"max_tokens must be at most {limits.max_tokens}, found {max_tokens}")
         if logprobs is not None and logprobs > limits.max_logprobs:
             raise _wrong("logprobs", f"at most {limits.max_logprobs} log-probs are reported for each token")
+        # Every row follows some token; an empty prompt has none to follow.
         if min(lengths) == 0:
             raise _wrong("prompt", "the prompt is empty; this model has no start token, so give it one byte")
         # A text that is only scored needs no window to grow in: it is cut into windows.
@@ -229,6 +230,7 @@ class Gateway:
             offered = ", ".join(model.modes)
             raise _wrong("mode", f"{model.name!r} was not trained for mode {mode}; it offers {offered}")
 
+        # Drawn here and said in a header, so that any text can be asked for again.
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests = [
             GenerationRequest(

@@ -123,6 +123,7 @@ class ChoiceWriter:
 
 async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals) -> None:
     """All choices at once. Every request is checked before the first piece of any."""
+    # Not begun yet: a request that is wrong fails before any text is sent.
     generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
     totals.stats = [generation.stats for generation in generations if generation is not None]
     scoring = GenerationStats()
@@ -155,6 +156,7 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
                 async for chunk in generation:
                     piece = writer.add(chunk)
                     await emit(piece)
+                    # A stop sequence: what was drafted behind it is thrown away, and its caches are freed.
                     if piece.finish_reason is not None:
                         break
                 else:
@@ -164,6 +166,7 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
         totals.completion_tokens += writer.stream.kept_tokens
         totals.text_bytes += writer.text_bytes
 
+    # One that fails cancels the others: half of `n` choices is no answer.
     async with asyncio.TaskGroup() as group:
         for choice, generation in zip(choices, generations, strict=True):
             group.create_task(write(choice, generation))

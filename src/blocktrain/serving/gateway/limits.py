@@ -109,6 +109,7 @@ def load_keys(path: Path) -> Keys:
         raise UserError(f"cannot read the key file {path}: {error}") from None
     keys: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
+        # Keys hold no `#`; what follows one is a comment.
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -152,6 +153,7 @@ class Rates:
             return
         before = self._buckets.pop(caller, Bucket(float(self.per_minute), now))
         self._buckets[caller], wait = after_request(before, now, self.per_minute)
+        # Bounded: addresses are free to make up, and each would keep a bucket.
         if len(self._buckets) > MAX_REMEMBERED_CALLERS:
             self._buckets.popitem(last=False)
         if wait:
@@ -174,6 +176,7 @@ class Places:
     async def taken(self, count: int) -> AsyncIterator[None]:
         """`count` places at once, or TooManyRequestsError. A request for more than all counts as all."""
         limits, count = self.limits, min(count, self.limits.max_active)
+        # Not past those who wait, even where a small request would fit.
         if not self._waiting and self.active + count <= limits.max_active:
             self.active += count
         elif len(self._waiting) >= limits.max_waiting:

@@ -80,6 +80,7 @@ def run_gateway(
 ) -> None:
     """The verb `gateway`: returns when the last answer is given after SIGTERM. Without stages, all
     blocks are held in this process."""
+    # The port first: loading takes seconds, and a port that is taken should be said before them.
     opened = open_port(host, port)
     engine: TextEngine
     if stages:
@@ -106,6 +107,7 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
             failures.append(error)
             opened_up.set()
 
+    # A daemon: a test or a chat that dies must not wait for answers under way.
     thread = threading.Thread(target=serve, name="gateway", daemon=True)
     thread.start()
     opened_up.wait()

@@ -23,6 +23,7 @@ Overflow = Literal["refuse", "slide"]
 
 
 def _unicode(text: str) -> str:
+    # JSON may hold half a surrogate pair, which no encoder takes; ASCII needs no second look.
     if not text.isascii():
         try:
             text.encode()
@@ -133,6 +134,7 @@ class CompletionRequest(SamplingRequest):
     def prompts(self) -> list[str] | list[list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
+        # Pydantic made sure that a list is not empty and holds one kind.
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -32,6 +32,7 @@ class TextStream:
         """The text that can be shown now. After a stop, nothing more comes out."""
         if self.stopped:
             return ""
+        # Bytes, not characters: a stop sequence may begin inside a token, and a character span two of them.
         self._held.extend(tokens)
         held = b"".join(self._held)
         cut = first_stop(held, self.stops)
@@ -44,6 +45,7 @@ class TextStream:
         return text + self._decoder.decode(b"", final=True)
 
     def _release(self, shown: bytes) -> str:
+        # A token counts once all its bytes are shown, so usage is the same for every way of cutting chunks.
         left = len(shown)
         while self._held and len(self._held[0]) <= left:
             left -= len(self._held.pop(0))

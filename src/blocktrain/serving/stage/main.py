@@ -71,6 +71,7 @@ def run_stage(
         line = f"stage ready listen={stage.address} blocks={numbers} model={shape.model_hash[:12]}"
         if config.identity is not None:
             line += f" pin={config.identity.worker_id}"
+        # A port of its own for numbers: the serving port speaks frames, and may be closed to Prometheus.
         metrics = None
         if metrics_port is not None:
             metrics, _ = start_http_server(metrics_port, config.listen.host, stage.metrics.registry)

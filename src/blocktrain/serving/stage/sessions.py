@@ -63,6 +63,7 @@ def next_step(session: Session | None, asked: Asked) -> Step:
     # A client that lost the connection asks again; computing again would move the caches a second time.
     if asked.traversal == session.traversal:
         return Step.REPLAY
+    # The checksum guards against a mistake of either side; a wrong prefix would give a wrong text silently.
     continues = asked.base <= len(session.ids) and asked.blocks == session.blocks
     if continues and prefix_checksum(session.ids[: asked.base]) == asked.prefix:
         return Step.RUN
@@ -87,6 +88,7 @@ class SessionStore:
 
     def put(self, key: SessionKey, session: Session, now: float) -> None:
         """Keep the session as the most recently used, and evict others until the bounds hold."""
+        # Most recently used last: an OrderedDict is the queue of evictions.
         session.used = now
         self._sessions[key] = session
         self._sessions.move_to_end(key)

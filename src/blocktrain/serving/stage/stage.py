@@ -144,6 +144,7 @@ class Stage:
         """Stop at once."""
         self._server.close()
         self._expiry.cancel()
+        # Before the tasks: what they would still write goes nowhere.
         for connection in list(self._connections):
             connection.stream.abort()
         for task in (*self._requests, *self._talks):
@@ -156,6 +157,7 @@ class Stage:
         self._draining = True
         self._server.close()
         log.info("draining connections=%d", len(self._connections))
+        # Engines that read GOODBYE ask a spare from now on, so nothing is lost by closing after this.
         goodbye = frames.encode_frame(Header(FrameType.GOODBYE))
         for connection in list(self._connections):
             with contextlib.suppress(ConnectionLostError):
@@ -170,6 +172,7 @@ class Stage:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.config.idle_seconds / 4)
+            # A client that died sent no RELEASE; its caches would stay until others push them out.
             self.sessions.expire(loop.time())
 
     # ---- connections ----
@@ -211,6 +214,7 @@ class Stage:
                 frame = await stream.read(frames.GREETING_LIMITS)
         except TimeoutError:
             return False
+        # Nothing has been allocated for this peer but 4 KiB of metadata.
         hello = decode_metadata(frame, Hello) if frame.type == FrameType.HELLO else None
         refusal: str | None
         if hello is None:
@@ -232,6 +236,7 @@ class Stage:
             await stream.write(frames.encode_frame(Header(FrameType.REFUSED), failure))
             return False
         connection.client = hello.client
+        # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
         await stream.write(frames.encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
         return True
@@ -248,6 +253,7 @@ class Stage:
         elif frame.type not in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
+        # A well-behaved client waits for a credit; this bounds the tasks of one that does not.
         elif connection.in_flight >= self.config.credits:
             await self._fail(connection, frame, FailureCode.BUSY, "more requests in flight than credits")
         else:
@@ -273,6 +279,7 @@ class Stage:
                     await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
                     return
                 rows = found
+            # Said here with a sentence; the engine would take such a row for a broken stage.
             if not np.isfinite(rows).all():
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
             codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
@@ -335,6 +342,7 @@ class Stage:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND:
             return None
+        # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
                 session = Session(header.epoch, blocks, self.held.new_caches(blocks))
