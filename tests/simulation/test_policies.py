@@ -179,7 +179,7 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
         assert named == ({0: heads[0]} if assignment.block else {})
         return assignment
 
-    assignments.lend = noted  # type: ignore[method-assign]
+    assignments.lend = noted  # type: ignore[method-assign, assignment]
     report = simulation.run()
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0
