@@ -23,7 +23,10 @@ def same(left: Weights, right: Weights) -> bool:
 
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeScenario) -> None:
-    first, second, other = (Simulation(make_scenario("bad-edge", policy, seed)).run() for seed in (5, 5, 6))
+    swarm = {"rounds": 3}
+    first, second, other = (
+        Simulation(make_scenario("bad-edge", policy, seed, swarm=swarm)).run() for seed in (5, 5, 6)
+    )
     assert first == second
     assert first != other
 
@@ -31,7 +34,7 @@ def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeSce
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_every_network_runs_to_the_last_round(network: str, policy: str, make_scenario: MakeScenario) -> None:
-    report = Simulation(make_scenario(network, policy)).run()
+    report = Simulation(make_scenario(network, policy, swarm={"rounds": 2})).run()
     assert report["ce"][-1]["round"] == report["rounds"]
     assert 0 <= report["participation"] <= report["merged_share"]
     assert report["wall_seconds"] > 0
@@ -155,9 +158,9 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
 
 
 def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
+    dense = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3})).run()
     for codec in ("sign", "sparse:16"):
-        report = Simulation(make_scenario("wan-mid", "carry", swarm={"codec": codec})).run()
-        dense = Simulation(make_scenario("wan-mid", "carry")).run()
+        report = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3, "codec": codec})).run()
         assert report["bytes_up"] < dense["bytes_up"] / 3
 
 
@@ -165,7 +168,10 @@ def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
 def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
     make_scenario: MakeScenario, policy: str
 ) -> None:
-    scenario = make_scenario("mild", policy, objective={"kind": "chain", "hint_probability": 0.0})
+    swarm = {"rounds": 3}
+    scenario = make_scenario(
+        "mild", policy, objective={"kind": "chain", "hint_probability": 0.0}, swarm=swarm
+    )
     simulation = Simulation(scenario)
     lent = []
     assignments = simulation.coordinator.service.assignments
@@ -184,7 +190,7 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0
     assert report["rounds"] == scenario.swarm.rounds
-    independent = Simulation(make_scenario("mild", policy)).run()
+    independent = Simulation(make_scenario("mild", policy, swarm=swarm)).run()
     assert report["bytes_down"] > independent["bytes_down"]
 
 

@@ -100,7 +100,7 @@ class Rounds:
             except Exception as error:  # whoever needs it will fail in words; here nobody does
                 log.error("cannot load the head of block %d: %s", block, error)
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         self._threads.shutdown()
 
     def close_due(self) -> bool:
@@ -110,14 +110,15 @@ class Rounds:
             # A cheap look without a lock first; the claim looks again.
             with self._resources.store.read() as session:
                 due = self._state(session, block_row(session, block), self._resources.clock()).close
-            closed = (due and self._close(block)) or closed
+            closed = (due and self.close(block)) or closed
         return closed
 
     def _state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
         run = self._resources.run
         return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
 
-    def _close(self, block: int) -> bool:
+    def close(self, block: int) -> bool:
+        """Close the block's round if it is due; whether it was."""
         started = time.perf_counter()
         claim = self._claim(block)
         if claim is None:

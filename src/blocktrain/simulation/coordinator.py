@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,8 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.service import Coordinator
+from blocktrain.coordinator.service import POLL_SECONDS, Coordinator
+from blocktrain.coordinator.states import UpdateState
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.queries import block_row, live_assignments, round_facts
@@ -42,10 +44,12 @@ from blocktrain.coordinator.storage.store import (
     SnapshotRow,
     Store,
     Table,
+    UpdateRow,
     WorkerRow,
 )
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.data.corpora import Corpus
+from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
@@ -64,6 +68,14 @@ from blocktrain.wire.messages import (
 )
 from blocktrain.wire.tokens import secret_of
 from blocktrain.worker.block_progress import PendingUpdate
+
+MAX_VAIN_DEADLINES = 20
+"""Deadlines of one round that pass while a judge refuses all that comes; in virtual time nobody would stop a
+run that goes on so."""
+
+
+class SimulationError(BlocktrainError):
+    """A simulated run that cannot go on."""
 
 
 @dataclass
@@ -120,10 +132,11 @@ class SimulatedCoordinator:
         for worker_id in self.worker_ids:
             request = JoinRequest(corpus_sha256=corpus.sha256)
             self.service.assignments.join(worker_id, bytes(32), request)
-        self.verdicts: list[Verdict] = []
         self.watchers: list[Callable[[int], None]] = []
         """Told of every new head."""
         self._woken_at: set[tuple[int, float]] = set()
+        self._vain_deadlines: Counter[tuple[int, int]] = Counter()
+        """Block and version to the deadlines that passed there with nothing to merge."""
         self._heard_at = -1.0
 
     def _base(self, block: int, version: int, snapshot_hash: str) -> Base:
@@ -137,36 +150,57 @@ class SimulatedCoordinator:
         with self.resources.store.read() as session:
             return session.scalar(select(func.count()).select_from(AssignmentRow)) or 0
 
-    # --- requests
+    def refusals(self) -> dict[str, int]:
+        """Updates that were refused, at their arrival or by judge or guard, by reason."""
+        with self.resources.store.read() as session:
+            rows = session.execute(
+                select(UpdateRow.reason, func.count())
+                .where(UpdateRow.state == UpdateState.REFUSED)
+                .group_by(UpdateRow.reason)
+                .order_by(UpdateRow.reason)
+            )
+            return {str(reason): number for reason, number in rows}
+
+    # --- requests; a machine that was banned is refused, and waits
 
     def ask(self, worker: int, request: AssignmentRequest) -> Assignment | None:
         """An assignment, or None where there is nothing to do now."""
         self._hear()
-        answer = self.service.assignments.ask(self.worker_ids[worker], request)
+        try:
+            answer = self.service.assignments.ask(self.worker_ids[worker], request)
+        except Refusal:
+            return None
         if not isinstance(answer, Assignment):
             return None
-        self._look(answer.block)
+        # It may have started its round's clock, and cannot have closed the round: no need to look.
+        if answer.deadline is not None:
+            self._wake(answer.block, answer.deadline)
         return answer
 
-    def lend(self, worker: int, block: int) -> Assignment:
+    def lend(self, worker: int, block: int) -> Assignment | None:
         """The open round of this block, whatever the scheduler would choose: the litepaper's seats are
         fixed."""
         self._hear()
         now = self.clock.now
-        with self.resources.store.write() as session:
-            row = present_worker(session, self.worker_ids[worker], now)
-            locked = block_row(session, block, lock=True)
-            offer = Offer(block, locked.version, "its block's next round")
-            assignment = self.service.assignments.lend(session, row, locked, offer, now)
-        self._look(block)
+        try:
+            with self.resources.store.write() as session:
+                row = present_worker(session, self.worker_ids[worker], now)
+                locked = block_row(session, block, lock=True)
+                offer = Offer(block, locked.version, "its block's next round")
+                assignment = self.service.assignments.lend(session, row, locked, offer, now)
+        except Refusal:
+            return None
+        assert assignment.deadline is not None
+        self._wake(block, assignment.deadline)
         return assignment
 
     def cancels(self, worker: int, update: PendingUpdate) -> bool:
         """What the next heartbeat's answer says of an assignment."""
-        request = HeartbeatRequest(step=update.step)
-        return self.service.assignments.heartbeat(
-            self.worker_ids[worker], update.assignment_id, request
-        ).cancel
+        beat = partial(self.service.assignments.heartbeat, self.worker_ids[worker], update.assignment_id)
+        try:
+            return beat(HeartbeatRequest(step=update.step)).cancel
+        except Refusal:
+            return True
 
     def commit(self, worker: int, update: PendingUpdate) -> bool:
         """Whether the coordinator will have it."""
@@ -184,17 +218,19 @@ class SimulatedCoordinator:
             return False
         return True
 
-    def reveal(self, worker: int, update: PendingUpdate) -> Verdict:
+    def reveal(self, worker: int, update: PendingUpdate) -> Verdict | None:
         """The verdict on a payload that has arrived; the judge takes no virtual time."""
         self._hear()
         updates, worker_id = self.service.updates, self.worker_ids[worker]
-        expected = updates.expect(worker_id, update.payload_hash, len(update.payload))
-        verdict = updates.reveal(expected, io.BytesIO(update.payload), update.payload_hash)
+        try:
+            expected = updates.expect(worker_id, update.payload_hash, len(update.payload))
+            verdict = updates.reveal(expected, io.BytesIO(update.payload), update.payload_hash)
+        except Refusal:
+            return None
         while self.judged and self.service.judging.judge_next():
             pass
         if verdict.outcome is Outcome.PENDING:
             verdict = updates.verdict(worker_id, update.payload_hash)
-        self.verdicts.append(verdict)
         self._look(update.block)
         return verdict
 
@@ -219,28 +255,33 @@ class SimulatedCoordinator:
     def _look(self, block: int) -> None:
         """Close the block's round if it is due, tell of its new head, and look again when its deadline
         passes."""
-        state, now = self.blocks[block], self.clock.now
+        state, now, drop = self.blocks[block], self.clock.now, self.swarm.policy == "drop"
         while state.head.version < self.swarm.rounds:
             with self.resources.store.read() as session:
                 facts = round_facts(session, block_row(session, block), self.swarm, now)
             found = round_state(facts, self.swarm, self.resources.run.recipe.trust, now)
             deadline = found.deadline
-            if self.swarm.policy == "drop" and facts.begun is not None:
+            if drop and facts.begun is not None:
                 deadline = facts.begun + self.swarm.drop_deadline_seconds
             passed = deadline is not None and deadline <= now
             if found.close:
-                self.service.rounds.close_due()
-            elif self.swarm.policy == "drop" and passed:
+                self.service.rounds.close(block)
+            elif drop and passed:
                 self._use_up_round(block)
             else:
-                if deadline is not None and not passed and (block, deadline) not in self._woken_at:
-                    self._woken_at.add((block, deadline))
-                    self.clock.at(deadline, partial(self._deadline_passed, block, state.head.version))
+                if deadline is not None and not passed:
+                    self._wake(block, deadline)
+                elif deadline is not None and self.judged:
+                    # The deadline is re-set from the next moment on, when a real coordinator looks again.
+                    self._wake(block, now + POLL_SECONDS)
                 return
-            for other in range(len(self.blocks)):
-                # The service closes every round that is due, and another block's may be due at this moment.
-                if self._tell_of_new_heads(other) and other != block:
-                    self.clock.at(now, partial(self._look, other))
+            if not self._tell_of_new_heads(block):
+                self._tell(block)  # the guard left nothing over: the round begins again, for all
+
+    def _wake(self, block: int, at: float) -> None:
+        if (block, at) not in self._woken_at:
+            self._woken_at.add((block, at))
+            self.clock.at(at, partial(self._deadline_passed, block, self.blocks[block].head.version))
 
     def _deadline_passed(self, block: int, version: int) -> None:
         if self.blocks[block].head.version != version:
@@ -250,6 +291,14 @@ class SimulatedCoordinator:
         if self.judged and self.blocks[block].head.version == version:
             # A refused worker may try its round again when the deadline was re-set; it must ask to know.
             self._tell(block)
+            self._vain_deadlines[block, version] += 1
+            if self._vain_deadlines[block, version] > MAX_VAIN_DEADLINES:
+                found = ", ".join(f"{reason}: {number}" for reason, number in self.refusals().items())
+                raise SimulationError(
+                    f"block {block} does not get past version {version}: {MAX_VAIN_DEADLINES} deadlines "
+                    f"passed with nothing to merge; refused so far: {found or 'nothing'}. Rounds that are "
+                    "too short show no gain to a judge: raise swarm.steps_per_round or trust.compute_share"
+                )
 
     def _use_up_round(self, block: int) -> None:
         """The litepaper's rule: under `drop` a deadline that passes with nothing to merge uses up a round,

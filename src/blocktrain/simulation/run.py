@@ -17,24 +17,18 @@ import torch
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
-from blocktrain.simulation.coordinator import SimulatedCoordinator
+from blocktrain.simulation.coordinator import SimulatedCoordinator, SimulationError
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
 from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import load_into
-from blocktrain.wire.messages import Outcome
 from blocktrain.worker.training import LocalTraining
 
 Policy = Literal["drop", "carry"]
-
-
-class SimulationError(BlocktrainError):
-    """A simulated run that cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +42,9 @@ class Scenario:
     evaluate_every: int = 1
     """Rounds between two scores; the last round is always scored."""
     device: torch.device = torch.device("cpu")
+    judged: bool = False
+    """With the recipe's judge, guard, probation and bans. Off by default, even where the recipe names a
+    judge: the published tables are about networks and policies alone."""
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -110,7 +107,7 @@ class Simulation:
         scenario = self.scenario
         recipe = dataclasses.replace(self.recipe, swarm=scenario.swarm)
         machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
-        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=False)
+        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=scenario.judged)
 
     def _site(self, index: int) -> Site:
         return Site(
@@ -171,6 +168,7 @@ class Simulation:
         merged = [one for merge in merges for one in merge.inputs]
         ages = Counter(merge.version - 1 - one.base_version for merge in merges for one in merge.inputs)
         wall = max(closed for state in states for closed in state.closed)
+        refused = self.coordinator.refusals()
         return {
             "name": scenario.recipe.name,
             "network": scenario.network.name,
@@ -188,7 +186,9 @@ class Simulation:
             "ages": {str(age): ages[age] for age in sorted(ages)},
             "weight_merged": sum(one.weight for one in merged),
             "empty_rounds": sum(not merge.inputs for merge in merges),
-            "refused": sum(one.outcome is Outcome.REFUSED for one in self.coordinator.verdicts),
+            "judged": scenario.judged,
+            "refused": sum(refused.values()),
+            "refused_for": refused,
             "wall_seconds": wall,
             "computing_share": sum(site.seconds_computing for site in self.sites) / wall / len(self.sites),
             "bytes_up": sum(site.num_bytes["up"] for site in self.sites),

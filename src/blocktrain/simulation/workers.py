@@ -152,9 +152,11 @@ class DropWorker:
         if block != self.block or head.version >= coordinator.swarm.rounds or head.version <= self._round:
             return
         self._round = head.version
-        update = PendingUpdate.of(coordinator.lend(self.site.index, self.block))
-        assert update.assignment is not None
-        update.frozen, num_bytes = self.site.bring(update.assignment, whole=True)
+        assignment = coordinator.lend(self.site.index, self.block)
+        if assignment is None:
+            return
+        update = PendingUpdate.of(assignment)
+        update.frozen, num_bytes = self.site.bring(assignment, whole=True)
         num_bytes += self.site.snapshot_bytes(self.block, head.version)
         self.site.after_download(num_bytes, partial(self._begin, update, head))
 
