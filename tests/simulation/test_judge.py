@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import select
 
 from blocktrain.coordinator.storage.store import UpdateRow
-from blocktrain.simulation.run import Scenario, Simulation, SimulationError
+from blocktrain.simulation.coordinator import SimulationError
+from blocktrain.simulation.run import Scenario, Simulation
 from blocktrain.simulation.workers import Site
 from blocktrain.training.update import decoded_delta
 from blocktrain.wire.codec import encode

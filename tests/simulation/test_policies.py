@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeSce
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_every_network_runs_to_the_last_round(network: str, policy: str, make_scenario: MakeScenario) -> None:
-    report = Simulation(make_scenario(network, policy, swarm={"rounds": 2})).run()
+    report = Simulation(make_scenario(network, policy, model={"blocks": 1}, swarm={"rounds": 2})).run()
     assert report["ce"][-1]["round"] == report["rounds"]
     assert 0 <= report["participation"] <= report["merged_share"]
     assert report["wall_seconds"] > 0
@@ -91,6 +91,7 @@ def watch_reveals(simulation: Simulation) -> list[Revealed]:
 
     def reveal(worker: int, update: PendingUpdate):  # type: ignore[no-untyped-def]
         verdict = judge(worker, update)
+        assert verdict is not None
         seen.append((worker, update, verdict.outcome, verdict.weight))
         return verdict
 

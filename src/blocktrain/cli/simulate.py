@@ -67,6 +67,7 @@ def simulate(
         device=find_device(device),
         judged=judge,
     )
+    # Progress to stderr: stdout is for the report.
     console = Console(stderr=True)
     console.print(f"{scenario.network.name}: {scenario.network.sentence}", highlight=False)
 

@@ -102,6 +102,7 @@ class SimulatedCoordinator:
     ) -> None:
         self.clock, self.machines, self.swarm, self.judged = clock, machines, recipe.swarm, judged
         judge: Literal["coordinator", "off"] = "coordinator" if judged else "off"
+        # Nobody has to be kept out of a simulation: no invitations, no hashing for a stamp.
         trust = dataclasses.replace(recipe.trust, judge=judge, admission="open", stamp_bits=0)
         recipe = dataclasses.replace(recipe, trust=trust)
         # Updates are added up in the order of their ids, which depend on the run's and the assignments': both
@@ -110,6 +111,7 @@ class SimulatedCoordinator:
         identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed)))
         numbers = count()
         store, blobs = Store("sqlite://"), Blobs.from_url("memory://")
+        # The tables of this version at once: running every migration would take longer than a small run.
         Table.metadata.create_all(store.engine)
         run = open_run(store, blobs, identity, recipe, corpus.sha256, clock.now)
         self.resources = Resources(
@@ -227,6 +229,7 @@ class SimulatedCoordinator:
             verdict = updates.reveal(expected, io.BytesIO(update.payload), update.payload_hash)
         except Refusal:
             return None
+        # In a real run a round waits for its judge anyway; here nobody else is served meanwhile.
         while self.judged and self.service.judging.judge_next():
             pass
         if verdict.outcome is Outcome.PENDING:
@@ -241,6 +244,7 @@ class SimulatedCoordinator:
             return
         self._heard_at = now
         with self.resources.store.write() as session:
+            # Only requests read it, so it is written before each of them and not at every heartbeat.
             session.execute(sql_update(WorkerRow).values(last_seen=now))
             for worker_id, machine in zip(self.worker_ids, self.machines, strict=True):
                 if away := machine.away_seconds(now):
@@ -330,6 +334,7 @@ class SimulatedCoordinator:
                 SnapshotRow(block=block, version=record.version, hash=row.head_hash, num_bytes=0, made=now)
             )
             row.version = record.version
+            # As after a merge: workers that ran ahead are at work on the next round already.
             row.begun = now if live_assignments(session, block, row.version) else None
 
     def _tell_of_new_heads(self, block: int) -> bool:
@@ -344,6 +349,7 @@ class SimulatedCoordinator:
                 .order_by(MergeRow.version)
             ).all()
         for row in rows:
+            # One after the other, so that watchers see every version.
             state.merges.append(MergeRecord.model_validate_json(row.record))
             state.closed.append(row.closed)
             state.head = self._base(block, row.version, state.merges[-1].result_hash)

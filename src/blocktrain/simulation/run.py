@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 
 from blocktrain.config import Recipe, SwarmConfig
-from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator, SimulationError
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
@@ -78,51 +77,44 @@ Watcher = Callable[[ScoredRound], None]
 
 class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
-        self.scenario, self.watch = scenario, watch
-        self.recipe = scenario.seeded_recipe
-        self.corpus: Corpus = load_corpus(self.recipe.data, self.recipe.evaluation.pooling_bytes)
-        self._build_training()
+        self.scenario, self.watch, device = scenario, watch, scenario.device
+        self.recipe = recipe = scenario.seeded_recipe
+        self.corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
+        setup = Setup.of_swarm(recipe)
+        self.tokenizer, codebook = setup.tokenizer, setup.codebook().to(device)
+        shards = Shards.of(recipe, self.tokenizer.encode(self.corpus.train), self.corpus.sha256, device)
+        self.evaluator = Evaluator(setup.objective, codebook(), recipe.evaluation, seed=recipe.seed)
+        self.assembled = [setup.initial(b).to(device).eval() for b in range(recipe.model.blocks)]
+
         self.clock = VirtualClock()
-        self.coordinator = self._build_coordinator()
-        self.sites = [self._site(index) for index in range(scenario.num_workers)]
-        self.workers = [self._worker(site) for site in self.sites]
-        self.scored: list[ScoredRound] = []
-
-    # --- building
-
-    def _build_training(self) -> None:
-        recipe, device = self.recipe, self.scenario.device
-        self.setup = Setup.of_swarm(recipe)
-        self.tokenizer, self.objective = self.setup.tokenizer, self.setup.objective
-        self.codebook = self.setup.codebook().to(device)
-        text = self.tokenizer.encode(self.corpus.train)
-        self.shards = Shards.of(recipe, text, self.corpus.sha256, device)
-        self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
-        self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
-
-    def _build_block(self, block: int) -> Block:
-        return self.setup.initial(block).to(self.scenario.device)
-
-    def _build_coordinator(self) -> SimulatedCoordinator:
-        scenario = self.scenario
-        recipe = dataclasses.replace(self.recipe, swarm=scenario.swarm)
         machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
-        return SimulatedCoordinator(recipe, self.corpus, self.clock, machines, judged=scenario.judged)
-
-    def _site(self, index: int) -> Site:
-        return Site(
-            index=index,
-            machine=self.coordinator.machines[index],
-            clock=self.clock,
-            coordinator=self.coordinator,
-            training=LocalTraining(self.setup, self.shards, self.codebook, self.scenario.device),
-            stands_for=self.scenario.stands_for,
+        self.coordinator = SimulatedCoordinator(
+            dataclasses.replace(recipe, swarm=scenario.swarm),
+            self.corpus,
+            self.clock,
+            machines,
+            judged=scenario.judged,
         )
-
-    def _worker(self, site: Site) -> CarryWorker | DropWorker:
-        if self.scenario.policy == "carry":
-            return CarryWorker(site)
-        return DropWorker(site, site.index % self.recipe.model.blocks)
+        # Text and codebook are shared by all workers; each has weights and an optimizer of its own.
+        self.sites = [
+            Site(
+                index=index,
+                machine=machine,
+                clock=self.clock,
+                coordinator=self.coordinator,
+                training=LocalTraining(setup, shards, codebook, device),
+                stands_for=scenario.stands_for,
+            )
+            for index, machine in enumerate(machines)
+        ]
+        # The litepaper's workers have fixed seats; ours go where the scheduler sends them.
+        self.workers: list[CarryWorker | DropWorker] = [
+            CarryWorker(site)
+            if scenario.policy == "carry"
+            else DropWorker(site, site.index % recipe.model.blocks)
+            for site in self.sites
+        ]
+        self.scored: list[ScoredRound] = []
 
     # --- running
 
@@ -142,14 +134,12 @@ class Simulation:
     def _score_if_due(self) -> None:
         round_ = min(state.head.version for state in self.coordinator.blocks)
         due = round_ % self.scenario.evaluate_every == 0 or self.coordinator.finished
+        # Blocks do not wait for one another: a round's model exists when its slowest block has closed it.
         if due and round_ > (self.scored[-1].round if self.scored else 0):
-            self._score(round_)
-
-    def _score(self, round_: int) -> None:
-        found = self.score()
-        blocks = tuple(score.ce for score in found.blocks)
-        self.scored.append(ScoredRound(round_, self.clock.now, found.consensus.ce, blocks))
-        self.watch(self.scored[-1])
+            found = self.score()
+            blocks = tuple(score.ce for score in found.blocks)
+            self.scored.append(ScoredRound(round_, self.clock.now, found.consensus.ce, blocks))
+            self.watch(self.scored[-1])
 
     def score(self) -> Evaluation:
         """The heads, composed, on the held-out text."""
@@ -157,6 +147,7 @@ class Simulation:
             load_into(block, state.head.weights)
         limit = self.recipe.evaluation.max_bytes
         pool, valid = (self.tokenizer.encode(text) for text in (self.corpus.pool, self.corpus.valid[:limit]))
+        # Pooling weights are fitted on text of their own, so the score is of text that nothing has seen.
         weights = self.evaluator.fit_weights(self.assembled, pool)
         return self.evaluator.score(self.assembled, weights, valid, euler=False)
 
@@ -166,7 +157,9 @@ class Simulation:
         scenario, states = self.scenario, self.coordinator.blocks
         merges = [merge for state in states for merge in state.merges]
         merged = [one for merge in merges for one in merge.inputs]
+        # A merge into version v was due on base v - 1; an older base makes the update that much late.
         ages = Counter(merge.version - 1 - one.base_version for merge in merges for one in merge.inputs)
+        # The run ends with the last merge; what is still being trained or sent then is in no table.
         wall = max(closed for state in states for closed in state.closed)
         refused = self.coordinator.refusals()
         return {

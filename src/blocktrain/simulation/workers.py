@@ -64,6 +64,7 @@ class Site:
 
     def fetched_bytes(self, block: int, held: int, wanted: int) -> float:
         """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
+        # A worker has its own payloads; only the others' must be fetched.
         merges = self.coordinator.blocks[block].merges[held:wanted]
         others = sum(one.worker_id != self.worker_id for merge in merges for one in merge.inputs)
         chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block, wanted)
@@ -92,6 +93,7 @@ class Site:
 
     def upload(self, update: PendingUpdate, done: Callable[[Verdict | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
+        # A refused commit costs a round trip and no payload.
         if not self.coordinator.commit(self.index, update):
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
             return
@@ -120,6 +122,7 @@ class TimedSteps:
     def allow(self, steps: int) -> float:
         """May go on until `steps` are taken; returns when that will be."""
         self.catch_up()
+        # It was waiting for a snapshot: the time that passed meanwhile was no training.
         if self.update.step == self.allowed:
             self._since, self._taken_then = self.site.clock.now, self.update.step
         self.allowed = steps
@@ -128,6 +131,7 @@ class TimedSteps:
     def catch_up(self) -> None:
         """Take the steps that are due by now."""
         worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
+        # The small number keeps a step that ends at this very moment from being lost to rounding.
         due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
         while self.update.step < due:
             self.site.training.step(self.update)
@@ -213,6 +217,7 @@ class CarryWorker:
         assert update.assignment is not None
         update.frozen, num_bytes = self.site.bring(update.assignment, whole=False)
         base = coordinator.blocks[update.block].head
+        # Nothing to fetch: the local weights are further than any snapshot.
         if update.block in self.logic.blocks and not update.frozen:
             self._begin(update, base)
             return
@@ -234,6 +239,7 @@ class CarryWorker:
         logic.begin_next(self.site.clock.now)
         progress, before = logic.blocks[block], training.progress
         if before is not progress:
+            # Unfinished progress in the block that is left goes to error feedback; its optimizer is kept.
             if before is not None:
                 before.abandon(training.weights())
                 self._left_optimizers[before.block] = training.optimizer_state()
@@ -259,6 +265,7 @@ class CarryWorker:
             )
             for step in range(assignment.steps)
         )
+        # Allowed in two parts at most: up to the run-ahead bound, and the rest when the snapshot is here.
         if allowed > steps.allowed:
             at = steps.allow(allowed)
             if allowed == assignment.steps:
@@ -333,6 +340,7 @@ class CarryWorker:
     def _fetched(self, progress: BlockProgress, head: Base) -> None:
         self._fetching.discard(progress.block)
         merges = self.site.coordinator.blocks[progress.block].merges[progress.base.version : head.version]
+        # Own updates in these merges are settled: their progress is part of the new snapshot.
         inputs, worker_id = [one for merge in merges for one in merge.inputs], self.site.worker_id
         mine = {one.payload_hash for one in inputs if one.worker_id == worker_id}
         self._catch_up(progress)
