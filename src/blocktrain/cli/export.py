@@ -39,6 +39,7 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, tokenizer, model card. Uploads only if asked."""
+    # First: an hour of writing should not end at a missing login.
     hub = logged_in_hub() if upload is not None else None
     described = Description.of(read_config(checkpoint), checkpoint)
     numbers = find_report(checkpoint, report, described)

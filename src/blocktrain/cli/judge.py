@@ -34,6 +34,7 @@ def judge(
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
+    # The operator needs this id for judges.txt, and without a line here nobody would find it.
     say(f"judge id={identity.worker_id}")
     client = CoordinatorClient(coordinator, identity, Traffic(), stop, say)
     try:

@@ -46,6 +46,7 @@ def _blocks(status: StatusAnswer) -> Table:
 
 def _deadlines(status: StatusAnswer) -> list[Text]:
     """Why the rounds close when they do: below the table, a line for blocks that share a reason."""
+    # Most blocks share a reason; a line for each would push the workers off the screen.
     blocks: dict[str, list[str]] = {}
     for block in status.blocks:
         if not block.finished and block.round.deadline_reason:
@@ -57,6 +58,7 @@ def _workers(status: StatusAnswer) -> Table:
     table = Table("worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False)
     for worker in status.workers:
         table.add_row(
+            # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
             worker.device if worker.live else f"{worker.device}, gone",
             "-" if worker.block is None else str(worker.block),
