@@ -72,5 +72,6 @@ def user_lines() -> Iterator[str]:
     while True:
         try:
             yield input(prompt).strip()
+        # Ctrl-D, or the end of a file that was piped in.
         except EOFError:
             return

@@ -39,6 +39,7 @@ def judge(
     client = CoordinatorClient(coordinator, identity, Traffic(), stop, say)
     try:
         Judge(client, find_device(device), corpus, held_out, say).run(stop)
+    # A stop while it waits for the coordinator is the usual end of a judge.
     except Stopped:
         pass
     finally:

@@ -67,7 +67,7 @@ def simulate(
         device=find_device(device),
         judged=judge,
     )
-    # Progress to stderr: stdout is for the report.
+    # Progress on stderr, so that `--json > report.json` holds the report alone.
     console = Console(stderr=True)
     console.print(f"{scenario.network.name}: {scenario.network.sentence}", highlight=False)
 
