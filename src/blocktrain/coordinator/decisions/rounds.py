@@ -48,7 +48,8 @@ class RoundFacts:
     before: Sequence[float] = ()
     """The same without the last round."""
     this_round: Sequence[float] = ()
-    """Offsets of the open round: of updates that count or, while there are none, of those that came."""
+    """Offsets of the open round, of updates that count or, while there are none, of those that came; read
+    only where there is no history."""
     merging: bool = False
     """A merge is under way: its inputs are fixed, and what arrives now belongs to the next one."""
     claimed_until: float | None = None

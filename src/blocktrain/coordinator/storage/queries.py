@@ -93,6 +93,7 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         return [offset for offset in found if offset is not None]
 
     counted = UpdateRow.state.in_(COUNTED)
+    history = offsets(counted, UpdateRow.base_version < row.version)
     return RoundFacts(
         version=row.version,
         begun=row.begun,
@@ -107,10 +108,10 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         ),
         refused=frozenset(one.worker_id for one in updates if one.state == UpdateState.REFUSED),
         judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
-        history=offsets(counted, UpdateRow.base_version < row.version),
-        before=offsets(counted, UpdateRow.base_version < row.version - 1),
+        history=history,
+        before=offsets(counted, UpdateRow.base_version < row.version - 1) if history else (),
         # Where nothing counts nobody can be cut off, and a lone worker that was refused may try again soon.
-        this_round=offsets(counted, on_head) or offsets(on_head),
+        this_round=() if history else offsets(counted, on_head) or offsets(on_head),
         merging=row.closing_version is not None,
         claimed_until=row.claim_until,
     )
