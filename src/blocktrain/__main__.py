@@ -1,5 +1,14 @@
-"""`python -m blocktrain` is the command line."""
+"""The program's beginning, for `python -m blocktrain` and the script `blocktrain`."""
 
-from blocktrain.cli.main import main
+from blocktrain.starting import prepare
 
-main()
+
+def main() -> None:
+    prepare()
+    from blocktrain.cli.main import main as run_verb  # not above: Ctrl-C is to work while it loads
+
+    run_verb()
+
+
+if __name__ == "__main__":
+    main()

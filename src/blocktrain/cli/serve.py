@@ -20,7 +20,6 @@ from blocktrain.cli.options import (
     PortOption,
     log_to_stderr,
 )
-from blocktrain.local.launcher import LaunchConfig, Launcher
 from blocktrain.local.processes import stopping
 
 
@@ -38,6 +37,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
+    from blocktrain.local.launcher import LaunchConfig, Launcher
+
     log_to_stderr()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]

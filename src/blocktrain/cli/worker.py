@@ -7,9 +7,16 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import WORKER_DATA_DIR, CoordinatorOption, CorpusOption, DeviceOption
+from blocktrain.cli.options import (
+    WORKER_DATA_DIR,
+    CoordinatorOption,
+    CorpusOption,
+    DeviceOption,
+    NiceOption,
+    ThreadsOption,
+)
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.training.device import find_device
+from blocktrain.starting import limit_processor
 
 
 def worker(
@@ -27,8 +34,12 @@ def worker(
     ] = None,
     label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
     cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
+    threads: ThreadsOption = None,
+    nice: NiceOption = 0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
+    limit_processor(threads, nice)
+    from blocktrain.training.device import find_device
     from blocktrain.worker.program import WorkerOptions, run_worker
 
     options = WorkerOptions(

@@ -14,19 +14,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, StorageError
-from blocktrain.files import write_whole
-
-
-@contextmanager
-def explained_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, "
-            "then run again with --resume"
-        ) from error
+from blocktrain.errors import CheckpointError
+from blocktrain.files import explained_errors, write_whole
 
 
 def write_file(path: Path, content: bytes) -> None:
