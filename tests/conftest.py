@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from tiny import prose
+
+from tests.tiny import prose
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, max_examples=50)

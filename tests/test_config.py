@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_recipe
 
 from blocktrain import config as config_module
 from blocktrain.config import Recipe, changed_settings, load_recipe, resolve_recipe, with_defaults
 from blocktrain.errors import RecipeError
+from tests.tiny import tiny_recipe
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 

@@ -11,8 +11,7 @@ def test_the_drawn_tree_is_the_tree() -> None:
     drawn = {
         word
         for line in (errors.__doc__ or "").splitlines()
-        for word in [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()[:1]]
-        for word in word
+        for word in line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()[:1]
         if word.endswith("Error")
     }
     assert drawn == classes

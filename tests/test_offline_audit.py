@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from offline_audit import touches
 from packaging.version import Version
-
-from benchmarks.offline_audit import touches
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -56,7 +56,7 @@ def shaken(block: Block, seed: int = 0) -> Block:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in block.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     return block.eval()
 
 

@@ -118,7 +118,7 @@ class Threads:
 
 
 def lower_priority() -> None:
-    """Of the calling thread, where the system can: requests and merges go first."""
+    """Lower the priority of the calling thread, where the system can: requests and merges go first."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
     except (AttributeError, OSError):

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from program import Outcome, run_main
-from tiny import RECIPE
+
+from tests.cli.program import Outcome, run_main
+from tests.tiny import RECIPE
 
 
 @pytest.fixture(scope="session")

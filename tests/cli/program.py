@@ -56,7 +56,7 @@ def run_main(*arguments: Any) -> Outcome:
         sys.argv = before
     stdout.flush()
     stderr.flush()
-    captured = [stream.buffer.getvalue() for stream in (stdout, stderr)]  # type: ignore[attr-defined]
+    captured = [stream.buffer.getvalue() for stream in (stdout, stderr)]
     return Outcome(code, captured[0], captured[1].decode())
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import ENVIRONMENT, command, run_main, run_program
 
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
+from tests.cli.program import ENVIRONMENT, command, run_main, run_program
 
 
 @pytest.fixture(scope="module")

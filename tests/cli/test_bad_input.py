@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from program import Outcome, run_main, run_program
-from tiny import prose
+
+from tests.cli.program import Outcome, run_main, run_program
+from tests.tiny import prose
 
 NOT_ON_THIS_MACHINE = [] if torch.cuda.is_available() else ["cuda", "cuda:0"]
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from program import run_main
 
 from blocktrain.errors import UserError
 from blocktrain.local.attacker import Fate
 from blocktrain.local.demo import MARKER, clear_earlier_demo, summary_rows, thinned
+from tests.cli.program import run_main
 
 TINY = {
     "MODEL_WIDTH": "64",

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Outcome, run_main
-from servers import closed_port, coordinator_at, make_certificate
-from tiny import tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.doctor import findings
@@ -48,6 +45,9 @@ from blocktrain.training.inner import build_codebook
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.setup import Setup
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
+from tests.cli.program import Outcome, run_main
+from tests.cli.servers import closed_port, coordinator_at, make_certificate
+from tests.tiny import tiny_recipe
 
 GB = 10**9
 NOW = datetime(2026, 11, 15, tzinfo=UTC)
@@ -183,7 +183,7 @@ def counted_bytes(recipe: Recipe) -> int:
     assert hint is not None
     with memory.count_activations():
         loss = objective.loss(block, tokens, tokens, codebook, hint)
-    loss.total.backward()
+    loss.total.backward()  # type: ignore[no-untyped-call]
     optimizer = Optimizer(block, recipe.training)
     optimizer.step(0)
     memory.count_state(block, optimizer)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Outcome, run_main, run_program
 
 import blocktrain
+from tests.cli.program import Outcome, run_main, run_program
 
 
 def evaluated(checkpoint: Path, text: Path, *flags: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from program import Outcome, run_main
-from servers import closed_port
+
+from tests.cli.program import Outcome, run_main
+from tests.cli.servers import closed_port
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from program import Outcome, run_main, run_program
 
 from blocktrain.training.device import best_device
+from tests.cli.program import Outcome, run_main, run_program
 
 
 def plain(outcome: Outcome) -> str:

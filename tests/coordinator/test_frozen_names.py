@@ -17,7 +17,7 @@ from tests.coordinator.peer import Peer
 KEYS = {"assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash"}
 
 
-def recipe_of(kind: str, blocks: int = 3, **swarm: Any) -> Recipe:
+def recipe_of(kind: Any, blocks: int = 3, **swarm: Any) -> Recipe:
     objective = ObjectiveConfig(kind=kind, hint_probability=0.0)
     return replace(tiny_recipe(blocks=blocks, **swarm), objective=objective)
 

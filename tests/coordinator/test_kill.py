@@ -22,7 +22,7 @@ import pytest
 from blocktrain.coordinator.service import KEY_FILE
 from blocktrain.judge.ledger_check import open_source, verify_source
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Assignment, Outcome
+from blocktrain.wire.messages import Assignment, MergeRecord, Outcome
 from tests.coordinator.peer import Peer, Refused
 from tests.coordinator.program import program
 from tests.coordinator.test_life_of_an_update import check_ledger
@@ -118,8 +118,8 @@ def check_all_merged(peer: Peer, acknowledged: set[str]) -> None:
     assert acknowledged <= set(merged)
 
 
-def all_merges(peer: Peer) -> list:
-    found: list = []
+def all_merges(peer: Peer) -> list[MergeRecord]:
+    found: list[MergeRecord] = []
     while page := peer.merges(0, since=len(found)).merges:
         found += page
     return found
@@ -134,7 +134,8 @@ def test_kill_nine_at_random_moments_with_two_processes_on_postgresql(
         (tmp_path / "two" / "data").mkdir(parents=True)
         shutil.copy(tmp_path / "one" / "data" / KEY_FILE, tmp_path / "two" / "data" / KEY_FILE)
         with program(tmp_path / "two", postgres_url, shared) as two:
-            stop, acknowledged = threading.Event(), set()
+            stop = threading.Event()
+            acknowledged: set[str] = set()
             workers = [[Peer(one.url, time.time), Peer(two.url, time.time)] for _ in range(3)]
             for peers in workers:
                 peers[0].join()

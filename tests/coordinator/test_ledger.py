@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,12 @@ def rewritten(entries: list[LedgerEntry], identity: Identity) -> list[LedgerEntr
     """The same entries, chained anew and signed by somebody else."""
     head, done = GENESIS_HASH, []
     for number, entry in enumerate(entries):
-        core = {"sequence": number, "time": entry.time, "kind": entry.kind, "body": entry.body}
+        core: dict[str, Any] = {
+            "sequence": number,
+            "time": entry.time,
+            "kind": entry.kind,
+            "body": entry.body,
+        }
         head = chain_hash(head, core)
         signature = identity.sign(signed_bytes(head)).hex()
         done.append(LedgerEntry(**core, entry_hash=head, signature=signature))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select, text
@@ -42,7 +44,11 @@ def test_a_database_of_a_later_version_is_refused_in_words(local: Place) -> None
 
 
 def test_another_recipe_is_refused_and_the_difference_named(place: Place) -> None:
-    options = {"database_url": place.database_url, "blobs_url": place.blobs_url, "scoring": False}
+    options: dict[str, Any] = {
+        "database_url": place.database_url,
+        "blobs_url": place.blobs_url,
+        "scoring": False,
+    }
     with opened(tiny_recipe(), CORPUS, place.data_dir, **options):
         pass
     with (
@@ -76,7 +82,7 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgres_url: str) -> None:
-    def open_in(folder: str):
+    def open_in(folder: str) -> AbstractContextManager[Any]:
         return opened(tiny_recipe(), CORPUS, tmp_path / folder, database_url=postgres_url, scoring=False)
 
     with open_in("one"):

@@ -156,13 +156,13 @@ def test_newcomers_neither_close_a_round_for_established_workers_nor_hold_it_up(
 
 
 def test_a_worker_established_in_this_round_does_not_close_it_alone() -> None:
-    fresh = {"established": {"a": 3}, "counted": "a", "on_time": "a"}
+    fresh: dict[str, Any] = {"established": {"a": 3}, "counted": "a", "on_time": "a"}
     assert not state(**fresh).close
     assert state(**{**fresh, "established": {"a": 4}}, swarm=SwarmConfig(replicas=1)).close
 
 
 def test_what_arrived_in_time_waits_for_its_judge_and_not_for_ever() -> None:
-    arrived = {"on_time": "a", "judging": (105.0,)}
+    arrived: dict[str, Any] = {"on_time": "a", "judging": (105.0,)}
     waiting = state(now=111.0, **arrived)
     assert not waiting.close
     assert "waits for the judge" in waiting.reason

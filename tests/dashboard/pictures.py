@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -37,7 +38,7 @@ from tests.end_to_end.swarm_kit import Coordinator
 ROUNDS = 12
 SHOWN_ROUND = 8
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
-SCREENS = {
+SCREENS: dict[str, dict[str, Any]] = {
     "dashboard": {"viewport": {"width": 1280, "height": 1660}},
     "desktop": {},
     "dark": {"color_scheme": "dark"},

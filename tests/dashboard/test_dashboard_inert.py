@@ -43,7 +43,7 @@ def test_text_of_strangers_is_shown_as_it_is_and_does_nothing(
             "#verdict-list .sentence",
             ".details .sentence",
         ):
-            assert HOSTILE in page.page.locator(shown).first.text_content(), shown
+            assert HOSTILE in (page.page.locator(shown).first.text_content() or ""), shown
         assert page.page.locator("main img, main script").count() == 0
         assert page.page.evaluate("window.owned") is None
         assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

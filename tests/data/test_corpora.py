@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import prose
 
 from blocktrain.config import DataConfig
 from blocktrain.data.corpora import BUILTIN_BYTES, Corpus, load_corpus, read_text
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import DataError
+from tests.tiny import prose
 
 
 def corpus_of(path: Path, pool_bytes: int = 100, **settings: float | int | None) -> Corpus:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import prose
 
 from blocktrain.data.shards import Shards, scoring_windows, window_offsets
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import CorpusHash
+from tests.tiny import prose
 
 CPU = torch.device("cpu")
 CORPUS = CorpusHash("0123abcd")

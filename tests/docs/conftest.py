@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from pages import ROOT, Fence, Runner, environment_of, free_ports
-from tiny import prose
-from zygote import running_zygote, write_shims
 
 from tests.coordinator.conftest import postgres, postgres_url, s3  # noqa: F401
+from tests.docs.pages import ROOT, Fence, Runner, environment_of, free_ports
+from tests.docs.zygote import running_zygote, write_shims
+from tests.tiny import prose
 
 SMALL = {
     "MODEL_WIDTH": "32",

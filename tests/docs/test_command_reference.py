@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from pages import ROOT
 from typer.testing import CliRunner
 
 from blocktrain.cli.main import app
 from blocktrain.cli.reference import Verb, all_verbs, reference
+from tests.docs.pages import ROOT
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pages import ROOT
 
 from blocktrain.cli.reference import all_verbs
+from tests.docs.pages import ROOT
 
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/blocktrain/.venv/bin/blocktrain"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from pages import ROOT
 
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from tests.coordinator.conftest import served, tiny_recipe
+from tests.docs.pages import ROOT
 
 DASHBOARD = json.loads((ROOT / "docs" / "grafana" / "blocktrain.json").read_text(encoding="utf-8"))
 QUERIES = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]

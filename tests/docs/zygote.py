@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 READY = b"zygote ready\n"
 TICK_SECONDS = 0.02
@@ -119,7 +120,7 @@ def end(selector: selectors.BaseSelector, connection: socket.socket, status: int
     connection.close()
 
 
-def run(request: list[object], streams: list[int], shim: str) -> int:
+def run(request: list[Any], streams: list[int], shim: str) -> int:
     """In the child: the program, with the caller's streams, folder and environment."""
     arguments, folder, environment = request
     for number, stream in enumerate(streams):
@@ -128,11 +129,11 @@ def run(request: list[object], streams: list[int], shim: str) -> int:
     os.setsid()
     os.chdir(str(folder))
     os.environ.clear()
-    os.environ.update(environment)  # type: ignore[arg-type]
+    os.environ.update(environment)
     sys.executable = shim  # processes that this one starts come from the zygote too
     code = 0
     try:
-        execute(list(arguments))  # type: ignore[call-overload]
+        execute(list(arguments))
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:

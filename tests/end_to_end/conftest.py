@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from swarm_kit import Kit
+
+from tests.end_to_end.swarm_kit import Kit
 
 
 @pytest.fixture

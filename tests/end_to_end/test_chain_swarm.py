@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
-
 from blocktrain.config import Recipe
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.wire.messages import LedgerEntry
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
 
 CHAIN = {"kind": "chain", "hint_probability": 0.5}
 SWARM = {

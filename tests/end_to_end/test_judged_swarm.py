@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from blocktrain.cli.main import app
-from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe, until
+from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe
 
 
 def test_strangers_train_a_judged_run_to_its_end(kit: Kit, text: Path) -> None:
@@ -22,7 +22,7 @@ def test_strangers_train_a_judged_run_to_its_end(kit: Kit, text: Path) -> None:
     workers = [kit.worker(coordinator.url, f"worker-{number}") for number in range(2)]
     coordinator.finished(120)
     for worker in workers:
-        until("the worker ends", lambda worker=worker: not worker.running)
+        assert worker.wait(60) is not None, "the worker does not end"
         assert "stamping bits=10" in worker.text()
     standing = coordinator.client().workers().workers
     assert sum(one.merged for one in standing) >= 4

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm_kit import Coordinator, Kit, Plug, Proxy, tiny_recipe, until
 
 from blocktrain.config import Recipe
 from blocktrain.training.local import LocalRun, Silent
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Plug, Proxy, tiny_recipe, until
 
 
 def local_loop_hash(recipe: Recipe, out: Path) -> str:

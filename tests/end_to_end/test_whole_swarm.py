@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_kit import Kit, Program, tiny_recipe, until, write_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.files import locked_file
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.local import LocalRun, Silent
+from tests.end_to_end.swarm_kit import Kit, Program, tiny_recipe, until, write_recipe
 
 LEARNING: dict[str, Any] = {"batch": 8, "warmup_steps": 5, "matrix_lr": 0.01, "other_lr": 0.01}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx2
 import pytest
 from moto.server import ThreadedMotoServer
-from swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
 
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import BlockAnswer
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
 
 CLOSING_SECONDS = 2.0
 """From a deadline to the new head, on a busy test machine."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.noise import precondition
 from blocktrain.model.objective import Objective
+from tests.tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 SHAPES = ["model.convolution=0", "model.convolution=1", "model.convolution=4", "model.layers_per_block=2"]
@@ -251,7 +251,7 @@ def test_the_smallest_shapes_train(overrides: tuple[str, ...]) -> None:
     objective = tiny_objective(*overrides)
     block, codebook = objective.build(0, seed=0), tiny_codebook(objective)
     tokens = some_tokens(2, 8)
-    objective.loss(block, tokens, tokens, codebook).total.backward()
+    objective.loss(block, tokens, tokens, codebook).total.backward()  # type: ignore[no-untyped-call]
     assert block.out.weight.grad is not None
     assert bool(block.out.weight.grad.abs().sum() > 0)
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint
 from blocktrain.model.composition import block_log_probs, euler_log_probs, fit_pooling, pool
 from blocktrain.model.noise import levels
 from blocktrain.model.objective import Objective
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.model.composition import block_log_probs, pool
 from blocktrain.model.generation import LocalModel, generate, visible_context
 from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, gumbel_noise
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 CONTEXT = 32
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCABULARY, shaken, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint
 from blocktrain.model.noise import training_interval
 from blocktrain.model.objective import Objective
+from tests.tiny import (
+    VOCABULARY,
+    shaken,
+    shaken_blocks,
+    some_noise,
+    some_tokens,
+    tiny_codebook,
+    tiny_objective,
+)
 
 LENGTH = 24
 
@@ -70,7 +78,7 @@ def test_every_weight_of_a_block_gets_a_finite_gradient(loss: str) -> None:
     assert hint is not None
     assert 0 < len(hint.sigma_P) < 4
     result = objective.loss(block, tokens, targets, codebook, hint)
-    result.total.backward()
+    result.total.backward()  # type: ignore[no-untyped-call]
     assert bool(result.total.isfinite())
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
@@ -83,7 +91,7 @@ def test_the_scale_of_the_regression_ablation_learns_without_steering_the_block(
     tokens, targets = some_tokens(2, LENGTH, seed=1), some_tokens(2, LENGTH, seed=2)
     before = torch.autograd.grad(objective.loss(block, tokens, targets, codebook).total, block.out.weight)[0]
     with torch.no_grad():
-        block.logit_scale *= 3
+        block.logit_scale.mul_(3)
     after = torch.autograd.grad(objective.loss(block, tokens, targets, codebook).total, block.out.weight)[0]
     torch.testing.assert_close(before, after)
 

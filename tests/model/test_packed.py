@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import shaken, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.model.packed import PackedLinear, is_packable, packed
+from tests.tiny import shaken, some_tokens, tiny_codebook, tiny_objective
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 24])

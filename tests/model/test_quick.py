@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import shaken, some_tokens, tiny_codebook, tiny_objective
 from torch import nn
 
 from blocktrain.model.block import Block
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
+from tests.tiny import shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 

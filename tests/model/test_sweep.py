@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 from blocktrain.errors import RecipeError
 from blocktrain.model.block import Hint, expected_target
@@ -12,6 +11,7 @@ from blocktrain.model.composition import euler_log_probs
 from blocktrain.model.noise import levels, noise_share, owner
 from blocktrain.model.objective import Objective
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
+from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 SWEEP = ("objective.hint_probability=0.5", "objective.sweep_probability=0.25", "objective.sigma_min=0.15")
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from proxy import Proxy
-from stages import start_stage
+from typing import Any
 
 from blocktrain.serving.engine.engine import Generation, TextEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
 from blocktrain.serving.stage.stage import Stage
+from tests.serving.proxy import Proxy
+from tests.serving.stages import start_stage
 
 PROMPTS = [
     b"The class of the",
@@ -39,13 +39,13 @@ async def cluster(
     path: Path,
     groups: Sequence[Sequence[int]] = ((0,), (1,), (2,)),
     *,
-    stage: dict[str, object] | None = None,
-    **config: object,
+    stage: dict[str, Any] | None = None,
+    **config: Any,
 ) -> AsyncIterator[Cluster]:
     """A stage per group of blocks, each behind a proxy."""
     stages = [await start_stage(path, blocks, **(stage or {})) for blocks in groups]
     proxies = [await Proxy(stage.address).start() for stage in stages]
-    engine = RemoteEngine(path, EngineConfig(stages=[p.address for p in proxies], **config))  # type: ignore[arg-type]
+    engine = RemoteEngine(path, EngineConfig(stages=[p.address for p in proxies], **config))
     try:
         await engine.start()
         yield Cluster(engine, stages, proxies)
@@ -62,14 +62,14 @@ async def drain(generation: Generation) -> list[int]:
 
 
 async def text_of(
-    engine: TextEngine, prompt: bytes, max_tokens: int = 32, **settings: object
+    engine: TextEngine, prompt: bytes, max_tokens: int = 32, **settings: Any
 ) -> tuple[list[int], GenerationStats]:
-    generation = engine.generate(GenerationRequest(list(prompt), max_tokens, **settings))  # type: ignore[arg-type]
+    generation = engine.generate(GenerationRequest(list(prompt), max_tokens, **settings))
     return await drain(generation), generation.stats
 
 
-async def until(condition: object, seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     """Wait for a condition to become true, or fail."""
     async with asyncio.timeout(seconds):
-        while not condition():  # type: ignore[operator]
+        while not condition():
             await asyncio.sleep(0.01)

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import PROMPTS, cluster, drain, text_of, until
-from stages import start_stage
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
@@ -30,6 +28,8 @@ from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.wire.frames import Codec
 from blocktrain.wire.identity import Identity
+from tests.serving.cluster import PROMPTS, cluster, drain, text_of, until
+from tests.serving.stages import start_stage
 
 LENGTHS = [None, 0, 1, 2, 3, 7, 16, 32]
 
@@ -366,8 +366,11 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
 
         pinned = engine(identity.worker_id)
         await pinned.start()
-        tokens, _ = await text_of(pinned, PROMPTS[0], 8)
-        assert len(tokens) == 8
+        local = LocalEngine(checkpoint)
+        await local.start()
+        expected, _ = await text_of(local, PROMPTS[0], 8)
+        assert (await text_of(pinned, PROMPTS[0], 8))[0] == expected
+        await local.close()
         await pinned.close()
         for pin in (stranger.worker_id, None):
             refused = engine(pin)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_objective
 
 from blocktrain.errors import UserError
 from blocktrain.serving.engine.draft_length import AdaptiveLength
@@ -17,6 +16,7 @@ from blocktrain.serving.stage.main import parse_blocks
 from blocktrain.serving.stage.sessions import Asked, Session, SessionStore, Step, next_step
 from blocktrain.serving.transport import Address
 from blocktrain.wire.frames import prefix_checksum
+from tests.tiny import tiny_objective
 
 
 def session(**changes: object) -> Session:

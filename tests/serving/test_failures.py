@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster import PROMPTS, Cluster, cluster, text_of, until
-from proxy import Reorder, Trouble, flip_a_byte, half_then_close, lose, once_in, twice
-from stages import StageProcess, spawn, start_stage, wait_ready
 
 from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
@@ -18,9 +16,12 @@ from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
 from blocktrain.wire.frames import FrameType
+from tests.serving.cluster import PROMPTS, Cluster, cluster, text_of, until
+from tests.serving.proxy import Reorder, Trouble, flip_a_byte, half_then_close, lose, once_in, twice
+from tests.serving.stages import StageProcess, spawn, start_stage, wait_ready
 
 SPARES = [[0], [1, 2], [0], [1, 2]]
-QUICK = {
+QUICK: dict[str, Any] = {
     "fanout": FanoutConfig(degrade_seconds=0.5, hedge_seconds=0.3),
     "link": LinkConfig(ping_seconds=0.1, suspect_seconds=0.5, dead_seconds=2.0),
 }
@@ -223,11 +224,11 @@ def test_a_draining_stage_hands_over_to_its_spare(checkpoint: Path, expected: li
 
 
 @pytest.fixture(scope="module")
-def processes(checkpoint: Path) -> list[StageProcess]:
+def processes(checkpoint: Path) -> Iterator[list[StageProcess]]:
     """Stages as processes: all blocks twice."""
     started = [spawn(checkpoint, "0-2", "--metrics-port", "0") for _ in range(2)]
     ready = [wait_ready(process) for process in started]
-    yield ready  # type: ignore[misc]
+    yield ready
     for stage in ready:
         stage.stop()
 

@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from cluster import cluster, drain, text_of, until
-from stages import StageProcess, spawn, wait_ready
 
 from blocktrain.config import DataConfig
 from blocktrain.data.corpora import load_corpus
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest
+from tests.serving.cluster import cluster, drain, text_of, until
+from tests.serving.stages import StageProcess, spawn, wait_ready
 
 NUM_PROMPTS = 200
 TOKENS = 40

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
-from cluster import PROMPTS, text_of, until
-from stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
 
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
@@ -38,6 +37,8 @@ from blocktrain.wire.frames import (
     encode_ids,
     prefix_checksum,
 )
+from tests.serving.cluster import PROMPTS, text_of, until
+from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
 
 
 @asynccontextmanager
@@ -109,7 +110,7 @@ def test_a_stage_that_closes_reports_no_errors_of_its_own(checkpoint: Path) -> N
 
 
 NOT_AN_ASK = Failure(FailureCode.BUSY, "")
-BAD = {
+BAD: dict[str, Callable[[], Any]] = {
     "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),
     "no block": lambda: ask(TRAVERSE, [1], blocks=[]),
     "no ids": lambda: ask(TRAVERSE, []),

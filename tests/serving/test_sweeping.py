@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import cluster, text_of
-from stages import greeted, reply, start_stage
 
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.serving.blocks import Refinement
@@ -35,6 +33,8 @@ from blocktrain.wire.frames import (
     encode_ids,
     encode_rows,
 )
+from tests.serving.cluster import cluster, text_of
+from tests.serving.stages import greeted, reply, start_stage
 
 PROMPT = b"The function returns "
 
@@ -177,7 +177,7 @@ def test_a_refinement_that_makes_no_sense_is_refused(
     sweep_checkpoint: Path, change: dict[str, object], payload: bytes
 ) -> None:
     values = {name: getattr(GOOD, name) for name in Refine.__struct_fields__} | change
-    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)  # type: ignore[arg-type]
+    frame = ask_one(sweep_checkpoint, HEADER, encode_metadata(Refine(**values)), payload)
     assert frame.type == FrameType.FAILED
     assert decode_metadata(frame, Failure).code == FailureCode.BAD_REQUEST
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation_kit import TINY, MakeRecipe, MakeScenario
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Scenario
+from tests.simulation.simulation_kit import TINY, MakeRecipe, MakeScenario
 
 
 @pytest.fixture
@@ -31,6 +31,6 @@ def make_scenario(make_recipe: MakeRecipe) -> MakeScenario:
     def make(network: str | Network, policy: str, seed: int = 0, **sections: dict[str, Any]) -> Scenario:
         chosen = NETWORKS[network] if isinstance(network, str) else network
         scenario = Scenario(recipe=make_recipe(**sections), network=chosen, policy="carry", seed=seed)
-        return dataclasses.replace(scenario, policy=policy, evaluate_every=100)
+        return dataclasses.replace(scenario, policy=policy, evaluate_every=100)  # type: ignore[arg-type]
 
     return make

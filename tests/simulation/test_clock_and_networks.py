@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -12,9 +13,14 @@ WORKERS = 200
 
 
 def test_events_happen_in_order_of_time_and_then_of_creation() -> None:
-    clock, seen = VirtualClock(), []
+    clock = VirtualClock()
+    seen: list[tuple[float, str]] = []
+
+    def note(name: str) -> None:
+        seen.append((clock.now, name))
+
     for time, name in ((2.0, "c"), (1.0, "a"), (1.0, "b"), (-5.0, "first")):
-        clock.at(time, lambda name=name: seen.append((clock.now, name)))
+        clock.at(time, partial(note, name))
     assert not clock.run(until=lambda: False)
     assert seen == [(0.0, "first"), (1.0, "a"), (1.0, "b"), (2.0, "c")]
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation_kit import LATE, MakeRecipe, MakeScenario
 from torch import Tensor
 
 from blocktrain.coordinator.decisions.scheduling import Offer
@@ -14,6 +13,7 @@ from blocktrain.training.setup import Setup
 from blocktrain.training.update import Weights, decoded_delta, difference, fold_back
 from blocktrain.wire.messages import Assignment, Outcome
 from blocktrain.worker.block_progress import PendingUpdate
+from tests.simulation.simulation_kit import LATE, MakeRecipe, MakeScenario
 
 
 def same(left: Weights, right: Weights) -> bool:
@@ -174,7 +174,7 @@ def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
         )
         return assignment
 
-    simulation.coordinator.lend = noted
+    simulation.coordinator.lend = noted  # type: ignore[method-assign]
     report = simulation.run()
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0

@@ -12,7 +12,6 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from tiny import shaken, tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.errors import CheckpointError
@@ -20,6 +19,7 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, make_codebook
 from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.tiny import shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("original") / "checkpoint"
     saved(path)
     return path
+
+
+def replaced_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "block-00.safetensors is truncated or not safetensors",
     ),
     "a block that is a folder": (
-        lambda c: ((c / "block-00.safetensors").unlink(), (c / "block-00.safetensors").mkdir()),
+        lambda c: replaced_by_a_folder(c / "block-00.safetensors"),
         "block-00.safetensors",
     ),
     "a missing tensor": (

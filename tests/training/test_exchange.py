@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from tiny import shaken, tiny_recipe
 
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import CheckpointError, UserError
@@ -24,6 +23,7 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import file_entry, load_checkpoint, save_checkpoint
 from blocktrain.training.exchange import export_checkpoint, import_checkpoint
 from tests.adversaries.mutations import hostile_inputs
+from tests.tiny import shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -154,6 +154,12 @@ def reconfig(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def pickled(folder: Path, content: bytes) -> None:
+    """Another file, with size and hash to match."""
+    (folder / FIRST).write_bytes(content)
+    reconfig(folder, lambda own: own["files"].update({FIRST: file_entry(folder / FIRST)}))
+
+
 def swap(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Other tensors, with size and hash to match: a forger can write config.json too."""
     tensors = safetensors.torch.load_file(folder / FIRST)
@@ -170,7 +176,8 @@ def flip(path: Path) -> None:
 
 
 def model_of(own: dict[str, Any]) -> dict[str, Any]:
-    return own["checkpoint"]["recipe"]["model"]
+    model: dict[str, Any] = own["checkpoint"]["recipe"]["model"]
+    return model
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -214,10 +221,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"found float16 \[32, 32\]"),
     "a tensor too many": (lambda f: swap(f, lambda t: t.update(evil=torch.zeros(2))), "tensor evil"),
     "a file that is no safetensors": (
-        lambda f: (
-            (f / FIRST).write_bytes(b"PK\3\4 a pickle of a stranger" * 9),
-            reconfig(f, lambda own: own["files"].update({FIRST: file_entry(f / FIRST)})),
-        ),
+        lambda f: pickled(f, b"PK\3\4 a pickle of a stranger" * 9),
         "is not safetensors"),
 }  # fmt: skip
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from tiny import prose, shaken, tiny_recipe
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -23,6 +23,7 @@ from blocktrain.training.device import DeviceRoom
 from blocktrain.training.frozen import upstream_features
 from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.optimizer import Optimizer
+from tests.tiny import prose, shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 CHAIN = ("objective.kind=chain", "model.blocks=3")
@@ -130,7 +131,8 @@ def test_the_window_changes_no_result_and_keeps_to_its_host_memory(window: int) 
 
 
 def test_a_window_holds_as_many_steps_as_fit_and_runs_each_frozen_block_once_for_each() -> None:
-    one, ran = trainer(*CHAIN, f"training.frozen_host_bytes={2 * STEP_BYTES + 1}"), []
+    one = trainer(*CHAIN, f"training.frozen_host_bytes={2 * STEP_BYTES + 1}")
+    ran: list[Any] = []
     with watched_forwards(ran):
         losses(one)
     first, second = one.frozen.blocks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import prose, shaken, tiny_recipe
 
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
@@ -15,6 +14,7 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.frozen import upstream_features
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.optimizer import Optimizer
+from tests.tiny import prose, shaken, tiny_recipe
 
 CPU = torch.device("cpu")
 

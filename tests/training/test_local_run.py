@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny import prose, tiny_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.errors import DivergedError, StoppedError, UserError
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.local import Group, LocalRun, Silent
+from tests.tiny import prose, tiny_recipe
 
 CPU = torch.device("cpu")
 SEQUENTIAL = ("training.checkpoint_seconds=1e-9",)
@@ -83,7 +83,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Any]:
-    results = {}
+    results: dict[tuple[str, ...], Any] = {}
     for overrides in (SEQUENTIAL, TURNS, CHAIN, CHAIN_TURNS, CHAIN_LEARNED):
         out = tmp_path_factory.mktemp("whole")
         report = finished(local_run(text, out, *overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def weights(seed: int, scale: float = 1.0) -> Weights:
     }
 
 
-def inputs(count: int, **changes: object) -> list[MergeInput]:
+def inputs(count: int, **changes: Any) -> list[MergeInput]:
     return [
         MergeInput(**{"update_id": f"{i:02}", "weight": 1.0, "scale": 1.0, "tensors": weights(i), **changes})
         for i in range(1, count + 1)
@@ -70,7 +71,7 @@ def test_threads_and_chunks_do_not_change_a_bit(codec: CodecSpec, monkeypatch: p
 
 def test_the_merge_has_the_same_hash_on_every_machine() -> None:
     """Golden: made of integers, so that not even the random generator may change."""
-    base = {"w": np.arange(9000, dtype=np.float32).reshape(90, 100) / 7}
+    base = {"w": (np.arange(9000, dtype=np.float32).reshape(90, 100) / 7).astype(np.float32)}
     parts = [
         MergeInput(update_id=str(i), weight=1 / i, scale=0.3, tensors={"w": np.sqrt(base["w"] + i)})
         for i in (1, 2, 3)

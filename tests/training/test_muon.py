@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tiny import some_noise
 
 from blocktrain.training.muon import BatchedMuon, orthogonalised
+from tests.tiny import some_noise
 
 SHAPES = [(32, 32), (128, 32), (32, 128), (32, 32), (128, 32), (16, 16)]
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
@@ -23,7 +23,7 @@ def test_every_step_is_the_librarys_bit_for_bit() -> None:
             one.grad = some_noise(*one.shape, seed=100 * step + i)
             other.grad = one.grad.clone()
         batched.step()
-        library.step()
+        library.step()  # type: ignore[no-untyped-call]
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import shaken, some_tokens, tiny_codebook, tiny_objective, tiny_recipe
 
 from blocktrain.config import TrainingConfig
 from blocktrain.model.block import Block
 from blocktrain.training.inner import training_config
 from blocktrain.training.optimizer import Optimizer, learning_rate_factor, split_parameters
+from tests.tiny import shaken, some_tokens, tiny_codebook, tiny_objective, tiny_recipe
 
 
 def one_step(block: Block, optimizer: Optimizer, step: int) -> None:
     objective = tiny_objective()
     tokens, targets = some_tokens(2, 16, seed=step), some_tokens(2, 16, seed=step + 1)
-    objective.loss(block, tokens, targets, tiny_codebook(objective)).total.backward()
+    loss = objective.loss(block, tokens, targets, tiny_codebook(objective))
+    loss.total.backward()  # type: ignore[no-untyped-call]
     optimizer.step(step)
 
 

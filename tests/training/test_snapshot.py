@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import build_block
+from blocktrain.model.block import Block, build_block
 from blocktrain.training.snapshot import (
     SnapshotError,
     from_safetensors,
@@ -26,7 +28,7 @@ from blocktrain.training.snapshot import (
 MODEL = ModelConfig(width=16, heads=2, blocks=1, layers_per_block=1, context=8, condition_width=4)
 
 
-def block(seed: int = 0):
+def block(seed: int = 0) -> Block:
     return build_block(MODEL, ObjectiveConfig(), vocabulary=256, seed=seed)
 
 
@@ -61,7 +63,7 @@ def test_a_snapshot_is_a_copy() -> None:
     assert snapshot_hash(tensors) == before
 
 
-def altered(change) -> bytes:
+def altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     tensors = dict(tensors_of(block()))
     change(tensors)
     return to_safetensors(tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.trust.kit import Trainer, flipped, judged, judged_recipe
 from tests.validation.kit import Weights, corpus
 
 
-def chain_recipe(**trust: object) -> Recipe:
+def chain_recipe(**trust: Any) -> Recipe:
     recipe = judged_recipe(guard=False, probation_verdicts=0, **trust)
     return dataclasses.replace(
         recipe,

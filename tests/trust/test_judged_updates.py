@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.codec import encode
@@ -131,7 +132,7 @@ def test_a_refused_round_may_be_tried_again_after_its_deadline(tmp_path: Path) -
         running.wait_for_version(0, 1)
 
 
-def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch) -> None:
+def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates that help alone and harm together cannot be had on demand: the finding is forced here."""
     recipe = judged_recipe()
     with judged(tmp_path, recipe) as running:

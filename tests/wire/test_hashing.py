@@ -41,14 +41,14 @@ def test_content_hash_is_blake3() -> None:
 
 
 def test_snapshot_hash_ignores_order_and_memory_layout() -> None:
-    a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.float32([1.5])
+    a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1.5], np.float32)
     reference = snapshot_hash({"a": a, "b": b})
     assert snapshot_hash({"b": b, "a": np.asfortranarray(a)}) == reference
     assert snapshot_hash({"a": np.repeat(a, 2, axis=1)[:, ::2], "b": b}) == reference
 
 
 def test_snapshot_hash_is_the_same_on_every_machine() -> None:
-    tensors = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.float32(2.0).reshape(())}
+    tensors = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.array(2.0, np.float32)}
     by_hand = b'blocktrain snapshot 1\n["scale",[]]\n' + struct.pack("<f", 2.0)
     by_hand += b'["w",[2,3]]\n' + struct.pack("<6f", *range(6))
     assert snapshot_hash(tensors) == content_hash(by_hand)

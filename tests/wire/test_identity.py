@@ -11,7 +11,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from blocktrain import files
 from blocktrain.wire.identity import Identity, IdentityError, load_or_create, verify, worker_id_of
 
 
@@ -59,7 +58,7 @@ def test_key_is_made_where_hard_links_do_not_exist(key_file: Path, monkeypatch: 
     def no_links(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(files.os, "link", no_links)
+    monkeypatch.setattr(os, "link", no_links)
     assert load_or_create(key_file).worker_id == load_or_create(key_file).worker_id
     assert list(key_file.parent.iterdir()) == [key_file]
 

@@ -29,7 +29,7 @@ TARGET = "/v1/updates/ab%20c?block=3&x=%2F"
 
 
 def signed(**changes: Any) -> dict[str, str]:
-    arguments = {
+    arguments: dict[str, Any] = {
         "now": NOW,
         "nonce": fresh_nonce(),
         "content_digest": body_digest(BODY),

@@ -18,6 +18,7 @@ import blocktrain
 from blocktrain.cli.chat import chat
 from blocktrain.cli.contributions import contributions
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.data import data_verbs
 from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate
@@ -64,6 +65,7 @@ app.command()(status)
 app.command()(judge)
 app.command()(invite)
 app.command()(contributions)
+app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)

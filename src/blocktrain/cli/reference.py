@@ -60,17 +60,16 @@ class Verb:
 
 
 def all_verbs() -> list[Verb]:
-    verbs = [verb_of(*named) for named in _commands(app, "")]
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        verbs += [verb_of(*named) for named in _commands(group.typer_instance, f"{group.name} ")]
-    return verbs
+    return [verb_of(*named) for named in _commands(app, "")]
 
 
 def _commands(typer_app: typer.Typer, prefix: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     for command in typer_app.registered_commands:
         assert command.callback is not None
         yield prefix + (command.name or command.callback.__name__), command.callback
+    for group in typer_app.registered_groups:
+        assert group.typer_instance is not None
+        yield from _commands(group.typer_instance, f"{prefix}{group.name} ")
 
 
 def verb_of(name: str, callback: Callable[..., Any]) -> Verb:

@@ -77,7 +77,7 @@ def ban_worker(
 
 @worker_verbs.command("rm")
 def remove_worker(worker_id: WorkerArgument, coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
-    """Forget a worker: its leases are free again, and it may join anew, on probation."""
+    """Forget a worker: its leases are free again, and it may join again, on probation."""
     receipt = _operator(coordinator, data_dir).remove(_worker_id(worker_id)).receipt
     typer.echo(f"removed {worker_id} (ledger entry {receipt.sequence})")
 

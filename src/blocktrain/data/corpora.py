@@ -36,6 +36,7 @@ def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
         train, valid = train[:-held_out], train[-held_out:]
     if config.max_bytes is not None:
         train = train[: config.max_bytes]
+    # The pool comes from training text, not from held-out text: weights fitted there would flatter scores.
     pool_bytes = min(pool_bytes, len(train) // 10)
     train, pool = train[: len(train) - pool_bytes], train[len(train) - pool_bytes :]
     if min(len(pool), len(valid)) < 2:
@@ -43,6 +44,7 @@ def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
             f"the text of {config.corpus} is too short: {len(train)} bytes to train on, {len(pool)} to fit "
             f"pooling weights on, {len(valid)} to score; the last two need at least 2 each; use more text"
         )
+    # With each part's length: the same bytes split elsewhere are another corpus.
     digest = hashlib.sha256()
     for part in (train, pool, valid):
         digest.update(len(part).to_bytes(8, "little"))

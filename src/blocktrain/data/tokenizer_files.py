@@ -29,6 +29,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, dict[str, A
 
 def byte_letters() -> list[str]:
     """The letter that byte-level BPE writes for each byte: itself where printable, U+0100 on elsewhere."""
+    # GPT-2's table, which Hugging Face's ByteLevel has built in: tokenizer.json must name the same letters.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -89,7 +89,7 @@ def need_of(recipe: Recipe) -> Need:
 
 
 def read_disk(folder: Path) -> Disk:
-    """Of the folder, or of the nearest one above it that exists."""
+    """Free bytes where the folder is, or where the nearest one above it is that exists."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
     try:

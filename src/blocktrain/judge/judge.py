@@ -62,6 +62,8 @@ class Judge:
         try:
             payload = self._client.judge_payload(task.update_id, layout.payload_bytes)
             decoded = decode(layout.codec, layout.schema, payload)
+            # Scored on the head, where it would be merged, beside the frozen blocks it was trained with;
+            # its own base tells what it changed, which a late update did from an older snapshot.
             frozen = {one.block: self._snapshot(one.block, one.hash) for one in task.frozen}
             base = self._snapshot(task.block, task.head_hash)
             own_base = self._snapshot(task.block, task.base_hash)
@@ -70,6 +72,7 @@ class Judge:
             evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
         except RequestRefused as refusal:
+            # Another judge has the task by now, or the round is over: nothing is lost but our time.
             if refusal.reason != "lease_lost":
                 raise
             self._say(f"lost update={task.update_id[:12]}: {refusal}")
@@ -89,6 +92,6 @@ class Judge:
         return tensors
 
     def _forget(self, kept: int) -> None:
-        """Those used longest ago."""
+        """Drop the snapshots used longest ago; a dict keeps the order in which they were put back."""
         while len(self._snapshots) > kept:
             self._snapshots.pop(next(iter(self._snapshots)))

@@ -113,6 +113,7 @@ def verify_source(
     """Replay one copy, then hold receipts and another copy against it."""
     report = verify_ledger(source.entries, source.payload, source.snapshot, key)
     problems = []
+    # A ledger that replays may still be another one than a worker was promised, or than others are shown.
     if receipts and source.entries:
         found = bytes.fromhex(str(source.entries[0].body.get("coordinator_key", "")))
         problems += check_receipts([entry.entry_hash for entry in source.entries], found, receipts)

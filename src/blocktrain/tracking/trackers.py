@@ -163,6 +163,7 @@ class Board:
         if self._run is None:
             self._run = self._module.init(**self._begin)
         series, step, values = found
+        # wandb draws everything over one counter of its own unless told otherwise; trackio has no such call.
         if hasattr(self._run, "define_metric"):
             self._run.define_metric(f"{series}/*", step_metric=f"{series}/step")
         self._module.log({f"{series}/step": step, **{f"{series}/{name}": v for name, v in values.items()}})

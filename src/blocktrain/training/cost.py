@@ -45,6 +45,7 @@ def estimated_training_bytes(setup: Setup) -> int:
     with torch.device("meta"):
         block = setup.objective.build(recipe.model.blocks - 1, seed=0)
     matrices, rest = ([p.numel() for p in part] for part in split_parameters(block))
+    # Muon keeps one moment per matrix value, AdamW two.
     moments = (1 if recipe.training.optimizer == "muon" else 2) * sum(matrices) + 2 * sum(rest)
     # Saved for the backward pass are the weights too: hence three times the parameters.
     state = 3 * (sum(matrices) + sum(rest)) + moments
@@ -68,7 +69,7 @@ class PeakMemory:
         self.method = "cuda allocator" if device.type == "cuda" else "counted"
         self.activations = self.state = 0
         self.earlier_peak = 0
-        """Of the same phase, before it was interrupted."""
+        """The peak of the same phase, before it was interrupted."""
 
     def reset(self) -> None:
         self.activations = self.state = self.earlier_peak = 0

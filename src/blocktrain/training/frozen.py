@@ -95,7 +95,9 @@ class FrozenOutputs:
             if features.device.type == "cuda":
                 # Pinned memory makes the copies asynchronous; both ways they run in the device's own order.
                 if earlier is None:
-                    self._kept[shard, step] = torch.empty_like(features, device="cpu", pin_memory=True)
+                    self._kept[shard, step] = torch.empty(
+                        features.shape, dtype=features.dtype, pin_memory=True
+                    )
                 self._kept[shard, step].copy_(features, non_blocking=True)
             else:
                 self._kept[shard, step] = features

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blocktrain.config import TrainingConfig
 from blocktrain.training.muon import BatchedMuon
 
-ADAM_BETAS = (0.9, 0.98)
+ADAM_BETAS = (0.9, 0.98)  # 0.98: runs are short, and 0.999 would average over all of one
 
 
 def learning_rate_factor(step: int, config: TrainingConfig) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import safetensors.numpy
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from blocktrain.errors import WireError
-from blocktrain.wire.codec import Schema
+from blocktrain.wire.codec import Schema, Tensors
 from blocktrain.wire.hashing import snapshot_hash
 
 __all__ = [
@@ -37,8 +37,6 @@ __all__ = [
     "tensors_of",
     "to_safetensors",
 ]
-
-Tensors = Mapping[str, NDArray[np.float32]]
 
 HEADER_BYTES_PER_TENSOR = 512
 """Room for one tensor's name, shape and offsets in a safetensors header; names are shorter than 256."""
@@ -87,6 +85,7 @@ def blank_file(schema: Schema) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.
         start, end = end, end + 4 * math.prod(shape)
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
+    # To a multiple of 8, so that the values lie aligned and numpy can view them as fp32 in place.
     header += b" " * (-len(header) % 8)
     file = np.empty(8 + len(header) + end, np.uint8)
     file[: 8 + len(header)] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)

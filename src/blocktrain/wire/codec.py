@@ -109,19 +109,19 @@ class Schema:
 
 def frame_length(codec: CodecSpec, schema: Schema) -> int:
     """Exact bytes of every frame of this codec and schema."""
-    layout = _layout(codec)
-    return sum(layout.num_bytes(shape) for _, shape in schema.tensors)
+    form = _form_of(codec)
+    return sum(form.num_bytes(shape) for _, shape in schema.tensors)
 
 
 def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
     """The frame of `tensors`; fp16 magnitudes saturate at MAX_HALF, NaN and infinity are refused."""
     _check_tensors(schema, tensors)
-    layout = _layout(codec)
+    form = _form_of(codec)
     frame = np.empty(frame_length(codec, schema), np.uint8)
     offset = 0
     for name, shape in schema.tensors:
-        size = layout.num_bytes(shape)
-        layout.write(tensors[name], frame[offset : offset + size])
+        size = form.num_bytes(shape)
+        form.write(tensors[name], frame[offset : offset + size])
         offset += size
     return frame.tobytes()
 
@@ -137,12 +137,12 @@ def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memory
             f"expected a frame of {expected} bytes ({codec}, {len(schema.tensors)} tensors), found "
             f"{len(frame)}; check that codec, block and recipe are those of the assignment",
         )
-    layout = _layout(codec)
+    form = _form_of(codec)
     tensors: dict[str, Floats] = {}
     offset = 0
     for name, shape in schema.tensors:
-        size = layout.num_bytes(shape)
-        tensors[name] = layout.read(frame[offset : offset + size], name, shape)
+        size = form.num_bytes(shape)
+        tensors[name] = form.read(frame[offset : offset + size], name, shape)
         offset += size
     return tensors
 
@@ -175,7 +175,7 @@ def _require_finite(finite: NDArray[np.bool_], name: str, remedy: str) -> None:
 _SENDER: Final = "the sender's encoder is broken or hostile"
 
 
-class _Layout(Protocol):
+class _TensorForm(Protocol):
     """How one tensor lies in a frame."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int: ...
@@ -183,7 +183,7 @@ class _Layout(Protocol):
     def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats: ...
 
 
-def _layout(codec: CodecSpec) -> _Layout:
+def _form_of(codec: CodecSpec) -> _TensorForm:
     if codec.sends_weights:
         return _Dense()
     if codec.bits is not None:

@@ -489,7 +489,7 @@ class BlockAnswer(Answer):
 
 
 class MergeInputRecord(BaseModel):
-    """One update in a merge."""
+    """One update in a merge. A merge adds its inputs in the order listed: sorted update ids."""
 
     update_id: Hash
     payload_hash: Hash

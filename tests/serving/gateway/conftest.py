@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -27,14 +28,22 @@ from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
 
 
+def cost_of(answer: openai.types.Completion) -> dict[str, Any]:
+    """What a completion cost, as the gateway says beside the usual usage."""
+    assert answer.usage is not None
+    assert answer.usage.model_extra is not None
+    cost: dict[str, Any] = answer.usage.model_extra["blocktrain"]
+    return cost
+
+
 @dataclass(frozen=True)
 class Served:
     url: str
 
-    def http(self, **options: object) -> httpx2.Client:
+    def http(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30.0, **options)
 
-    def openai(self, key: str = "none", **options: object) -> openai.OpenAI:
+    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60.0, **options}
         )

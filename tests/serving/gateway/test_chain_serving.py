@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import shaken_blocks, tiny_recipe
 
 from blocktrain.data.tokenizer import load_tokenizer
 from blocktrain.errors import UserError
@@ -19,6 +18,7 @@ from blocktrain.model.objective import Objective
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.training.checkpoint import save_checkpoint
+from tests.tiny import shaken_blocks, tiny_recipe
 
 from .conftest import serve_engine, served_by, stages
 from .test_launcher import output, verb

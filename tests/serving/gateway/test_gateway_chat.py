@@ -7,7 +7,7 @@ import pytest
 
 from blocktrain.serving.gateway.chat_template import STOPS
 
-MESSAGES = [{"role": "system", "content": "Help."}, {"role": "user", "content": "What is a list?"}]
+MESSAGES: list[Any] = [{"role": "system", "content": "Help."}, {"role": "user", "content": "What is a list?"}]
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:

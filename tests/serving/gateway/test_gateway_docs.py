@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS
 from blocktrain.serving.engine.sweeping import SWEEP_TOKENS
 from blocktrain.serving.gateway import access, api_errors
 from blocktrain.serving.gateway import app as gateway
@@ -21,12 +22,11 @@ from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import (
     DEFAULT_CHAT_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
-    MAX_DRAFT_TOKENS,
-    MAX_PASSES,
     ChatRequest,
     CompletionRequest,
     TraversalUsage,
 )
+from blocktrain.wire.frame_metadata import MAX_PASSES
 
 from .conftest import Served
 
@@ -81,7 +81,7 @@ def test_every_header_and_metric_is_documented() -> None:
 
 
 def test_every_error_code_is_documented() -> None:
-    sources = [Path(module.__file__).read_text() for module in (api_errors, access, gateway)]
+    sources = [Path(module.__file__ or "").read_text() for module in (api_errors, access, gateway)]
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source)}
     codes |= {code for _, code in api_errors.HTTP_WORDS.values()}
     assert len(codes) >= 12

@@ -122,7 +122,8 @@ def test_waiting_ends_with_a_refusal_and_leaves_nothing_behind() -> None:
 def test_a_cancelled_waiter_gives_its_turn_away() -> None:
     async def scene() -> None:
         places = Places(GatewayLimits(max_active=2))
-        leave, inside = asyncio.Event(), []
+        leave = asyncio.Event()
+        inside: list[int] = []
         tasks = [asyncio.create_task(_enter(places, n, inside, leave)) for n in (1, 2, 1)]
         await _settle()
         assert inside == [1]

@@ -41,7 +41,8 @@ def test_a_client_that_leaves_a_stream_ends_its_generation(served: Served, clien
 
 def test_a_client_that_leaves_before_its_answer_ends_its_generation(served: Served) -> None:
     before = cancelled(served)
-    with socket.create_connection(served.url.removeprefix("http://").split(":")) as raw:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as raw:
         body = b'{"model": "tiny", "prompt": "x", "max_tokens": 16000}'
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
         raw.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
@@ -114,6 +115,8 @@ async def watch(client: openai.AsyncOpenAI, number: int, max_tokens: int, outcom
             outcome.text += chunk.choices[0].text
             outcome.times.append(time.monotonic())
         else:
+            assert chunk.usage is not None
+            assert chunk.usage is not None
             outcome.tokens = chunk.usage.completion_tokens
 
 

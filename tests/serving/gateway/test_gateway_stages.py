@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from blocktrain.serving.engine.remote import StageRefusedError
 
-from .conftest import Served, served_by, stages, wait_until
+from .conftest import Served, cost_of, served_by, stages, wait_until
 
 
-def complete(served: Served, **fields: object) -> openai.types.Completion:
+def complete(served: Served, **fields: Any) -> openai.types.Completion:
     with served.openai() as client:
-        return client.completions.create(model="tiny", prompt="The value ", seed=5, **fields)  # type: ignore[call-overload]
+        answer = client.completions.create(model="tiny", prompt="The value ", seed=5, **fields)
+    assert isinstance(answer, openai.types.Completion)
+    return answer
 
 
 def test_stages_give_the_text_of_one_process(checkpoint: Path, served: Served) -> None:
@@ -27,12 +30,16 @@ def test_stages_give_the_text_of_one_process(checkpoint: Path, served: Served) -
             assert texts == [choice.text for choice in complete(served, **fields).choices]
         rows = complete(remote, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
         local = complete(served, max_tokens=0, echo=True, logprobs=0).choices[0].logprobs
+        assert rows is not None
+        assert local is not None
+        assert rows.token_logprobs
+        assert local.token_logprobs
         assert rows.token_logprobs[1:] == pytest.approx(local.token_logprobs[1:], abs=1e-4)
 
 
 def test_wire_bytes_are_reported(checkpoint: Path) -> None:
     with stages(checkpoint, [0, 1, 2]) as running, served_by(checkpoint, [running[0].address]) as remote:
-        cost = complete(remote, max_tokens=16).usage.model_extra["blocktrain"]
+        cost = cost_of(complete(remote, max_tokens=16))
         assert cost["wire_bytes_sent"] > 0
         assert cost["wire_bytes_received"] > cost["traversals"] * 256
         assert cost["scoring_traversals"] == 0
@@ -40,10 +47,10 @@ def test_wire_bytes_are_reported(checkpoint: Path) -> None:
 
 def test_scoring_an_echoed_prompt_is_part_of_the_cost(checkpoint: Path) -> None:
     with stages(checkpoint, [0, 1, 2]) as running, served_by(checkpoint, [running[0].address]) as remote:
-        scored = complete(remote, max_tokens=0, echo=True, logprobs=0).usage.model_extra["blocktrain"]
+        scored = cost_of(complete(remote, max_tokens=0, echo=True, logprobs=0))
         assert (scored["traversals"], scored["scoring_traversals"]) == (0, 1)
         assert scored["wire_bytes_received"] > 9 * 1024
-        both = complete(remote, max_tokens=4, n=2, echo=True, logprobs=0).usage.model_extra["blocktrain"]
+        both = cost_of(complete(remote, max_tokens=4, n=2, echo=True, logprobs=0))
         assert both["scoring_traversals"] == 1
         assert both["bytes_per_traversal"] == pytest.approx(8 / both["traversals"], abs=1e-3)
 
@@ -90,7 +97,7 @@ def test_two_stages_with_the_same_block_are_spares(checkpoint: Path, served: Ser
         running[0].kill()
         answer = complete(remote, max_tokens=30)
         assert answer.choices[0].text == expected
-        assert answer.usage.model_extra["blocktrain"]["degraded_blocks"] == []
+        assert cost_of(answer)["degraded_blocks"] == []
 
 
 def test_a_stage_of_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from blocktrain.serving.engine.local import LocalEngine
 
-from .conftest import Served, serve_engine
+from .conftest import Served, cost_of, serve_engine
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_sweep_writes_all_its_bytes_in_one_traversal(swept: Served) -> None:
             )
             for passes in (1, 4, 4)
         ]
-    costs = [answer.usage.model_extra["blocktrain"] for answer in answers]
+    costs = [cost_of(answer) for answer in answers]
     assert [cost["traversals"] for cost in costs] == [1, 1, 1]
     assert {cost["mode"] for cost in costs} == {"sweep"}
     texts = [answer.choices[0].text for answer in answers]

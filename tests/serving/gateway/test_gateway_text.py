@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.serving.gateway.chat_template import chat_prompt
-from blocktrain.serving.gateway.openai_messages import ChatMessage
+from blocktrain.serving.gateway.openai_messages import ChatMessage, TextPart
 from blocktrain.serving.gateway.text import Offsets, TextStream, token_label
 
 SMALL_TEXTS = st.text(alphabet="abé€😀\n", max_size=24)
@@ -75,7 +75,7 @@ def test_a_conversation_becomes_plain_text() -> None:
         ChatMessage(role="system", content="Be brief."),
         ChatMessage(role="user", content="Hi\n"),
         ChatMessage(role="assistant", content="Hello."),
-        ChatMessage(role="user", content=[{"type": "text", "text": "Bye"}]),
+        ChatMessage(role="user", content=[TextPart(type="text", text="Bye")]),
     ]
     expected = "Be brief.\n\nUser: Hi\n\nAssistant: Hello.\n\nUser: Bye\n\nAssistant: "
     assert chat_prompt(messages) == expected

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,12 +132,13 @@ def test_processes_serve_and_a_killed_one_comes_back(
     launched: tuple[Launcher, Served], served: Served
 ) -> None:
     launcher, remote = launched
-    fields = {"model": "tiny", "prompt": "The value ", "seed": 5, "max_tokens": 40}
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "The value ", "seed": 5, "max_tokens": 40}
     with remote.openai(max_retries=5) as client, served.openai() as local:
         expected = local.completions.create(**fields).choices[0].text
         assert client.completions.create(**fields).choices[0].text == expected
         for program in launcher.programs:
             killed = program.pid
+            assert killed is not None
             os.kill(killed, signal.SIGKILL)
             wait_until(lambda: program.pid != killed, 20)  # noqa: B023
             wait_until(lambda: is_ready(remote), 60)
