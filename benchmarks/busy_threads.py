@@ -43,7 +43,8 @@ def count_steps(seconds: float) -> int:
             self.steps = step - 1
 
     counting = Counting()
-    recipe = load_recipe(find_recipe("demo"), ["training.steps=100000", "training.reference=false"])
+    # With 200 steps every one is a point of the loss curve, and told to the observer.
+    recipe = load_recipe(find_recipe("demo"), ["training.steps=200", "training.reference=false"])
     with tempfile.TemporaryDirectory() as folder:
         try:
             LocalRun(recipe, Path(folder) / "run", torch.device("cpu"), counting, stop).train(resume=False)
@@ -69,7 +70,9 @@ def main() -> None:
         for _ in range(options.rounds):
             for way, settings in WAYS.items():
                 command = [sys.executable, __file__, "--count", "--seconds", str(options.seconds)]
-                done = subprocess.run(command, env={**clean, **settings}, capture_output=True, check=True)
+                done = subprocess.run(
+                    command, env={**clean, **settings}, capture_output=True, check=True, timeout=300
+                )
                 print(
                     f"{time.strftime('%H:%M')} load={os.getloadavg()[0]:.1f} {way}: {int(done.stdout)}",
                     flush=True,

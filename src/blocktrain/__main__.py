@@ -1,13 +1,18 @@
-"""The program's beginning, for `python -m blocktrain` and the script `blocktrain`."""
+"""The program's beginning and end, for `python -m blocktrain` and the script `blocktrain`."""
 
-from blocktrain.starting import prepare
+from blocktrain.starting import leave, prepare
 
 
 def main() -> None:
     prepare()
     from blocktrain.cli.main import main as run_verb  # not above: Ctrl-C is to work while it loads
 
-    run_verb()
+    try:
+        run_verb()
+    except SystemExit as ended:
+        leave(ended.code)
+        raise
+    leave(None)
 
 
 if __name__ == "__main__":

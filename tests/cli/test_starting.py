@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import ENVIRONMENT, run_program
 
 import blocktrain
+from tests.cli.program import ENVIRONMENT, run_program
 
 HEAVY = ("torch", "numpy", "httpx2", "cryptography", "fastapi", "sqlalchemy", "rich")
 HELP_SECONDS = 0.4
@@ -102,3 +102,20 @@ def test_threads_and_nice_reach_torch_and_the_system(first: str) -> None:
         "import torch\nprint(torch.get_num_threads(), os.nice(0) >= 3, os.environ['OMP_NUM_THREADS'])"
     )
     assert run_python(script).stdout.split() == ["1", "True", "1"]
+
+
+def test_a_thread_inside_torch_does_not_abort_the_end() -> None:
+    """As scoring does when a coordinator is told to stop; without `leave` this ends with SIGABRT."""
+    script = (
+        "import threading, torch\nfrom blocktrain.starting import leave\n"
+        "begun = threading.Event()\n"
+        "def burn():\n"
+        "    x = torch.randn(2000, 64)\n"
+        "    while True:\n"
+        "        x = torch.softmax(x @ x[:64], -1)\n"
+        "        begun.set()\n"
+        "threading.Thread(target=burn, daemon=True).start()\nbegun.wait(60)\n"
+        "print('bye')\nleave(3)"
+    )
+    done = run_python(script, OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "bye\n", "")

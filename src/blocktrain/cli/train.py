@@ -45,15 +45,19 @@ def train(
     from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
     from blocktrain.training.device import find_device
     from blocktrain.training.local import LocalRun
+    from blocktrain.training.memory import check_fits
+    from blocktrain.training.setup import Setup
 
     resolved = load_recipe(find_recipe(recipe), set_)
+    chosen = find_device(device)
+    check_fits(Setup.of(resolved), chosen)
     console = Console(stderr=True)
     with (
         recording(out, track, resolved.name, resolved.to_dict()) as recorder,
         TrainingProgress(console) as progress,
     ):
         observer = RecordedSteps(progress, recorder)
-        run = LocalRun(resolved, out, find_device(device), observer, stop_on_signals())
+        run = LocalRun(resolved, out, chosen, observer, stop_on_signals())
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)

@@ -30,6 +30,7 @@ from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -87,6 +88,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run)
+            check_fits(setup, options.device)
             corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             with state.locked():
