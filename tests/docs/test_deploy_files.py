@@ -48,7 +48,7 @@ def test_a_service_is_started_again_after_a_failure_and_not_after_misuse() -> No
     assert (StorageError.exit_code, DamagedError.exit_code) == (1, 2)
     for reason in (ErrorReason.BANNED, ErrorReason.INVITE_REQUIRED, ErrorReason.NOT_LISTED):
         assert RequestRefused(403, reason, "no", None).exit_code == 2
-    for reason in (ErrorReason.UNAVAILABLE, ErrorReason.ADDRESS_FULL, "clock_skew"):
+    for reason in (ErrorReason.UNAVAILABLE, ErrorReason.ADDRESS_FULL):
         assert RequestRefused(403, reason, "not now", None).exit_code == 1
 
 
