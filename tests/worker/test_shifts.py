@@ -66,7 +66,7 @@ def test_a_pace_lets_through_what_it_says() -> None:
 
 
 def test_a_pause_is_a_leave_and_a_return() -> None:
-    """SIGUSR1 ends the shift, SIGUSR2 begins another; the second one ends by itself, as a finished run does."""
+    """SIGUSR1 ends the shift, SIGUSR2 begins another, which ends by itself, as in a finished run."""
     shifts_begun: list[int] = []
     said: list[str] = []
 
@@ -129,5 +129,6 @@ def test_a_stop_before_joining_is_told_and_a_pause_before_joining_is_not() -> No
 def test_what_was_given_is_one_sentence() -> None:
     given = Contribution(90.0, 60.0, 1200, Counter(accepted=3, late=1), 2_500_000, 7_000_000)
     assert given.sentence() == (
-        "contributed 4 updates (3 accepted, 1 late), 1,200 steps in 1.0 min of computing, 2.5 MB up, 7.0 MB down"
+        "contributed 4 updates (3 accepted, 1 late), 1,200 steps in 1.0 min of computing, "
+        "2.5 MB up, 7.0 MB down"
     )

@@ -95,6 +95,7 @@ def version() -> None:
 
 
 def main() -> None:
+    # First of all: a child whose parent dies while it imports torch must end too.
     end_with_parent()
     try:
         app()
@@ -102,6 +103,6 @@ def main() -> None:
         print(f"blocktrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as ended:
-        if ended.code == INTERRUPTED_CODE:  # Typer's, for a KeyboardInterrupt inside a verb
+        if ended.code == INTERRUPTED_CODE:  # Typer's 128 + SIGINT, for Ctrl-C inside a verb
             print("blocktrain: interrupted", file=sys.stderr)
         raise

@@ -35,8 +35,8 @@ class Spent(StrEnum):
 class Pace:
     """At most so many bytes per second over all connections; None has no limit.
 
-    What was moved is paid for afterwards, by waiting: a reader that does not read slows its sender down, since
-    TCP stops at a full window. Half a second of silence may be made up for.
+    What was moved is paid for afterwards, by waiting: a reader that does not read slows its sender down,
+    since TCP stops at a full window. Half a second of silence may be made up for.
     """
 
     def __init__(self, bytes_per_second: float | None) -> None:
@@ -73,6 +73,7 @@ class Traffic:
     @contextlib.contextmanager
     def sending(self, kind: Kind) -> Iterator[None]:
         """Everything this thread moves inside belongs to `kind`, and its time to transferring."""
+        # Per thread: one uploads a payload while another sends heartbeats.
         before = getattr(self._current, "kind", Kind.CONTROL)
         self._current.kind = kind
         try:
@@ -135,6 +136,7 @@ class CountingStream(httpcore2.NetworkStream):
         for start in range(0, len(buffer), size):
             piece = buffer[start : start + size]
             self._stream.write(piece, timeout)
+            # Counted after it went out: a write that fails moved nothing we know of.
             self._traffic.count_up(len(piece))
             self._traffic.up_pace.moved(len(piece))
 
@@ -171,6 +173,8 @@ class CountingTransport(httpx2.HTTPTransport):
 
     def __init__(self, traffic: Traffic, max_connections: int) -> None:
         context = httpx2.create_ssl_context()
+        # httpx2 has no public way to count on the socket, so the pool is replaced and all the rest stays its
+        # own.
         super().__init__(verify=context)
         self._pool = httpcore2.ConnectionPool(
             ssl_context=context,

@@ -87,6 +87,7 @@ def read_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, value in environment.items():
         if name.upper() in PROXY_VARIABLES and value:
+            # The findings are pasted into issues.
             place = urlsplit(value)
             found[name] = f"{place.scheme}://…@{place.hostname}" if place.username else value
     return found

@@ -27,6 +27,7 @@ def free_memory(device: torch.device) -> tuple[int | None, int | None]:
         total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         total = None
+    # Not MemFree: the page cache counts as used there, and a machine that has read a corpus looks full.
     free = meminfo("MemAvailable") or total
     limit, used = number_in(CGROUP / "memory.max"), number_in(CGROUP / "memory.current")
     if limit is not None and used is not None and (free is None or limit - used < free):

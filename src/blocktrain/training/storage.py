@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError
+from blocktrain.errors import CheckpointError, UserError
 from blocktrain.files import explained_errors, write_whole
 
 
@@ -57,7 +57,7 @@ def seal_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -66,9 +66,22 @@ def seal_is_broken(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -
     return SEAL in metadata and metadata[SEAL] != seal_of(tensors, metadata)
 
 
+def stored_run(path: Path) -> dict[str, Any]:
+    """A folder's run.json: the recipe it was begun with, and what else its writer put there."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("recipe"), dict):
+        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    return stored
+
+
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """A fresh folder that takes the place of `path` only if the body succeeds."""
+    # Beside the target, since a rename is atomic only within one file system; with the pid, since two may
+    # try.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained_errors(path):
         shutil.rmtree(temporary, ignore_errors=True)
