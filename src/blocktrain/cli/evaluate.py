@@ -33,7 +33,7 @@ def evaluate(
     from blocktrain.training.checkpoint import load_checkpoint
     from blocktrain.training.device import find_device
 
-    content = read_text(text)
+    content = read_text(text, "--text names a file to score, any UTF-8 text")
     if len(content) < 2:
         raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
     loaded = load_checkpoint(checkpoint, find_device(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -70,3 +71,5 @@ def serve(
             launcher.watch(stop)
         finally:
             launcher.end()
+    if logs is None:  # only after an end that was asked for: a failure's message points to its logs
+        shutil.rmtree(folder, ignore_errors=True)

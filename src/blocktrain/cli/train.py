@@ -58,6 +58,7 @@ def train(
     ):
         observer = RecordedSteps(progress, recorder)
         run = LocalRun(resolved, out, chosen, observer, stop_on_signals())
+        progress.plan({unit.name: len(unit.block.layers) for unit in run.units})
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)

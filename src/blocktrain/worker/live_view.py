@@ -98,6 +98,8 @@ class LiveView(PlainView):
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A worker that was refused has nothing to show, and its panel would hide the sentence that says why.
+        self._live.transient = self.block is None and not self._lines
         self._live.stop()
 
     def _write(self, text: str) -> None:
