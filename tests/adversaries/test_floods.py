@@ -1,6 +1,6 @@
 """Attacks of the field review that cost the coordinator disk, ledger, time or connections.
 
-Each fails at commit 59aa936. Time is moved by hand; the coordinator is a real one on a free port.
+The attacks succeeded at commit 59aa936. Time is moved by hand; the coordinator is a real one on a free port.
 """
 
 from __future__ import annotations

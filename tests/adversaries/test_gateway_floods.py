@@ -1,6 +1,6 @@
 """Attacks of the field review on a gateway: unread answers, bodies that are all errors, silent sockets.
 
-Each fails at commit 59aa936.
+The attacks succeeded at commit 59aa936.
 """
 
 from __future__ import annotations
