@@ -37,14 +37,13 @@ from blocktrain.coordinator.decisions.scheduling import (
     next_assignment,
 )
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.storage.queries import COUNTED_NORMS
 from blocktrain.model.objective import Objective
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.training.update import Weights
-from blocktrain.validation.ruling import Ruling, age_ruling
+from blocktrain.validation.ruling import MEDIAN_NORMS, Ruling, age_ruling
 from blocktrain.wire.codec import decode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
@@ -114,7 +113,7 @@ class BlockState:
         return self.head.version
 
     def running_median(self) -> float | None:
-        norms = [one.norm for merge in reversed(self.merges) for one in merge.inputs][:COUNTED_NORMS]
+        norms = [one.norm for merge in reversed(self.merges) for one in merge.inputs][:MEDIAN_NORMS]
         return statistics.median(norms) if norms else None
 
 
