@@ -10,13 +10,12 @@ import typer
 
 from blocktrain.cli.options import CheckpointArgument
 from blocktrain.errors import BlocktrainError, UserError
-from blocktrain.tracking.model_card import AnyReport, model_card
-from blocktrain.training.checkpoint import Description, read_config
-from blocktrain.training.exchange import export_checkpoint
-from blocktrain.training.report import TrainingReport
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+    from blocktrain.tracking.model_card import AnyReport
+    from blocktrain.training.checkpoint import Description
 
 MAX_REPORT_BYTES = 64 << 20
 
@@ -39,6 +38,10 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, tokenizer, model card. Uploads only if asked."""
+    from blocktrain.tracking.model_card import model_card
+    from blocktrain.training.checkpoint import Description, read_config
+    from blocktrain.training.exchange import export_checkpoint
+
     # First: an hour of writing should not end at a missing login.
     hub = logged_in_hub() if upload is not None else None
     described = Description.of(read_config(checkpoint), checkpoint)
@@ -51,8 +54,11 @@ def export(
 
 def find_report(checkpoint: Path, named: Path | None, described: Description) -> AnyReport | None:
     """The report of this checkpoint; a neighbour that belongs to another run is left out."""
+    from blocktrain.training.report import TrainingReport
+
     path = named or checkpoint.absolute().parent / "report.json"
     try:
+        # A report holds 200 points of each curve and a sample; nothing that is one comes near this size.
         if path.stat().st_size > MAX_REPORT_BYTES:
             raise UserError(f"{path} is longer than any report")
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -73,6 +79,7 @@ def belongs(report: Any, described: Description) -> bool:
     if not isinstance(report, dict) or report.get("name") != described.recipe.name:
         return False
     if "composed" in report:
+        # The name alone does not tell runs apart: every run of a recipe has the same one.
         return bool(report.get("corpus_sha256") == described.corpus_sha256)
     return isinstance(report.get("final"), dict)
 
@@ -96,6 +103,7 @@ def upload_folder(hub: HfApi, folder: Path, repository: str, *, private: bool) -
     try:
         made = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export of blocktrain")
+    # The name is the person's mistake (exit 2), everything else the network's or the Hub's.
     except HFValidationError as error:
         raise UserError(f"--upload {repository}: {error}") from None
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:

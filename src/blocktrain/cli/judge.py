@@ -9,7 +9,6 @@ import typer
 
 from blocktrain.cli.options import CoordinatorOption, CorpusOption, DeviceOption
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.training.device import find_device
 
 
 def judge(
@@ -26,6 +25,7 @@ def judge(
     from blocktrain.client.traffic import Traffic
     from blocktrain.judge.judge import Judge
     from blocktrain.threads import Stopped
+    from blocktrain.training.device import find_device
     from blocktrain.wire.identity import load_or_create
 
     stop = stop_on_signals()
@@ -39,6 +39,7 @@ def judge(
     client = CoordinatorClient(coordinator, identity, Traffic(), stop, say)
     try:
         Judge(client, find_device(device), corpus, held_out, say).run(stop)
+    # A stop while it waits for the coordinator is the usual end of a judge.
     except Stopped:
         pass
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 
 def status(
@@ -13,9 +12,12 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
 ) -> None:
     """Show how a run is doing."""
+    from rich.console import Console
+
     from blocktrain.client.coordinator import public_client
     from blocktrain.local.status_view import status_tables
 
+    # Two tries: a person is waiting, and can ask again.
     answer = public_client(url, report=lambda line: typer.echo(line, err=True), attempts=2).status()
     if as_json:
         typer.echo(answer.model_dump_json())
