@@ -17,9 +17,11 @@ from blocktrain.coordinator.decisions.scheduling import (
     Pause,
     WorkerView,
     next_assignment,
+    pause_after_giving_up,
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import (
+    keep_or_ban,
     keep_standing,
     present_worker,
     refuse_banned,
@@ -33,13 +35,14 @@ from blocktrain.coordinator.storage.queries import (
     block_row,
     frozen_heads,
     frozen_of,
+    given_up,
     lock_run,
     open_round,
     round_facts,
     seats,
 )
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
-from blocktrain.validation.reputation import after_withholding
+from blocktrain.validation.reputation import after_giving_up, after_withholding
 from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
@@ -132,7 +135,8 @@ class Assignments:
                 keep_standing(worker, after_withholding(standing_of(worker)))
                 assignment = session.get(AssignmentRow, update.assignment_id)
                 assert assignment is not None
-                self._give_up(session, assignment, AssignmentState.WITHHELD, now)
+                self._end_assignment(session, assignment, AssignmentState.WITHHELD, now)
+                self._mark_giving_up(session, worker, now)
 
             # A round that passed its deadline with nothing to merge may be tried again by a worker that it
             # refused: nobody else has brought anything, and the block must not stop (small judged runs did,
@@ -158,6 +162,8 @@ class Assignments:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
                 return self._message(lease, block, open_round(session, run, block, now), now)
+            if (pause := pause_after_giving_up(given_up(session, worker_id, now), now)) is not None:
+                return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
                 blocks = session.scalars(
@@ -179,8 +185,19 @@ class Assignments:
                 if block.version == versions[decision.block]:
                     return self.lend(session, worker, block, decision, now)
 
-    def _give_up(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
-        """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
+    def _mark_giving_up(self, session: Session, worker: WorkerRow, now: float) -> None:
+        """A bad mark for an assignment that was given up where the worker may give up no more."""
+        resources, trust = self._resources, self._resources.run.recipe.trust
+        session.flush()
+        pause = pause_after_giving_up(given_up(session, worker.worker_id, now), now)
+        if pause is not None and trust.judge != "off":
+            standing = after_giving_up(standing_of(worker))
+            keep_or_ban(session, resources.ledger, worker, standing, trust, pause.reason, now)
+
+    def _end_assignment(
+        self, session: Session, row: AssignmentRow, state: AssignmentState, now: float
+    ) -> None:
+        """End an assignment without an update, and say so in the ledger: its round is open to the worker again."""
         change(row, state)
         body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": str(state)}
         self._resources.ledger.append(session, now, "return", body)
@@ -333,7 +350,7 @@ class Assignments:
                 # It trains ahead for a round that cannot open before the open one closes, and that one now
                 # waits for this worker's second try.
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
-                self._give_up(session, row, AssignmentState.RETURNED, now)
+                self._end_assignment(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
@@ -351,7 +368,8 @@ class Assignments:
             row = own_assignment(session, worker_id, assignment_id)
             if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
-            self._give_up(session, row, AssignmentState.RETURNED, now)
+            self._end_assignment(session, row, AssignmentState.RETURNED, now)
+            self._mark_giving_up(session, worker, now)
             if _open_lease(session, worker_id, None) is None:
                 worker.block = None
         self._resources.changes.notify()
