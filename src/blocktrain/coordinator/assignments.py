@@ -197,7 +197,7 @@ class Assignments:
     def _end_assignment(
         self, session: Session, row: AssignmentRow, state: AssignmentState, now: float
     ) -> None:
-        """End an assignment without an update, and say so in the ledger: its round is open to the worker again."""
+        """End an assignment, and say so in the ledger: its round is open to the worker again."""
         change(row, state)
         body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": str(state)}
         self._resources.ledger.append(session, now, "return", body)
