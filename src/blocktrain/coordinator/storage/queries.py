@@ -140,7 +140,7 @@ def live_assignments(session: Session, block: int, round_: int) -> int:
 
 
 def given_up(session: Session, worker_id: str, now: float) -> list[float]:
-    """When the assignments were lent that the worker lately handed back, or spent on a commit without a
+    """When the assignments were lent that the worker handed back recently, or spent on a commit without a
     payload or on bytes that are no update."""
     no_update = UpdateRow.reason.in_((VerdictReason.MALFORMED, VerdictReason.NOT_FINITE))
     found = session.scalars(
