@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.options import CheckpointArgument, DeviceOption
+from blocktrain.cli.options import DeviceOption, ModelArgument, opened_model
 from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
@@ -21,7 +21,7 @@ from blocktrain.training.evaluation import Evaluator
 
 
 def evaluate(
-    checkpoint: CheckpointArgument,
+    checkpoint: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="UTF-8 text to score.")],
     json_: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     device: DeviceOption = "auto",
@@ -31,7 +31,8 @@ def evaluate(
     content = read_text(text)
     if len(content) < 2:
         raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
-    loaded = load_checkpoint(checkpoint, find_device(device))
+    with opened_model(checkpoint) as folder:
+        loaded = load_checkpoint(folder, find_device(device))
     result = score_text(loaded, content, draws)
     if json_:
         print(json.dumps(result, indent=2))

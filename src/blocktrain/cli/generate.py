@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
 from blocktrain.errors import UserError
 from blocktrain.local.terminal import write, write_bytes
 from blocktrain.model.generation import LocalModel
@@ -52,7 +52,8 @@ def generate(
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None
-    loaded = load_checkpoint(checkpoint, find_device(device))
+    with opened_model(checkpoint) as folder:
+        loaded = load_checkpoint(folder, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     text = os.fsencode(prompt)
     tokens = loaded.tokenizer.encode(text).tolist()

@@ -12,6 +12,7 @@ import typer
 
 import blocktrain
 from blocktrain.cli.chat import chat
+from blocktrain.cli.checkpoint import checkpoint
 from blocktrain.cli.contributions import contributions
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.demo import demo
@@ -54,6 +55,7 @@ app.command()(stage)
 app.command()(gateway)
 app.command()(coordinator)
 app.command()(worker)
+app.command()(checkpoint)
 app.command()(swarm)
 app.command()(status)
 app.command()(judge)

@@ -86,7 +86,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
             with unless_stopped(stop, f"{options.coordinator} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            setup = run_setup(run)
+            setup = run_setup(run.recipe)
             corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             with state.locked():
