@@ -19,6 +19,7 @@ from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate
 from blocktrain.cli.export import export
+from blocktrain.cli.finish import finish
 from blocktrain.cli.gateway import gateway
 from blocktrain.cli.generate import generate
 from blocktrain.cli.import_ import import_
@@ -56,6 +57,7 @@ app.command()(gateway)
 app.command()(coordinator)
 app.command()(worker)
 app.command()(checkpoint)
+app.command()(finish)
 app.command()(swarm)
 app.command()(status)
 app.command()(judge)

@@ -27,6 +27,14 @@ UrlArgument = Annotated[str, typer.Argument(help="Address of the run.")]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one recipe value; repeatable.")
 ]
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="MODEL",
+        help="Begin with these weights: a checkpoint folder, or a coordinator's address or data folder.",
+    ),
+]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best one here.")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, TrackOption
+from blocktrain.cli.options import (
+    DeviceOption,
+    FromOption,
+    RecipeArgument,
+    SetOption,
+    TrackOption,
+    opened_model,
+)
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stop_on_signals
 from blocktrain.local.terminal import TrainingProgress
@@ -27,17 +35,19 @@ def train(
     device: DeviceOption = "auto",
     set_: SetOption = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    from_: FromOption = None,
     track: TrackOption = [],  # noqa: B006
 ) -> None:
     """Train every block alone, then the end-to-end reference, and report both."""
     resolved = load_recipe(find_recipe(recipe), set_)
     console = Console(stderr=True)
     with (
+        opened_model(from_) if from_ is not None else nullcontext() as start,
         recording(out, track, resolved.name, resolved.to_dict()) as recorder,
         TrainingProgress(console) as progress,
     ):
         observer = RecordedSteps(progress, recorder)
-        run = LocalRun(resolved, out, find_device(device), observer, stop_on_signals())
+        run = LocalRun(resolved, out, find_device(device), observer, stop_on_signals(), start)
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)

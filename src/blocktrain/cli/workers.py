@@ -70,14 +70,14 @@ def ban_worker(
         request = BanRequest(reason=reason, seconds=3600 * hours)
     except ValidationError as error:
         raise UserError(f"--reason or --hours: {error.errors()[0]['msg']}") from None
-    receipt = _operator(coordinator, data_dir).ban(_worker_id(worker_id), request).receipt
+    receipt = operator_client(coordinator, data_dir).ban(_worker_id(worker_id), request).receipt
     typer.echo(f"banned {worker_id} for {hours:g} h (ledger entry {receipt.sequence})")
 
 
 @worker_verbs.command("rm")
 def remove_worker(worker_id: WorkerArgument, coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
     """Forget a worker: its leases are free again, and it may join again, on probation."""
-    receipt = _operator(coordinator, data_dir).remove(_worker_id(worker_id)).receipt
+    receipt = operator_client(coordinator, data_dir).remove(_worker_id(worker_id)).receipt
     typer.echo(f"removed {worker_id} (ledger entry {receipt.sequence})")
 
 
@@ -91,7 +91,7 @@ def operator_key(data_dir: Path) -> Identity:
     return load_or_create(path)
 
 
-def _operator(url: str, data_dir: Path) -> CoordinatorClient:
+def operator_client(url: str, data_dir: Path) -> CoordinatorClient:
     from blocktrain.client.coordinator import public_client
 
     client = public_client(url, operator_key(data_dir))

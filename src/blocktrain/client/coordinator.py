@@ -214,6 +214,9 @@ class CoordinatorClient:
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
         return self._ask("POST", f"/v1/workers/{worker_id}/ban", OperatorAnswer, request)
 
+    def finish(self) -> OperatorAnswer:
+        return self._ask("POST", "/v1/finish", OperatorAnswer)
+
     def remove(self, worker_id: str) -> OperatorAnswer:
         return self._ask("DELETE", f"/v1/workers/{worker_id}", OperatorAnswer)
 

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.store import InviteRow, WorkerRow
 from blocktrain.wire.messages import ChallengeAnswer, ErrorReason, JoinRequest
 from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, is_stamp, read_invite
@@ -51,11 +52,13 @@ def network_of(address: str, secret: bytes) -> str:
 
 
 class Admission:
-    def __init__(
-        self, trust: TrustConfig, run_id: str, coordinator_key: str, secret: bytes, data_dir: Path
-    ) -> None:
-        self._trust, self._run_id, self._secret = trust, run_id, secret
-        self._key, self._data_dir = bytes.fromhex(coordinator_key), data_dir
+    def __init__(self, run: Run, secret: bytes, data_dir: Path) -> None:
+        self._run, self._run_id, self._secret = run, run.run_id, secret
+        self._key, self._data_dir = bytes.fromhex(run.coordinator_key), data_dir
+
+    @property
+    def _trust(self) -> TrustConfig:
+        return self._run.recipe.trust
 
     def challenge(self, worker_id: str, now: float) -> ChallengeAnswer:
         return ChallengeAnswer(

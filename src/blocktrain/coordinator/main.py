@@ -23,6 +23,8 @@ from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import load_corpus
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
+from blocktrain.training.checkpoint import starting_blocks
+from blocktrain.training.setup import Setup
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +86,25 @@ def run_coordinator(
     reference: str | None = None,
     tls: Tls | None = None,
     watch: Watch | None = None,
+    start: Path | None = None,
 ) -> None:
-    """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
+    """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it. A new run
+    begins from the checkpoint `start`, where one is given."""
     recipe = load_recipe(recipe_path, overrides)
+    first = None if start is None else starting_blocks(start, Setup.of_swarm(recipe))[0]
     if tls is not None:
         tls.check()
     listener = open_port(host, port)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     display = make_display(gateway, reference, corpus.sha256)
     with opened(
-        recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
+        recipe,
+        corpus,
+        data_dir,
+        database_url=database_url,
+        blobs_url=blobs_url,
+        display=display,
+        start=first,
     ) as coordinator:
         url = url_of(listener, "http" if tls is None else "https")
 
