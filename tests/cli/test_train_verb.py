@@ -17,6 +17,7 @@ import safetensors
 import torch
 
 from blocktrain.config import resolve_recipe
+from blocktrain.training.checkpoint import load_checkpoint
 from tests.cli.program import ENVIRONMENT, Outcome, command, run_main, run_program
 
 REPORT_KEYS = {
@@ -272,12 +273,22 @@ def test_a_run_begins_from_a_checkpoint_also_when_it_is_resumed(
     start = ("train", recipe_file, "--out", tmp_path / "run", "--device", "cpu", "--set", "training.steps=1")
     wrong = run_main(*start, "--from", checkpoint)
     assert (wrong.code, "set seed = 3" in wrong.complaint) == (2, True)
-    tune = ("train", recipe_file, "--out", tmp_path / "tuned", "--device", "cpu", "--set", "training.steps=1")
+    tune: tuple[Any, ...] = (
+        "train",
+        recipe_file,
+        "--out",
+        tmp_path / "tuned",
+        "--device",
+        "cpu",
+        "--set",
+        "training.steps=1",
+    )
     tune += ("--set", "seed=3", "--set", "training.matrix_lr=1e-9", "--set", "training.other_lr=1e-9")
     done = run_main(*tune, "--from", checkpoint)
     assert done.code == 0, done.err
     before, after = (
-        load_checkpoint(folder, torch.device("cpu")).blocks for folder in (checkpoint, tmp_path / "tuned/checkpoint")
+        load_checkpoint(folder, torch.device("cpu")).blocks
+        for folder in (checkpoint, tmp_path / "tuned/checkpoint")
     )
     for one, other in zip(before, after, strict=True):
         for name, tensor in one.state_dict().items():

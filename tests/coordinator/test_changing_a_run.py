@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_a_run_begins_from_a_checkpoint_and_goes_on_from_there(tmp_path: Path) -
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_with_the_setting(
-    tmp_path: Path, changes: dict[str, int], told: str
+    tmp_path: Path, changes: dict[str, Any], told: str
 ) -> None:
     recipe = tiny_recipe(blocks=1)
     with served(tmp_path / "first", recipe) as running:

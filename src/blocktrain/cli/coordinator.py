@@ -54,7 +54,8 @@ def coordinator(
     from blocktrain.coordinator.main import Tls, run_coordinator
 
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for chatter in ("alembic", "uvicorn.error"):
+        logging.getLogger(chatter).setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")
     folder, file = data_dir.expanduser(), find_recipe(recipe)

@@ -24,6 +24,7 @@ from blocktrain.cli.gateway import gateway
 from blocktrain.cli.generate import generate
 from blocktrain.cli.import_ import import_
 from blocktrain.cli.invite import invite
+from blocktrain.cli.join import join
 from blocktrain.cli.judge import judge
 from blocktrain.cli.ledger import ledger_verbs
 from blocktrain.cli.serve import serve
@@ -55,6 +56,7 @@ app.command()(chat)
 app.command()(stage)
 app.command()(gateway)
 app.command()(coordinator)
+app.command()(join)
 app.command()(worker)
 app.command()(checkpoint)
 app.command()(finish)

@@ -29,16 +29,18 @@ def worker(
     cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
+    from blocktrain.client.address import RunLink
     from blocktrain.worker.program import WorkerOptions, run_worker
 
+    link = RunLink.parse(coordinator)
     options = WorkerOptions(
-        coordinator=coordinator,
+        coordinator=str(RunLink(link.url, pin=link.pin)),
         data_dir=data_dir.expanduser(),
         key=key,
         device=find_device(device),
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
-        invite=invite,
+        invite=invite or link.invite,
         label=label,
     )
     run_worker(options, stop_on_signals())

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from blocktrain.client.address import checked_url, port_of
-from blocktrain.client.traffic import CountingTransport, Kind, Traffic
+from blocktrain.client.address import RunLink, port_of
+from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.threads import Stopped
 from blocktrain.wire.identity import Identity
@@ -103,7 +103,11 @@ class CoordinatorClient:
         report: Callable[[str], None],
         attempts: int | None = None,
     ) -> None:
-        self.url = checked_url(url)
+        link = RunLink.parse(url)
+        self.url, self._pin = link.url, None
+        if link.pin is not None:
+            place = urlsplit(link.url)
+            self._pin = Pin(place.hostname or "", port_of(place), link.pin)
         self.attempts = attempts
         """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
@@ -114,7 +118,7 @@ class CoordinatorClient:
 
     def _open(self) -> httpx2.Client:
         return httpx2.Client(
-            transport=CountingTransport(self.traffic, MAX_CONNECTIONS),
+            transport=CountingTransport(self.traffic, MAX_CONNECTIONS, self._pin),
             timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             follow_redirects=True,
             headers={"user-agent": "blocktrain-worker"},

@@ -89,8 +89,8 @@ class Admission:
                 f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
             )
         if self._trust.admission == "invite":
-            valid = request.invite is not None and read_invite(self._key, request.invite, now) is not None
-            return None if valid else _invite_refusal("missing, expired or not this coordinator's")
+            problem = self._invite_problem(request.invite, now)
+            return None if problem is None else _invite_refusal(problem)
         if worker_id in listed_ids(self._data_dir / ALLOWLIST_FILE):
             return None
         return Refusal(
@@ -99,6 +99,15 @@ class Admission:
             f"ask the operator to add the id to {ALLOWLIST_FILE}",
         )
 
+    def _invite_problem(self, token: str | None, now: float) -> str | None:
+        if token is None:
+            return "missing: this run takes invited workers only"
+        if read_invite(self._key, token, now) is not None:
+            return None
+        if read_invite(self._key, token, 0.0) is not None:
+            return "expired"
+        return "damaged, or another coordinator's"
+
     def enter(
         self, session: Session, worker_id: str, request: JoinRequest, address: str | None, now: float
     ) -> str | None:
@@ -106,7 +115,7 @@ class Admission:
         if self._trust.admission == "invite":
             found = read_invite(self._key, request.invite or "", now)
             if found is None:
-                raise _invite_refusal("missing, expired or not this coordinator's")
+                raise _invite_refusal(self._invite_problem(request.invite, now) or "expired")
             if session.get(InviteRow, found.invite_id[:32]) is not None:
                 raise _invite_refusal("used already")
             session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
@@ -127,5 +136,5 @@ def _invite_refusal(problem: str) -> Refusal:
     return Refusal(
         ErrorReason.INVITE_REQUIRED,
         f"the invitation is {problem}",
-        "ask the operator for one (`blocktrain invite`) and pass it with --invite",
+        "ask the operator for one (`blocktrain invite`) and pass it with --invite, or join by its link",
     )

@@ -219,7 +219,7 @@ def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_
             )
         # The first weights are the run's, not those that this torch would draw from the seed.
         columns = select(SnapshotRow.block, SnapshotRow.hash).where(SnapshotRow.version == 0)
-        first = dict(session.execute(columns).tuples().all())
+        first = {row.block: row.hash for row in session.execute(columns)}
         if begins_elsewhere and any(one.initial_hash != first[one.block] for one in run.layouts):
             raise UserError(
                 f"this data directory holds run {name}, which began from other weights than --from names; "

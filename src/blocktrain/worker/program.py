@@ -83,7 +83,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
-            with unless_stopped(stop, f"{options.coordinator} had answered"):
+            with unless_stopped(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe)
