@@ -31,7 +31,12 @@ LAYERS = (
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TENSORS_ONLY = {"torch", "numpy", "safetensors"}
-OPTIONAL = {"data.corpora": {"datasets"}}
+OPTIONAL = {
+    "data.corpora": {"datasets"},
+    "data.bpe": {"tokenizers"},
+    "data.sources": {"datasets", "pyarrow", "zstandard"},
+    "data.prepare": {"huggingface_hub"},
+}
 MAY_USE_WIRE = {"training.merge", "training.snapshot", "training.update"}
 OUTSIDE_WORLD = {"socket", "ssl", "http", "urllib", "asyncio", "pathlib", "os", "io", "time", "datetime"}
 

@@ -7,12 +7,15 @@ as "no". Anything else it raises is a finding. The default suite feeds them rand
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,7 +26,8 @@ from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.errors import RecipeError
+from blocktrain.data.dataset import Manifest, ShardEntry, check_shard, read_manifest
+from blocktrain.errors import DataError, RecipeError
 from blocktrain.serving.gateway import openai_messages
 from blocktrain.training.snapshot import SnapshotError, from_safetensors, to_safetensors
 from blocktrain.wire import frame_metadata, frames, messages
@@ -226,6 +230,49 @@ def read_recipe(data: bytes) -> bool:
     return recipe is not None
 
 
+# --- datasets -------------------------------------------------------------------------------------------
+
+SHARD = bytes(range(64)) * 2
+
+
+def manifest(content: bytes = SHARD) -> Manifest:
+    """One whose first training shard has this content and a right hash."""
+
+    def entry(name: str, content: bytes) -> ShardEntry:
+        sha256 = hashlib.sha256(content).hexdigest()
+        return ShardEntry(name=name, sha256=sha256, tokens=64, documents=3, bytes=90, cluster=0)
+
+    parts = {"training": "train", "pooling": "pool", "held_out": "held"}
+    splits = {key: (entry(f"{name}-00000.bin", content + name.encode()),) for key, name in parts.items()}
+    splits["training"] = (entry("train-00000.bin", content),)
+    return Manifest(tokenizer="ab" * 32, vocabulary=0x4000, separator=(0,), clusters=1, left_out=0, **splits)
+
+
+def read_dataset_manifest(data: bytes) -> bool:
+    try:
+        found = read_manifest(data)
+    except DataError:
+        return False
+    assert found.to_bytes() == data
+    assert all(Path(one.name).name == one.name for one in (*found.training, *found.held_out))
+    return True
+
+
+def read_shard(data: bytes) -> bool:
+    """A shard that a mirror sent, whose maker also wrote the hash: what lies behind the hash is reached."""
+    described = manifest(data)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        try:
+            check_shard(Path(file.name), described.training[0], described)
+        except DataError:
+            return False
+    assert len(data) == 128
+    assert max(np.frombuffer(data, "<u2")) < described.vocabulary
+    return True
+
+
 # --- signatures and headers -----------------------------------------------------------------------------
 
 TARGET = "/v1/assignments?x=1"
@@ -292,6 +339,8 @@ def readers() -> tuple[Reader, ...]:
         Reader("serving frame with sound checksums", read_resealed_frame, tuple(serving_samples())),
         Reader("message", read_message, tuple(message_samples())),
         Reader("recipe", read_recipe, (json.dumps(Recipe().to_dict()).encode(),)),
+        Reader("dataset manifest", read_dataset_manifest, (manifest().to_bytes(),)),
+        Reader("dataset shard", read_shard, (SHARD,)),
         Reader("signed headers", read_signed, (signed_sample(),)),
         Reader("invitation", read_token, (make_invite(IDENTITY, NOW + 60).encode(),)),
         Reader("join with a stamp", read_stamp, (join.model_dump_json().encode(),)),

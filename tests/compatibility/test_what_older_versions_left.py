@@ -66,6 +66,13 @@ class Old:
         assert process.exitcode == 0, Path(f"{log}.2").read_text()
         return Path(f"{log}.1").read_text(encoding="latin-1")
 
+    def refused(self, *arguments: str) -> str:
+        """What a run that must fail in words says."""
+        process, log = self.start(*arguments)
+        process.join(WAIT_SECONDS)
+        assert process.exitcode in (1, 2)
+        return " ".join(Path(f"{log}.2").read_text().split())
+
     def end(self) -> None:
         for process in self.started:
             process.kill()
@@ -142,6 +149,24 @@ def test_a_checkpoint_of_an_older_version_scores_and_writes_the_same(old: Old) -
     assert len(written) == len(old.expected["generate"])
     if old.same_machine:
         assert written == old.expected["generate"]
+
+
+def test_what_an_older_version_trained_with_a_removed_objective_is_refused_in_words(old: Old) -> None:
+    """`composed` had the same files, so the chain's folders with its name are what its owners have."""
+    for name in ("turns.toml", "half-turns/run.json", "whole-turns/checkpoint/config.json"):
+        path = old.folder / name
+        text, count = re.subn(r'("?kind"?\s*[=:]\s*)"chain"', r'\1"composed"', path.read_text())
+        assert count, f"{name} names no objective"
+        path.write_text(text)
+    score = ["evaluate", "whole-turns/checkpoint", "--text", "score.txt", "--device", "cpu"]
+    write = ["generate", "whole-turns/checkpoint", "--prompt", "one", "--device", "cpu"]
+    serve = ["coordinator", "turns.toml", "--data-dir", "composed", "--port", "0"]
+    train = ["train", "turns.toml", "--out", "half-turns", "--device", "cpu", "--resume"]
+    for verb in (train, score, write, serve):
+        said = old.refused(*verb)
+        assert "which was removed" in said, said
+        assert "commit 59aa936" in said, said
+        assert "Traceback" not in said
 
 
 def test_a_swarm_that_an_older_version_began_is_finished_and_verified(old: Old) -> None:

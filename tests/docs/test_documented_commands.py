@@ -12,7 +12,7 @@ from blocktrain.cli.reference import Verb, all_verbs
 from tests.docs.pages import FENCE, ROOT, Fence, Runner, blocktrain_words, commands, fences, name_of, pages
 
 VERBS = {verb.name: verb for verb in all_verbs()}
-KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "", "bash"}
+KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "mermaid", "", "bash"}
 MARKS = {(), ("server",), ("norun",)}
 RUN_ELSEWHERE = {("docs/serve.md", "bash"), ("docs/serve.md", "python")}
 """tests/serving/gateway/test_gateway_docs.py holds them against the official client."""
@@ -25,6 +25,7 @@ GIVEN = {
     "docs/join.md": ("with_run",),
     "docs/host.md": ("with_database_and_bucket",),
     "docs/dashboard.md": ("with_demo",),
+    "docs/data.md": (),
     "docs/serve.md": ("with_demo",),
     "docs/objective.md": (),
     "docs/tracking.md": (),
@@ -78,9 +79,9 @@ def test_a_command_names_a_verb_and_options_that_exist(words: list[str]) -> None
 
 
 def verb_named(words: list[str]) -> Verb | None:
-    """`workers ls`, `train`, or the first of `judge|invite`."""
-    first, *rest = (re.split(r"[^a-z-]", word)[0] for word in words[:2])
-    return VERBS.get(" ".join([first, *rest])) or VERBS.get(first)
+    """`data tokenizer train`, `workers ls`, `train`, or the first of `judge|invite`."""
+    plain = [re.split(r"[^a-z-]", word)[0] for word in words[:3]]
+    return next((VERBS[name] for n in (3, 2, 1) if (name := " ".join(plain[:n])) in VERBS), None)
 
 
 def test_makefile_targets_that_the_docs_name_exist() -> None:

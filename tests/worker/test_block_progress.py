@@ -17,8 +17,8 @@ from blocktrain.worker.block_progress import (
     NEXT_STATES,
     BlockProgress,
     MovedWeights,
+    PendingState,
     PendingUpdate,
-    UpdateState,
     is_discarded,
     move_share,
     share_to_return,
@@ -110,7 +110,7 @@ def test_an_update_that_came_too_late_returns_to_feedback_and_leaves_the_local_w
     trainer.train(0.0)
     assert trainer.at == 0.5
     assert value(trainer.progress.feedback) == -1.0
-    assert first.state is UpdateState.GONE
+    assert first.state is PendingState.GONE
 
 
 def test_a_rejected_update_is_discarded_with_the_error_feedback() -> None:
@@ -129,7 +129,7 @@ def test_the_share_of_a_late_update_that_does_not_count_returns() -> None:
     first = trainer.trained_and_formed(1.0)
     trainer.progress.judged(first, LATE)
     assert value(trainer.progress.feedback) == -0.75
-    assert first.state is UpdateState.CARRIED
+    assert first.state is PendingState.CARRIED
     assert trainer.progress.kept()[1] == [], "delivered again, its share would return twice"
     trainer.progress.advance(base(1, 0.25), {first.payload_hash})
     trainer.train(0.0)
@@ -284,10 +284,10 @@ def test_an_update_without_a_verdict_is_not_given_up() -> None:
 
 
 def test_states_change_only_as_the_table_says() -> None:
-    assert set(NEXT_STATES) == set(UpdateState)
+    assert set(NEXT_STATES) == set(PendingState)
     update = PendingUpdate.of(an_assignment())
     with pytest.raises(AssertionError, match="assigned cannot become accepted"):
-        update.enter(UpdateState.ACCEPTED)
+        update.enter(PendingState.ACCEPTED)
 
 
 def test_what_does_not_count_returns() -> None:

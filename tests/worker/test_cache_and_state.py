@@ -15,7 +15,7 @@ from safetensors import safe_open
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.snapshots import Base
 from blocktrain.errors import UserError
-from blocktrain.worker.block_progress import PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import PendingState, PendingUpdate
 from blocktrain.worker.state import StateFolder
 
 
@@ -44,7 +44,7 @@ def test_feedback_and_unsettled_updates_are_saved_together(tmp_path: Path) -> No
         assignment_id="a",
         block=3,
         round=1,
-        state=UpdateState.FORMED,
+        state=PendingState.FORMED,
         loss=2.0,
         base=Base(1, "c", {}),
         payload_hash="b",

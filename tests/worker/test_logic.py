@@ -10,7 +10,7 @@ from blocktrain.client.snapshots import Base, snapshot_route
 from blocktrain.config import SwarmConfig
 from blocktrain.wire.messages import StandIn
 from blocktrain.worker.asking import slept_seconds
-from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
 from blocktrain.worker.logic import WorkerLogic, asks_for_next, batch_of, may_step, own_steps
 from blocktrain.worker.state import saving_is_due
 from blocktrain.worker.watching import watch_seconds
@@ -138,7 +138,7 @@ def test_a_cancelled_update_is_no_lease_and_another_is_asked_for() -> None:
 def test_an_update_whose_steps_are_done_cannot_be_cancelled() -> None:
     logic, (update,) = at_work(0)
     assert not logic.cancel(update)
-    assert update.state is UpdateState.TRAINED
+    assert update.state is PendingState.TRAINED
 
 
 def test_an_assignment_cancelled_while_its_snapshots_come_is_never_begun() -> None:

@@ -54,12 +54,14 @@ def coordinator(
     from blocktrain.coordinator.main import Tls, run_coordinator
 
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
+    # Alembic reports every look at the schema, uvicorn its own birth, at each start.
     for chatter in ("alembic", "uvicorn.error"):
         logging.getLogger(chatter).setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")
     folder, file = data_dir.expanduser(), find_recipe(recipe)
     resolved = load_recipe(file, set_)
+    # The trackers before the run: a missing package is told before one is created.
     with (
         opened_model(from_) if from_ is not None else nullcontext() as start,
         recording(folder, track, resolved.name, resolved.to_dict()) as recorder,

@@ -26,6 +26,7 @@ def invite(
     from blocktrain.coordinator.operator_notes import kept_address
     from blocktrain.wire.tokens import make_invite
 
+    # No request: the signature is the invitation, and the coordinator learns of it when it is used.
     identity, folder = operator_key(data_dir), data_dir.expanduser()
     tokens = [make_invite(identity, time.time() + 3600 * hours) for _ in range(count)]
     if token:

@@ -15,6 +15,7 @@ from blocktrain.cli.chat import chat
 from blocktrain.cli.checkpoint import checkpoint
 from blocktrain.cli.contributions import contributions
 from blocktrain.cli.coordinator import coordinator
+from blocktrain.cli.data import data_verbs
 from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate
@@ -65,6 +66,7 @@ app.command()(status)
 app.command()(judge)
 app.command()(invite)
 app.command()(contributions)
+app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
 app.command()(simulate)
@@ -78,12 +80,14 @@ def version() -> None:
 
 
 def main() -> None:
+    # First of all: a child whose parent dies while it imports torch must end too.
     end_with_parent()
     try:
         app()
     except BlocktrainError as error:
         print(f"blocktrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    # 130 = 128 + SIGINT, as shells say it.
     except KeyboardInterrupt:
         print("blocktrain: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -104,6 +104,7 @@ def operator_client(url: str, data_dir: Path) -> CoordinatorClient:
     from blocktrain.client.coordinator import public_client
 
     client = public_client(url, operator_key(data_dir))
+    # The operator's key signs for one run, so that nobody can replay a ban elsewhere.
     client.audience = client.run().run_id
     return client
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.errors import StorageError
+from blocktrain.threads import Threads
 from blocktrain.wire.messages import StatusAnswer
 
 log = logging.getLogger(__name__)
@@ -26,27 +27,23 @@ def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
     if watch is None:
         yield
         return
-    stop = threading.Event()
-    thread = threading.Thread(target=_loop, args=(coordinator, watch, stop), daemon=True)
-    thread.start()
+    stop, changes = threading.Event(), coordinator.resources.changes
+
+    def write() -> bool:
+        watch(coordinator.status())
+        # `repeat` looks for changes since before the status, so one that comes in this pause is told next.
+        stop.wait(PAUSE_SECONDS)
+        return False
+
+    threads = Threads(stop)
+    threads.repeat("metrics", write, coordinator.metrics.failed, pause_seconds=PAUSE_SECONDS, changes=changes)
     try:
         yield
     finally:
         stop.set()
-        coordinator.resources.changes.notify()
-        thread.join(LAST_WRITE_SECONDS)
-
-
-def _loop(coordinator: Coordinator, watch: Watch, stop: threading.Event) -> None:
-    changes = coordinator.resources.changes
-    while True:
-        # Read before the status: what changes meanwhile is told in the next turn, and the end is told too.
-        ending, seen = stop.is_set(), changes.count
+        changes.notify()
+        threads.join(LAST_WRITE_SECONDS)
         try:
-            watch(coordinator.status())
+            watch(coordinator.status())  # the end of a run is told too
         except StorageError as error:
             log.error("cannot write metrics down: %s", error)
-        if ending:
-            return
-        changes.wait(seen, PAUSE_SECONDS)
-        stop.wait(PAUSE_SECONDS)

@@ -128,6 +128,7 @@ def open_run(
     setup, codec = Setup.of_swarm(recipe), CodecSpec.parse(recipe.swarm.codec)
     with store.read() as session:
         is_new = session.get(RunRow, 1) is None
+    # Initial weights follow from seed and block, so workers can make version 0 themselves.
     layouts, schemas = [], []
     for block in range(recipe.model.blocks):
         module = setup.initial(block) if start is None else start[block]
@@ -160,6 +161,7 @@ def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_
     """Make the run's row with the ledger's first entry; or compare with what was given, and complete `run`
     with what the row knows."""
     with store.write() as session:
+        # There is one row, number 1; its primary key lets only one of two processes make the run.
         row = session.get(RunRow, 1, with_for_update=True)
         if row is None:
             description: dict[str, Any] = {
@@ -169,6 +171,7 @@ def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_
                 "created": now,
                 "blocks": [layout.model_dump(mode="json") for layout in run.layouts],
             }
+            # The id is the hash of what all must agree on: two runs with one id would be one run.
             run.run_id = content_hash(canonical_json(description))
             row = RunRow(
                 id=1,

@@ -96,6 +96,7 @@ def _from_url(url: str) -> Source:
     client = public_client(url)
     client.run()  # says in words what else lives at this address
     entries: list[LedgerEntry] = []
+    # Whole, before anything is checked: a coordinator cannot choose its later pages by what we ask for next.
     while page := client.ledger(len(entries)).entries:
         entries += page
     return Source(

@@ -118,6 +118,7 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = [setup.initial(state.block) for state in status.blocks]
     with tempfile.TemporaryDirectory() as folder:
+        # Nothing is kept: each snapshot is needed once.
         cache = BlobCache(Path(folder), max_bytes=0)
         layouts = [Layout.of(layout) for layout in run.blocks]
         snapshots = Snapshots(client, cache, setup, layouts, lambda _: None)
@@ -127,6 +128,7 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
     table = setup.codebook()().detach().to(device)
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
+    # On the pooling text, as in a local run: the scores of both compare.
     pooling = evaluator.fit_weights(blocks, tokenizer.encode(corpus.pool))
     valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
     scores = evaluator.score(blocks, pooling, valid, euler=setup.objective.composes_by_euler)

@@ -63,6 +63,7 @@ class Scorer:
         self._objective = setup.objective
         self._codebook: Tensor = setup.codebook().to(self.device)()
         self._corpus_hash = corpus.sha256
+        # Public held-out text could be trained on; `private_text` is the remedy of docs/threat-model.md.
         private = recipe.trust.private_text
         held_out = read_text(Path(private).expanduser()) if private else corpus.valid
         texts = [setup.tokenizer.encode(text) for text in (corpus.train, held_out)]
@@ -118,6 +119,7 @@ class Scorer:
             window_offsets(*key, work.first_step + int(offset), count=batch, choices=choices)[row]
             for offset, row in zip(offsets, rows, strict=True)
         ]
+        # Any training text, the worker's own included: one shard is a small part of it.
         other = np.random.default_rng(derive_seed("other", seed)).integers(0, choices, budget.other)
         own_gain = Gain.of(differences(self._train, np.array(assigned), seed + 1))
         other_gain = Gain.of(differences(self._train, other, seed + 2))
@@ -139,6 +141,7 @@ class Scorer:
         before, after = self._loaded(block, base, base)
         [old] = self._losses(block, (before,), upstream, self._held_out, starts, seed)
         found = []
+        # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
             [new] = self._losses(block, (after,), upstream, self._held_out, starts, seed)
@@ -184,6 +187,7 @@ class Scorer:
             cut = text[starts[first : first + size, None] + reach].astype(np.int64)
             windows = torch.from_numpy(cut).to(self.device)
             tokens, targets = windows[:, :-1], windows[:, 1:]
+            # Seeded by the place in the draw, so that a batch's hints do not depend on what came before it.
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))
             drawn = with_hints(self._objective, block, tokens, targets, self._codebook, generator)
             features = upstream_features(upstream, tokens, self._codebook)

@@ -14,7 +14,7 @@ import time
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.errors import BlocktrainError, WireError
 from blocktrain.wire.messages import Assignment, Finished, HeartbeatRequest, Wait
-from blocktrain.worker.block_progress import PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import PendingState, PendingUpdate
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
@@ -84,7 +84,7 @@ class Asking:
     def _pause(self, answer: Wait) -> None:
         """As long as asked, but not longer than until the block moves on, which is what is waited for."""
         current, seconds = self.logic.current, min(max(answer.seconds, TICK_SECONDS), LONGEST_PAUSE_SECONDS)
-        if current is None or current.state is not UpdateState.ASSIGNED:
+        if current is None or current.state is not PendingState.ASSIGNED:
             self.view.waiting(answer.reason)
         progress = None if current is None else self.logic.blocks.get(current.block)
         if progress is None:

@@ -83,7 +83,7 @@ def move_share(rounds_ahead: float) -> float:
     return 1.0 / (1.0 + MOVE_DAMPING * rounds_ahead)
 
 
-class UpdateState(StrEnum):
+class PendingState(StrEnum):
     ASSIGNED = "assigned"
     """Its steps are running, or will be next."""
     TRAINED = "trained"
@@ -98,13 +98,13 @@ class UpdateState(StrEnum):
     """It will never be merged."""
 
 
-NEXT_STATES: Mapping[UpdateState, frozenset[UpdateState]] = {
-    UpdateState.ASSIGNED: frozenset({UpdateState.TRAINED, UpdateState.GONE}),
-    UpdateState.TRAINED: frozenset({UpdateState.FORMED, UpdateState.GONE}),
-    UpdateState.FORMED: frozenset({UpdateState.ACCEPTED, UpdateState.CARRIED, UpdateState.GONE}),
-    UpdateState.ACCEPTED: frozenset({UpdateState.GONE}),
-    UpdateState.CARRIED: frozenset({UpdateState.GONE}),
-    UpdateState.GONE: frozenset(),
+NEXT_STATES: Mapping[PendingState, frozenset[PendingState]] = {
+    PendingState.ASSIGNED: frozenset({PendingState.TRAINED, PendingState.GONE}),
+    PendingState.TRAINED: frozenset({PendingState.FORMED, PendingState.GONE}),
+    PendingState.FORMED: frozenset({PendingState.ACCEPTED, PendingState.CARRIED, PendingState.GONE}),
+    PendingState.ACCEPTED: frozenset({PendingState.GONE}),
+    PendingState.CARRIED: frozenset({PendingState.GONE}),
+    PendingState.GONE: frozenset(),
 }
 
 
@@ -136,7 +136,7 @@ class PendingUpdate:
     """None for an update that an earlier process had formed."""
     frozen: Mapping[int, Base] = field(default_factory=dict)
     """The other blocks' snapshots that the assignment names, by block, in the order they run."""
-    state: UpdateState = UpdateState.ASSIGNED
+    state: PendingState = PendingState.ASSIGNED
     step: int = 0
     """Steps done."""
     loss: float | None = None
@@ -154,7 +154,7 @@ class PendingUpdate:
     def of(cls, assignment: Assignment) -> PendingUpdate:
         return cls(assignment.assignment_id, assignment.block, assignment.round, assignment)
 
-    def enter(self, state: UpdateState) -> None:
+    def enter(self, state: PendingState) -> None:
         assert state in NEXT_STATES[self.state], f"an update that is {self.state} cannot become {state}"
         self.state = state
 
@@ -204,7 +204,7 @@ class BlockProgress:
             feedback = self._feedback
             if self._being_encoded is not None:
                 feedback = fold_back(feedback, self._being_encoded)
-            unsettled = (UpdateState.FORMED, UpdateState.ACCEPTED)
+            unsettled = (PendingState.FORMED, PendingState.ACCEPTED)
             return feedback, [update for update in self._pending if update.state in unsettled]
 
     def pending(self) -> list[PendingUpdate]:
@@ -214,11 +214,11 @@ class BlockProgress:
 
     def num_formed(self) -> int:
         with self.changed:
-            return sum(update.state is not UpdateState.TRAINED for update in self._pending)
+            return sum(update.state is not PendingState.TRAINED for update in self._pending)
 
     def num_unformed(self) -> int:
         with self.changed:
-            return sum(update.state is UpdateState.TRAINED for update in self._pending)
+            return sum(update.state is PendingState.TRAINED for update in self._pending)
 
     # --- the trainer
 
@@ -263,7 +263,7 @@ class BlockProgress:
     def finish(self, update: PendingUpdate, weights: Weights, loss: float) -> None:
         """The last step of an update is done at these weights."""
         with self.changed:
-            update.enter(UpdateState.TRAINED)
+            update.enter(PendingState.TRAINED)
             update.weights, update.loss = self._marked(weights), loss
             self._pending.append(update)
             self.changed.notify_all()
@@ -303,7 +303,7 @@ class BlockProgress:
             weights = base.weights if self.layout.codec.sends_weights else {}
             update.base = Base(base.version, base.hash, weights)
             update.payload, update.payload_hash = encoded.payload, payload_hash
-            update.enter(UpdateState.FORMED)
+            update.enter(PendingState.FORMED)
             self._being_encoded = None
             if encoded.feedback is not None:
                 self._feedback = fold_back(self._feedback, encoded.feedback)
@@ -319,19 +319,19 @@ class BlockProgress:
         if verdict is not None and is_discarded(verdict.outcome, verdict.reason):
             with self.changed:
                 self._feedback = None
-                update.enter(UpdateState.GONE)
+                update.enter(PendingState.GONE)
             self.advance(None, ())
             return
         share = 1.0 if verdict is None else share_to_return(verdict.outcome, verdict.weight)
         delta = self._delta(update) if share else None
         with self.changed:
             if verdict is None or verdict.outcome is Outcome.REFUSED:
-                update.enter(UpdateState.GONE)
+                update.enter(PendingState.GONE)
             else:
-                update.enter(UpdateState.CARRIED if share else UpdateState.ACCEPTED)
+                update.enter(PendingState.CARRIED if share else PendingState.ACCEPTED)
             if delta is not None:
                 self._feedback = fold_back(self._feedback, delta, share)
-        if update.state is UpdateState.GONE:
+        if update.state is PendingState.GONE:
             self.advance(None, ())
 
     def _delta(self, update: PendingUpdate) -> Weights | None:
@@ -345,7 +345,7 @@ class BlockProgress:
         """Give up an update that was never formed: its progress goes to error feedback."""
         with self.changed:
             origin = self._origin(update)
-            update.enter(UpdateState.GONE)
+            update.enter(PendingState.GONE)
         delta = difference(origin.now(), update.weights.now())
         with self.changed:
             self._feedback = fold_back(self._feedback, delta)
@@ -366,11 +366,11 @@ class BlockProgress:
                 base, merged = base or self._base, set(merged)
                 settled, given_up = 0, []
                 for update in self._pending:
-                    if update.state is UpdateState.TRAINED:
+                    if update.state is PendingState.TRAINED:
                         break
-                    if update.state is not UpdateState.GONE and update.payload_hash not in merged:
+                    if update.state is not PendingState.GONE and update.payload_hash not in merged:
                         assert update.base is not None
-                        waiting = update.state is UpdateState.FORMED
+                        waiting = update.state is PendingState.FORMED
                         if waiting or base.version <= update.base.version + self.swarm.max_age + 1:
                             break
                         given_up.append(update)
@@ -387,7 +387,7 @@ class BlockProgress:
                 self._move_is_new = True
                 self._base = base
                 for update, delta in zip(given_up, returned, strict=True):
-                    update.enter(UpdateState.GONE)
+                    update.enter(PendingState.GONE)
                     if delta is not None:
                         self._feedback = fold_back(self._feedback, delta)
                 self.changed.notify_all()

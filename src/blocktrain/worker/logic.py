@@ -18,7 +18,7 @@ from collections.abc import Callable
 from blocktrain.client.snapshots import Base
 from blocktrain.config import SwarmConfig
 from blocktrain.wire.messages import Assignment, AssignmentRequest
-from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
 
 PREFETCH_SECONDS = 5.0
 PREFETCH_SHARE = 0.8
@@ -105,7 +105,7 @@ class WorkerLogic:
             if self.run_is_finished or self.next is not None or self.preparing is not None:
                 return False
             update = self.current
-            if update is None or update.state is UpdateState.GONE:
+            if update is None or update.state is PendingState.GONE:
                 return True
             assert update.assignment is not None
             # A worker whose uploads are slower than its training waits here, or its copies would pile up.
@@ -141,7 +141,7 @@ class WorkerLogic:
         """Everything it takes to begin is here, or it was cancelled meanwhile."""
         with self.changed:
             self.preparing = None
-            if update.state is UpdateState.ASSIGNED:
+            if update.state is PendingState.ASSIGNED:
                 self.next = update
             self.changed.notify_all()
 
@@ -166,9 +166,9 @@ class WorkerLogic:
         What was trained of it stays in the local weights, and so becomes part of the next update.
         """
         with self.changed:
-            if update.state is not UpdateState.ASSIGNED:
+            if update.state is not PendingState.ASSIGNED:
                 return False
-            update.enter(UpdateState.GONE)
+            update.enter(PendingState.GONE)
             if self.next is update:
                 self.next = None
             self.changed.notify_all()
@@ -190,7 +190,7 @@ class WorkerLogic:
         """Assignments in hand whose steps are not all done."""
         with self.changed:
             held = (self.preparing, self.current, self.next)
-            return [one for one in held if one is not None and one.state is UpdateState.ASSIGNED]
+            return [one for one in held if one is not None and one.state is PendingState.ASSIGNED]
 
     def heartbeats_due(self, now: float) -> list[PendingUpdate]:
         """The leases to renew now, those included whose snapshots are still coming."""

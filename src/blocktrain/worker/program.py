@@ -35,7 +35,7 @@ from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import JoinRequest, RunAnswer
 from blocktrain.worker.asking import Asking
-from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
@@ -219,12 +219,12 @@ class Worker:
             training.begin(progress, assignment.total_steps)
 
     def _goes_on(self, update: PendingUpdate) -> bool:
-        return update.state is UpdateState.ASSIGNED and not self.stop.is_set()
+        return update.state is PendingState.ASSIGNED and not self.stop.is_set()
 
     def _finish(self, progress: BlockProgress, update: PendingUpdate, loss: float) -> None:
         weights = self.training.weights()  # copied from the device before anybody has to wait for it
         with self.logic.changed:
-            if update.state is not UpdateState.ASSIGNED:
+            if update.state is not PendingState.ASSIGNED:
                 return  # a heartbeat cancelled it after its last step
             progress.finish(update, weights, loss)
             self.logic.trained(update)

@@ -25,7 +25,7 @@ from blocktrain.errors import StorageError
 from blocktrain.files import locked_file, write_whole
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Receipt
-from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, UpdateState
+from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
 
 SAVING_SHARE = 0.02
 RECEIPTS_FILE = "receipts.jsonl"
@@ -108,7 +108,7 @@ class StateFolder:
                 assignment_id=entry.assignment_id,
                 block=block,
                 round=entry.base_version,
-                state=UpdateState.FORMED,
+                state=PendingState.FORMED,
                 loss=entry.loss,
                 base=Base(entry.base_version, entry.base_hash, {}),
                 payload_hash=entry.payload_hash,

@@ -41,6 +41,7 @@ def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) ->
 
 
 def _blob_response(request: Request, blobs: Blobs, key: str, digest: str) -> Response:
+    # From shared storage workers fetch by themselves: the coordinator's line carries no weights then.
     if blobs.shared:
         return RedirectResponse(blobs.presigned_get(key), status_code=307)
     # The name is the hash of the content, so it can never be out of date.
@@ -69,6 +70,7 @@ def byte_range(header: str, size: int) -> tuple[int, int]:
     """First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; the whole for an empty header."""
     if not header:
         return 0, size
+    # One range only; more would be answered in a multipart body, which no client here asks for.
     start = end = 0
     match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header)
     if match is not None and match[1]:
