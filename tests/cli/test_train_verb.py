@@ -273,6 +273,7 @@ def test_a_run_begins_from_a_checkpoint_also_when_it_is_resumed(
     start = ("train", recipe_file, "--out", tmp_path / "run", "--device", "cpu", "--set", "training.steps=1")
     wrong = run_main(*start, "--from", checkpoint)
     assert (wrong.code, "set seed = 3" in wrong.complaint) == (2, True)
+    assert not (tmp_path / "run" / "run.json").exists()
     tune: tuple[Any, ...] = (
         "train",
         recipe_file,

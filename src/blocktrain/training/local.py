@@ -126,6 +126,8 @@ class LocalRun:
     def train(self, *, resume: bool) -> None:
         if resume and self.start is not None:
             raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
+        if self.start is not None:
+            starting_blocks(self.start, self.setup)  # one that does not fit leaves no folder behind
         prepare_folder(self.out, self.recipe, self.corpus, resume=resume)
         if self.start is not None:
             # A copy, so that a resumed run begins its later blocks from the same weights.
