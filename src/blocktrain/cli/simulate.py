@@ -44,6 +44,12 @@ def simulate(
         typer.Option(help="drop: the litepaper's fixed deadline, late work is lost. carry: ours."),
     ] = PolicyName.CARRY,
     seed: Annotated[int, typer.Option(min=0, help="Of the network's weather and of the training.")] = 0,
+    judge: Annotated[
+        bool,
+        typer.Option(
+            "--judge", help="Judge updates and guard merges as the recipe's [trust] says; else all count."
+        ),
+    ] = False,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Rounds between two scores.")] = 1,
     device: DeviceOption = "cpu",
     set_: SetOption = [],  # noqa: B006
@@ -59,6 +65,7 @@ def simulate(
         seed=seed,
         evaluate_every=evaluate_every,
         device=find_device(device),
+        judged=judge,
     )
     # Progress on stderr, so that `--json > report.json` holds the report alone.
     console = Console(stderr=True)
@@ -87,6 +94,7 @@ def report_table(report: dict[str, Any]) -> Table:
         "participation (on time)": f"{report['participation']:.1%}",
         "merged at any age": f"{report['merged_share']:.1%}",
         "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
+        "refused updates": ", ".join(f"{why}: {n}" for why, n in report["refused_for"].items()) or "none",
         "rounds without an update": str(report["empty_rounds"]),
         "virtual wall time": f"{report['wall_seconds']:.0f} s",
         "time spent computing": f"{report['computing_share']:.1%}",

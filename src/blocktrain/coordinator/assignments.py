@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from dataclasses import replace
 
 from sqlalchemy import and_, or_, select
@@ -178,7 +177,7 @@ class Assignments:
                     return Wait(seconds=decision.seconds, reason=decision.reason)
                 block = block_row(session, decision.block, lock=True)
                 if block.version == versions[decision.block]:
-                    return self._lend(session, worker, block, decision, now)
+                    return self.lend(session, worker, block, decision, now)
 
     def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
         """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
@@ -216,7 +215,7 @@ class Assignments:
             for block, version in versions.items()
         ]
 
-    def _lend(
+    def lend(
         self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
     ) -> Assignment:
         """Write the lease down: its text, its frozen snapshots, the steps it takes for an absent replica."""
@@ -252,7 +251,7 @@ class Assignments:
 
         frozen = frozen_heads(session, run, offer.block)
         row = AssignmentRow(
-            assignment_id=secrets.token_hex(16),
+            assignment_id=self._resources.new_id(),
             worker_id=name,
             block=offer.block,
             round=offer.round,

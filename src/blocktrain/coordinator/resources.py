@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.run import Run
@@ -24,5 +26,7 @@ class Resources:
     clock: Callable[[], float]
     secret: bytes = bytes(32)
     """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
+    new_id: Callable[[], str] = partial(secrets.token_hex, 16)
+    """Names assignments; a simulation, which must repeat itself, counts instead."""
     changes: Changes = field(default_factory=Changes)
     metrics: Metrics = field(default_factory=Metrics)

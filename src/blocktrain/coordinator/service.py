@@ -109,7 +109,7 @@ class Coordinator:
         if self._merging is not None:
             self._merging.join()
         self._threads.join(PATIENCE_SECONDS)
-        self.rounds.close()
+        self.rounds.shut_down()
         self.resources.store.close()
 
     def remember(self, request: VerifiedRequest) -> None:

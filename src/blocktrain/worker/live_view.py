@@ -51,6 +51,7 @@ class PlainView:
         print(text, file=self.stream, flush=True)
 
     def waiting(self, reason: str) -> None:
+        # Asked every second, a waiting worker would otherwise say the same thing every second.
         if self.note != reason:
             self.note = reason
             self.line(f"wait reason={reason!r}")
@@ -62,6 +63,7 @@ class PlainView:
     def stepped(self, step: int, loss: float | None) -> None:
         self.step, self.loss = step, self.loss if loss is None else loss
         now = time.monotonic()
+        # A step may take milliseconds; a log of every one would be larger than the snapshots.
         if now - self._shown_at >= LINE_SECONDS:
             self._shown_at = now
             self._still_training()
@@ -123,6 +125,7 @@ class LiveView(PlainView):
 
 def open_view(worker: str, traffic: Traffic) -> PlainView:
     console = Console(stderr=True)
+    # A table that redraws itself makes a mess of a log file.
     return LiveView(worker, traffic, console) if console.is_terminal else PlainView(worker, traffic)
 
 

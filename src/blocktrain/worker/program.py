@@ -151,6 +151,7 @@ class Worker:
     def train(self) -> None:
         with unless_stopped(self.stop, f"joining {self.client.url}"):
             self.membership.join()
+        # Before the first assignment: its error feedback depends on what becomes of these.
         for layout in self.snapshots.layouts:
             self.sending.deliver_leftovers(layout.block)
         self.threads.start("asking", self.asking.run)
@@ -196,6 +197,7 @@ class Worker:
                 self.logic.wait(lambda: progress.base.version >= update.round, TICK_SECONDS)
                 waited += time.monotonic() - before
                 continue
+            # Between two steps, where nobody else touches the weights.
             if training.pick_up_move(update):
                 waited += time.monotonic() - before
             loss = training.step(update)
@@ -203,6 +205,7 @@ class Worker:
                 update.loss = float(loss) if torch.isfinite(loss) else None
                 read_at = time.monotonic()
             self.view.stepped(update.step, update.loss)
+        # A cancellation that comes after this line is seen by `_finish`, under the lock.
         goes_on = self._goes_on(update)
         mean_loss = training.mean_loss(update) if goes_on else math.nan
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)

@@ -71,6 +71,7 @@ class StateFolder:
 
     def save_progress(self, progress: BlockProgress) -> None:
         """From any thread; the lock keeps an older moment from overwriting a newer one."""
+        # Both are read inside the lock: two threads that save at once write moments in order.
         with self._saving:
             self.save_feedback(progress.block, *progress.kept())
 
@@ -107,6 +108,7 @@ class StateFolder:
             PendingUpdate(
                 assignment_id=entry.assignment_id,
                 block=block,
+                # The file has no round, and none is needed: the assignment is known by its id.
                 round=entry.base_version,
                 state=PendingState.FORMED,
                 loss=entry.loss,

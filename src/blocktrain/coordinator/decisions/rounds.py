@@ -42,7 +42,7 @@ class RoundFacts:
     history: Sequence[float] = ()
     """Offsets of earlier rounds, the latest HISTORY_ARRIVALS."""
     this_round: Sequence[float] = ()
-    """Offsets of the open round."""
+    """Offsets of the open round; read only where there is no history."""
     merging: bool = False
     """A merge is under way: its inputs are fixed, and what arrives now belongs to the next one."""
     claimed_until: float | None = None

@@ -91,6 +91,7 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         )
         return [offset for offset in found if offset is not None]
 
+    history = offsets(UpdateRow.base_version < row.version)
     return RoundFacts(
         version=row.version,
         begun=row.begun,
@@ -105,8 +106,8 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         ),
         refused=frozenset(one.worker_id for one in updates if one.state == UpdateState.REFUSED),
         judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
-        history=offsets(UpdateRow.base_version < row.version),
-        this_round=offsets(on_head),
+        history=history,
+        this_round=() if history else offsets(on_head),
         merging=row.closing_version is not None,
         claimed_until=row.claim_until,
     )
