@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from blocktrain.cli.options import KeyOption, SourceArgument, check_source, opened_model
-from blocktrain.local.terminal import write
 
 
 def chat(
@@ -24,6 +23,7 @@ def chat(
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
     from blocktrain.client.gateway import GatewayClient
+    from blocktrain.local.terminal import write
 
     check_source(checkpoint, url)
     # A chat outgrows any context, so the oldest text slides out; a refusal in the middle of it would help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,6 @@ from blocktrain.cli.options import (
     log_to_stderr,
     opened_model,
 )
-from blocktrain.local.launcher import LaunchConfig, Launcher
 from blocktrain.local.processes import stopping
 
 
@@ -39,6 +39,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
+    from blocktrain.local.launcher import LaunchConfig, Launcher
+
     log_to_stderr()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
@@ -70,3 +72,5 @@ def serve(
             launcher.watch(stop)
         finally:
             launcher.end()
+    if logs is None:  # only after an end that was asked for: a failure's message points to its logs
+        shutil.rmtree(folder, ignore_errors=True)

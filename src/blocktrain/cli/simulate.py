@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.simulation.networks import NETWORKS
-from blocktrain.training.device import find_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class NetworkName(StrEnum):
@@ -56,7 +56,10 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
     """Train a small swarm in virtual time: how a network and a policy change the loss."""
+    from rich.console import Console
+
     from blocktrain.simulation.run import Scenario, ScoredRound, Simulation
+    from blocktrain.training.device import find_device
 
     scenario = Scenario(
         recipe=load_recipe(find_recipe(recipe), set_),
@@ -86,6 +89,8 @@ def simulate(
 
 
 def report_table(report: dict[str, Any]) -> Table:
+    from rich.table import Table
+
     table = Table("", "", show_header=False, box=None, pad_edge=False)
     blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
     rows = {

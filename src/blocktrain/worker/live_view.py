@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.client.traffic import Traffic
+from blocktrain.worker.shifts import Contribution
 
 SHOWN_LINES = 8
 LINE_SECONDS = 5.0
@@ -33,6 +34,7 @@ class PlainView:
         self.loss: float | None = None
         self.note = "starting"
         self.verdicts: Counter[str] = Counter()
+        self.given = Contribution()
         self._lock = threading.Lock()
         self._shown_at = 0.0
 
@@ -79,6 +81,7 @@ class PlainView:
 
     def judged(self, block: int, round_: int, outcome: str, age: int, sentence: str) -> None:
         self.verdicts[outcome] += 1
+        self.given.verdicts[outcome] += 1
         self.line(f"verdict block={block} round={round_} outcome={outcome} age={age} reason={sentence!r}")
 
     def rebased(self, block: int, version: int) -> None:
@@ -97,6 +100,8 @@ class LiveView(PlainView):
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A worker that was refused has nothing to show, and its panel would hide the sentence that says why.
+        self._live.transient = self.block is None and not self._lines
         self._live.stop()
 
     def _write(self, text: str) -> None:

@@ -30,6 +30,7 @@ from blocktrain.data.corpora import Corpus
 from blocktrain.data.shards import Shards
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -41,6 +42,7 @@ from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
 from blocktrain.worker.sending import Sending
+from blocktrain.worker.shifts import Contribution
 from blocktrain.worker.state import StateFolder, saving_is_due
 from blocktrain.worker.training import LocalTraining
 from blocktrain.worker.watching import Watching
@@ -68,10 +70,16 @@ class WorkerOptions:
     """Token from the operator, where the run asks for one."""
     label: str = ""
     """A name for people, shown on the coordinator's dashboard."""
+    max_up: float | None = None
+    """Bytes per second that it may send; None has no limit."""
+    max_down: float | None = None
 
 
-def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
-    """Train until the run is finished or `stop` is set."""
+def run_worker(
+    options: WorkerOptions, stop: threading.Event, contribution: Contribution | None = None
+) -> None:
+    """Train until the run is finished or `stop` is set; what was given is added to `contribution`."""
+    given = contribution or Contribution()
     try:
         TypeAdapter(messages.Label).validate_python(options.label)
     except ValidationError:
@@ -79,7 +87,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
             f"--label {options.label!r}: expected at most 64 letters, digits, spaces and . _ : ( ) / @ + -"
         ) from None
     identity = load_or_create(options.key or options.data_dir / "key.pem")
-    traffic = Traffic()
+    traffic = Traffic(max_up=options.max_up, max_down=options.max_down)
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
@@ -87,14 +95,18 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe)
+            check_fits(setup, options.device)
             corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             with state.locked():
-                worker = Worker(options, client, view, state, setup, corpus, run)
+                worker = Worker(options, client, view, state, setup, corpus, run, given)
                 try:
                     worker.train()
                 finally:
                     worker.close()
+                    given.computing_seconds += traffic.seconds()[Spent.COMPUTING.value]
+                    given.bytes_up += sum(traffic.bytes_up().values())
+                    given.bytes_down += sum(traffic.bytes_down().values())
 
 
 @contextlib.contextmanager
@@ -117,7 +129,9 @@ class Worker:
         setup: Setup,
         corpus: Corpus,
         run: RunAnswer,
+        given: Contribution,
     ) -> None:
+        self.given = view.given = given
         self.client, self.view, self.state, self.traffic = client, view, state, client.traffic
         self.stop, device = client.stop, options.device
         shards = Shards.of(setup.recipe, setup.tokenizer.encode(corpus.train), corpus.sha256, device)
@@ -207,6 +221,7 @@ class Worker:
             self.view.stepped(update.step, update.loss)
         # A cancellation that comes after this line is seen by `_finish`, under the lock.
         goes_on = self._goes_on(update)
+        self.given.steps += update.step
         mean_loss = training.mean_loss(update) if goes_on else math.nan
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
         self.traffic.add_seconds(Spent.WAITING, waited)
