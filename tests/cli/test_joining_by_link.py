@@ -92,7 +92,7 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
         assert joined.err.index("network  each round about") < joined.err.index("joined https://")
         assert public_client(f"{url}#pin={tls.pin()}").status().finished
         again = run_program("join", link, "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt")
-        assert again.code == 1
+        assert again.code == 2
         assert "the invitation is used already" in again.complaint
 
 
