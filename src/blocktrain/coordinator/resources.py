@@ -12,6 +12,7 @@ from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import Store
+from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.threads import Changes
 
@@ -23,6 +24,7 @@ class Resources:
     blobs: Blobs
     ledger: Ledger
     weights: WeightCache
+    unneeded: UnneededPayloads
     clock: Callable[[], float]
     secret: bytes = bytes(32)
     """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""

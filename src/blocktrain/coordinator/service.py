@@ -31,6 +31,7 @@ from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import NonceRow, RunRow, Store
+from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
@@ -94,6 +95,8 @@ class Coordinator:
         self._threads.start("heads", self.rounds.load_heads)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
         repeat("nonces", self._sweep, pause_seconds=SWEEP_SECONDS)
+        self.resources.unneeded.find(self.resources.clock())
+        repeat("payloads", self.resources.unneeded.delete_next, changes=changes)
         # Low priority: on a small host requests and merges go first.
         if self._scoring is not None:
             repeat("scoring", self._scoring.score_due, low_priority=True)
@@ -140,11 +143,12 @@ class Coordinator:
         return OperatorAnswer(receipt=receipt)
 
     def _sweep(self) -> bool:
-        """Forget nonces whose requests are too old to be replayed; follow what other processes changed."""
+        """Forget old nonces and uploads nobody spoke of again; follow what other processes changed."""
         with self.resources.store.write() as session:
             session.execute(delete(NonceRow).where(NonceRow.forget_after < self.resources.clock()))
             stored = session.scalars(select(RunRow.recipe)).one()
         self.resources.run.follow(stored)
+        self.resources.unneeded.sweep_uploads(self.resources.clock())
         return False
 
 
@@ -186,6 +190,7 @@ def opened(
             blobs,
             Ledger(identity),
             WeightCache(run, blobs),
+            UnneededPayloads(store, blobs),
             clock,
             secret_of(identity, "judging"),
         )

@@ -47,6 +47,7 @@ from blocktrain.coordinator.storage.store import (
     UpdateRow,
     WorkerRow,
 )
+from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import BlocktrainError
@@ -120,6 +121,7 @@ class SimulatedCoordinator:
             blobs,
             Ledger(identity),
             WeightCache(run, blobs),
+            UnneededPayloads(store, blobs),
             lambda: clock.now,
             secret_of(identity, "judging"),
             new_id=lambda: f"{next(numbers):032x}",
