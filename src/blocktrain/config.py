@@ -252,7 +252,7 @@ class SwarmConfig:
     drop_deadline_seconds: float = 60.0
     """Fixed deadline (tau) of the policy `drop`."""
     lease_seconds: float = 30.0
-    """A worker not heard of for this long is no longer waited for."""
+    """A worker that sent nothing for this long is no longer waited for."""
     max_lead: int = 4
     """Rounds a worker may take its own block ahead of the stalest before it is moved there."""
     run_ahead: float = 0.25

@@ -52,7 +52,7 @@ NiceOption = Annotated[
     typer.Option("--nice", min=0, max=19, help="Let other programs go first: 0 not at all, 19 always."),
 ]
 
-# Of a coordinator's workers, judges and operator.
+# Shared by the verbs of workers, judges and the operator.
 CoordinatorOption = Annotated[
     str, typer.Option("--coordinator", help="Address of the run, http(s)://HOST[:PORT].")
 ]
@@ -64,7 +64,7 @@ DataDirOption = Annotated[
 ]
 WORKER_DATA_DIR = Path("~/.blocktrain/worker")
 
-# Of `gateway` and `serve`, which starts one.
+# Shared by `gateway` and by `serve`, which starts one.
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for every one.")]
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
 KeysOption = Annotated[
@@ -81,7 +81,7 @@ OriginOption = Annotated[
     list[str], typer.Option("--origin", help="A web page's origin that may call from a browser; repeatable.")
 ]
 
-# Of `generate` and `chat`, which take a checkpoint or a gateway.
+# Shared by `generate` and `chat`, which take a checkpoint or a gateway.
 SourceArgument = Annotated[
     str | None,
     typer.Argument(help="A checkpoint folder, or a coordinator's address or data folder; without --url."),

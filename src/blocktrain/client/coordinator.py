@@ -127,6 +127,8 @@ class CoordinatorClient:
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
         # Set once the run is known: before that there is no run id to sign for.
         self.audience: str | None = None
+        self.clock: Callable[[], float] = time.time
+        """What requests are signed by; a coordinator refuses a clock that is two minutes off."""
         self._silent_since: float | None = None
         self._may_hint = True
         self._http = self._open()
@@ -295,7 +297,7 @@ class CoordinatorClient:
                     self.identity,
                     method,
                     path,
-                    now=time.time(),
+                    now=self.clock(),
                     nonce=fresh_nonce(),
                     content_digest=body_digest(body),
                     content_length=len(body),

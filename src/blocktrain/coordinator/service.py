@@ -104,7 +104,7 @@ class Coordinator:
             repeat("judge", self.judging.judge_next, changes=changes, low_priority=True)
 
     def stop(self) -> None:
-        """A merge under way is finished; an evaluation that takes long is left, it is repeated some day."""
+        """A merge under way is finished; a long evaluation is left: the next process repeats it."""
         self._stop.set()
         self.resources.changes.notify()
         # Without a limit: cut in the middle, the merge would be repeated by the next process (correct, but

@@ -27,7 +27,7 @@ class LocalTraining:
     def __init__(self, setup: Setup, shards: Shards, codebook: Codebook, device: torch.device) -> None:
         self.setup, self.shards, self.codebook, self.device = setup, shards, codebook, device
         self.progress: BlockProgress | None = None
-        """Of the block being trained."""
+        """The block being trained."""
         self.trainer: BlockTrainer
         """There is one once `begin` was called."""
         self._losses = torch.zeros((), device=device)

@@ -250,7 +250,7 @@ class _Replay:
                 raise _Broken(f"the stored payload {one.payload_hash} has other contents")
             decoded[one.payload_hash] = decode(self._codec, schema, payload)
             # A dense payload is whole weights, so the change it makes is measured from its own base.
-            if self._codec.kind == "dense" and one.base_hash != record.base_hash:
+            if self._codec.sends_weights and one.base_hash != record.base_hash:
                 bases[one.base_hash] = self._load(block, one.base_hash)
         if self._fetch_payload is not None:
             tensors = replay_merge(record, self._tensors[block], decoded, bases)
