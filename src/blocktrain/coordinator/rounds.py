@@ -134,7 +134,15 @@ class Rounds:
         if self._publish(claim, merged):
             self._resources.metrics.merged(time.perf_counter() - started)
             self._resources.changes.notify()
+            self._tell_if_finished()
         return True
+
+    def _tell_if_finished(self) -> None:
+        run = self._resources.run
+        with self._resources.store.read() as session:
+            slowest = session.scalar(select(func.min(BlockRow.version)))
+        if slowest == run.swarm.rounds:
+            log.info("finished run=%s after %d rounds; workers are sent home", run.run_id[:12], slowest)
 
     # --- claim ---
 

@@ -91,10 +91,10 @@ def run_worker(
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
-            with stop_is_an_error(stop, f"{options.coordinator} had answered"):
+            with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            setup = run_setup(run)
+            setup = run_setup(run.recipe)
             check_fits(setup, options.device)
             corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)

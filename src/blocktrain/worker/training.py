@@ -57,6 +57,9 @@ class LocalTraining:
     def start(self, update: PendingUpdate, frozen: Mapping[int, Base]) -> None:
         """Prepare for the steps of an update, beside the named snapshots of other blocks."""
         assert update.assignment is not None
+        # A run that was extended has a longer schedule than when this block was begun.
+        optimizer, total_steps = self.trainer.optimizer, update.assignment.total_steps
+        optimizer.config = dataclasses.replace(optimizer.config, steps=total_steps)
         hashes = tuple(base.hash for base in frozen.values())
         if hashes != self._frozen:
             others = []
