@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.corpora import Corpus, load_corpus
@@ -34,10 +35,10 @@ class Layout:
         return cls(layout.block, codec, schema, layout.payload_bytes, layout.initial_hash)
 
 
-def run_setup(run: RunAnswer) -> Setup:
-    """The parts that the run's recipe describes."""
+def run_setup(recipe: dict[str, Any]) -> Setup:
+    """The parts that a run's recipe describes."""
     try:
-        return Setup.of_swarm(resolve_recipe(run.recipe))
+        return Setup.of_swarm(resolve_recipe(recipe))
     except RecipeError as error:
         raise RecipeError(
             f"cannot use the run's recipe ({error}); it may be of another version of blocktrain: use the "

@@ -136,7 +136,7 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
 
 def run_need(run: RunAnswer) -> Need:
     """What one block of the run takes."""
-    recipe = run_setup(run).recipe
+    recipe = run_setup(run.recipe).recipe
     if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
         raise RecipeError(
             f"the run asks for blocks of {recipe.model.layers_per_block} layers and width "
@@ -147,7 +147,7 @@ def run_need(run: RunAnswer) -> Need:
 
 def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:
     try:
-        load_run_corpus(run_setup(run), run, corpus)
+        load_run_corpus(run_setup(run.recipe), run, corpus)
     except BlocktrainError as error:
         return str(error)
     return None
