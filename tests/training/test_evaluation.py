@@ -137,12 +137,13 @@ def test_pooling_weights_are_fitted_on_the_text_given_for_it() -> None:
     assert tuned <= equal + 1e-6
 
 
-def test_a_score_is_told_in_three_units() -> None:
+def test_a_score_is_told_per_token_and_per_byte() -> None:
     told = Score(2 * math.log(2), 0.1).to_dict(bytes_per_token=2.0)
     assert told == {
         "ce": 2 * math.log(2),
         "se": 0.1,
         "ppl": pytest.approx(4.0),
+        "ce_per_byte": pytest.approx(math.log(2)),
         "bits_per_byte": pytest.approx(1.0),
     }
 

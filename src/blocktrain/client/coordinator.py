@@ -195,10 +195,14 @@ class CoordinatorClient:
         with self.traffic.sending(Kind.PAYLOAD):
             return self.fetch(f"/v1/updates/{payload_hash}", max_bytes)
 
-    def download(self, path: str, target: Path, max_bytes: int) -> None:
+    def download(
+        self, path: str, target: Path, max_bytes: int, kind: Kind = Kind.SNAPSHOT, *, signed: bool = False
+    ) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
-        with self.traffic.sending(Kind.SNAPSHOT):
-            self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
+        with self.traffic.sending(kind):
+            self._retried(
+                lambda: self._continue_download(path, target, max_bytes, signed), attempts=self.attempts
+            )
 
     # --- routes of judges and operators
 
@@ -316,9 +320,11 @@ class CoordinatorClient:
             audience=self.audience,
         )
 
-    def _continue_download(self, path: str, target: Path, max_bytes: int) -> bytes:
+    def _continue_download(self, path: str, target: Path, max_bytes: int, signed: bool) -> bytes:
         have = target.stat().st_size if target.exists() else 0
         headers = {"range": f"bytes={have}-"} if have else {}
+        if signed:
+            headers |= self._signature("GET", path, b"")
         with self._http.stream("GET", self.url + path, headers=headers) as response:
             if response.status_code == 416:
                 return b""
@@ -330,7 +336,7 @@ class CoordinatorClient:
                     if self.stop.is_set():
                         raise Stopped("the worker is stopping")
                     if file.tell() + len(piece) > max_bytes:
-                        raise WireError(f"{path} is longer than the {max_bytes} B a snapshot can have")
+                        raise WireError(f"{path} is longer than the {max_bytes} B that it can have")
                     file.write(piece)
         return b""
 

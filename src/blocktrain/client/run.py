@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from blocktrain.config import resolve_recipe
-from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.corpora import load_corpus
+from blocktrain.data.dataset import MANIFEST, Dataset, RunText
 from blocktrain.errors import DataError, RecipeError
 from blocktrain.training.setup import Setup
 from blocktrain.wire.codec import CodecSpec, Schema
@@ -37,7 +39,7 @@ class Layout:
 def run_setup(run: RunAnswer) -> Setup:
     """The parts that the run's recipe describes."""
     try:
-        return Setup.of_swarm(resolve_recipe(run.recipe))
+        return Setup.of_swarm(resolve_recipe(run.recipe), run.vocabulary)
     except RecipeError as error:
         raise RecipeError(
             f"cannot use the run's recipe ({error}); it may be of another version of blocktrain: use the "
@@ -45,9 +47,17 @@ def run_setup(run: RunAnswer) -> Setup:
         ) from None
 
 
-def load_run_corpus(setup: Setup, run: RunAnswer, path: str | None) -> Corpus:
+def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
     """The run's text from this machine, or an explanation of how it differs."""
     recipe = setup.recipe
+    if path is not None and (Path(path).expanduser() / MANIFEST).exists():
+        dataset = Dataset.open(Path(path).expanduser())
+        if dataset.sha256 != run.corpus_sha256:
+            raise DataError(
+                f"{path} is dataset {dataset.sha256[:16]}…, the run trains on {run.corpus_sha256[:16]}…; "
+                "leave out --corpus to fetch the run's own"
+            )
+        return dataset
     if path is None and recipe.data.corpus != "builtin":
         raise DataError(
             f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "

@@ -20,7 +20,7 @@ from blocktrain.coordinator.http.connections import limited_protocol
 from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
-from blocktrain.data.corpora import load_corpus
+from blocktrain.data.corpora import open_text
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
 
@@ -90,10 +90,10 @@ def run_coordinator(
     if tls is not None:
         tls.check()
     listener = open_port(host, port)
-    corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-    display = make_display(gateway, reference, corpus.sha256)
+    text = open_text(recipe)
+    display = make_display(gateway, reference, text.sha256)
     with opened(
-        recipe, corpus, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
+        recipe, text, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
     ) as coordinator:
         url = url_of(listener, "http" if tls is None else "https")
 

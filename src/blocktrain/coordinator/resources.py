@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.published_text import PublishedText
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
@@ -22,6 +23,8 @@ class Resources:
     ledger: Ledger
     weights: WeightCache
     clock: Callable[[], float]
+    text: PublishedText | None = None
+    """None where workers must bring the run's text."""
     secret: bytes = bytes(32)
     """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
     changes: Changes = field(default_factory=Changes)

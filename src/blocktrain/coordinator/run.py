@@ -18,6 +18,7 @@ from blocktrain.config import Recipe, SwarmConfig, changed_settings
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, RunRow, SnapshotRow, Store
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
@@ -53,10 +54,10 @@ class Run:
 
 
 def open_run(
-    store: Store, blobs: Blobs, identity: Identity, recipe: Recipe, corpus_sha256: CorpusHash, now: float
+    store: Store, blobs: Blobs, identity: Identity, recipe: Recipe, text: RunText, now: float
 ) -> Run:
     """The run in this database, which is made if there is none; another recipe, text or key is refused."""
-    setup, codec = Setup.of_swarm(recipe), CodecSpec.parse(recipe.swarm.codec)
+    setup, codec = Setup.of_swarm(recipe, text.manifest.vocabulary), CodecSpec.parse(recipe.swarm.codec)
     layouts, schemas = [], []
     for block in range(recipe.model.blocks):
         module = setup.initial(block)
@@ -76,13 +77,14 @@ def open_run(
                 initial_hash=digest,
             )
         )
-    opened = partial(_open_row, store, identity, recipe, corpus_sha256, layouts, now)
+    opened = partial(_open_row, store, identity, recipe, text.sha256, layouts, now)
     try:
         run_id = opened()
     except IntegrityError:  # another process made the run between our look and our write
         run_id = opened()
     key = identity.public_key.hex()
-    return Run(run_id, recipe, corpus_sha256, key, codec, tuple(schemas), tuple(layouts), setup.objective)
+    schemas_, layouts_ = tuple(schemas), tuple(layouts)
+    return Run(run_id, recipe, text.sha256, key, codec, schemas_, layouts_, setup.objective)
 
 
 def _open_row(
@@ -126,7 +128,8 @@ def _open_row(
             return run_id
         name = row.run_id[:12]
         changed = changed_settings(json.loads(row.recipe), recipe)
-        changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
+        for place in ("data.corpus", "data.dataset"):
+            changed.pop(place, None)  # each machine has its text elsewhere; the hash is compared instead
         if changed:
             told = [f"{setting} was {old!r} and is {new!r}" for setting, (old, new) in changed.items()]
             shown = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")

@@ -17,8 +17,8 @@ import torch
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
-from blocktrain.data.corpora import Corpus, load_corpus
-from blocktrain.data.shards import Shards
+from blocktrain.data.batches import open_batches
+from blocktrain.data.corpora import open_text
 from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
@@ -85,7 +85,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
         self.scenario, self.watch = scenario, watch
         self.recipe = scenario.seeded_recipe
-        self.corpus: Corpus = load_corpus(self.recipe.data, self.recipe.evaluation.pooling_bytes)
+        self.text = open_text(self.recipe)
         self._build_training()
         self.clock = VirtualClock()
         self.coordinator = self._build_coordinator()
@@ -97,11 +97,10 @@ class Simulation:
 
     def _build_training(self) -> None:
         recipe, device = self.recipe, self.scenario.device
-        self.setup = Setup.of_swarm(recipe)
-        self.tokenizer, self.objective = self.setup.tokenizer, self.setup.objective
+        self.setup = Setup.of_swarm(recipe, self.text.manifest.vocabulary)
+        self.objective = self.setup.objective
         self.codebook = self.setup.codebook().to(device)
-        text = self.tokenizer.encode(self.corpus.train)
-        self.shards = Shards.of(recipe, text, self.corpus.sha256, device)
+        self.shards = open_batches(recipe, self.text, device)
         self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
         self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
 
@@ -165,8 +164,9 @@ class Simulation:
         """The heads, composed, on the held-out text."""
         for block, state in zip(self.assembled, self.coordinator.blocks, strict=True):
             load_into(block, state.head.weights)
-        limit = self.recipe.evaluation.max_bytes
-        pool, valid = (self.tokenizer.encode(text) for text in (self.corpus.pool, self.corpus.valid[:limit]))
+        config = self.recipe.evaluation
+        pool = self.text.first_tokens("pooling", config.pooling_bytes)
+        valid = self.text.first_tokens("held_out", config.max_bytes)
         weights = self.evaluator.fit_weights(self.assembled, pool)
         return self.evaluator.score(self.assembled, weights, valid, euler=False)
 
@@ -188,6 +188,7 @@ class Simulation:
             "rounds": scenario.swarm.rounds,
             "steps_per_round": scenario.swarm.steps_per_round,
             "final_ce": self.scored[-1].ce,
+            "bytes_per_token": self.text.manifest.bytes_per_token("held_out"),
             "ce": [dataclasses.asdict(one) for one in self.scored],
             "participation": participation(ages[0], scenario.swarm.rounds, scenario.num_workers),
             "merged_share": participation(len(merged), scenario.swarm.rounds, scenario.num_workers),
