@@ -308,8 +308,8 @@ class TrustConfig:
     guard: bool = True
     """Compare held-out loss before and after each merge, and leave out the worst update if it rose."""
     private_text: str | None = None
-    """File of held-out text that only coordinator and judges have; None takes the recipe's held-out part,
-    which workers can read too."""
+    """File of held-out text that only coordinator and judges have; None takes the held-out part of the run's
+    text, which is not served to workers but may be public elsewhere."""
     compute_share: float = 0.1
     """Compute of judging as a share of the compute it judges; the number of scored windows follows."""
     norm_low: float = 0.1

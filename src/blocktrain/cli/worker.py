@@ -26,7 +26,9 @@ def worker(
         str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
     ] = None,
     label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
-    cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
+    cache_gb: Annotated[
+        float, typer.Option(help="Disk space for text, snapshots and payloads.", min=0.1)
+    ] = 4.0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
     from blocktrain.worker.program import WorkerOptions, run_worker
