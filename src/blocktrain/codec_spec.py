@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from blocktrain.errors import RecipeError
 
+# 64 x 64 = 4,096 values, so that an index within a chunk takes 12 bits: two in three bytes.
 TILE_SIDE: Final = 64
 CHUNK_VALUES: Final = TILE_SIDE * TILE_SIDE
 DEFAULT_KEPT: Final = 64

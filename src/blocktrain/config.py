@@ -400,6 +400,7 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
     }
 
 
+# A wheel has the recipes beside this file, a source checkout at its top.
 PACKAGED_RECIPES = Path(__file__).parent / "recipes"
 SOURCE_RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -439,7 +440,9 @@ def resolve_recipe(
     values: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Recipe:
     _require(isinstance(values, dict), f"recipe: expected a table, found {values!r}")
+    # A copy: the caller's values are also what is stored with the run.
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    # The file first, then the environment, then flags: the nearer to the person who types, the stronger.
     for dotted, text in _environment_overrides(environment or {}):
         _assign(merged, dotted, text)
     for override in overrides:
@@ -457,6 +460,7 @@ def with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
     is where a newer version wrote it."""
     try:
         return resolve_recipe(dict(stored)).to_dict()
+    # A newer version's recipe is compared as it is: its unknown keys then show up as differences.
     except RecipeError:
         return dict(stored)
 
@@ -465,6 +469,7 @@ def _environment_overrides(environment: Mapping[str, str]) -> list[tuple[str, st
     sections = {f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "seed")}
     found = []
     for variable, text in sorted(environment.items()):
+        # Sections have no underscore in their names, so the first one ends the section.
         section, _, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
         if variable.startswith(ENVIRONMENT_PREFIX) and section in sections and key:
             found.append((f"{section}.{key}", text))
@@ -512,6 +517,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _build(kind: type[Any], values: Any, where: str) -> Any:
     _require(isinstance(values, dict), f"{where.rstrip('.') or 'recipe'}: expected a table, found {values!r}")
     hints = typing.get_type_hints(kind)
+    # A misspelt key that is ignored costs a day of training with a default.
     unknown = sorted(set(values) - set(hints))
     _require(
         not unknown,
@@ -536,9 +542,12 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if value is None:
             return None
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+    # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     exact = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     _require(exact, f"{where} must be {hint.__name__}, found {value!r}")
+    # TOML has `nan` and `inf`; no setting has a use for them, and comparisons with NaN pass every range
+    # check.
     _require(hint is not float or math.isfinite(value), f"{where} must be finite, found {value!r}")
     return value

@@ -10,6 +10,7 @@ from blocktrain.errors import UserError
 def open_port(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one."""
     opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # A server that was killed leaves its port in TIME_WAIT for a minute; a restart should not have to wait.
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((host, port))

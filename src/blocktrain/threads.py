@@ -33,6 +33,8 @@ class Changes:
 
     def notify(self) -> None:
         with self._condition:
+            # A counter and not a flag: a waiter names what it has seen, so a change between its look and its
+            # wait counts.
             self._count += 1
             self._condition.notify_all()
 
@@ -64,6 +66,7 @@ class Threads:
                 self._error = self._error or error  # the first one is the cause, later ones follow from it
                 self.stop.set()
 
+        # Daemons: one that hangs in a download must not keep a program from ending.
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads = [old for old in self._threads if old.is_alive()] + [thread]
         thread.start()
@@ -89,6 +92,7 @@ class Threads:
             if low_priority:
                 lower_priority()
             while not self.stop.is_set():
+                # Before the step: what changes while it runs ends the pause after it.
                 seen = 0 if changes is None else changes.count
                 try:
                     busy = step()
@@ -118,7 +122,7 @@ class Threads:
 
 
 def lower_priority() -> None:
-    """Of the calling thread, where the system can: requests and merges go first."""
+    """Lower the priority of the calling thread, where the system can: requests and merges go first."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
     except (AttributeError, OSError):

@@ -12,7 +12,7 @@ from blocktrain.cli.reference import Verb, all_verbs
 from tests.docs.pages import FENCE, ROOT, Fence, Runner, blocktrain_words, commands, fences, name_of, pages
 
 VERBS = {verb.name: verb for verb in all_verbs()}
-KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "", "bash"}
+KINDS = {"sh", "python", "text", "json", "ini", "caddy", "toml", "yaml", "mermaid", "", "bash"}
 MARKS = {(), ("server",), ("norun",)}
 RUN_ELSEWHERE = {("docs/serve.md", "bash"), ("docs/serve.md", "python")}
 """tests/serving/gateway/test_gateway_docs.py holds them against the official client."""

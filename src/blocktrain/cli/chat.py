@@ -27,12 +27,15 @@ def chat(
     from blocktrain.client.gateway import GatewayClient
 
     check_source(checkpoint, url)
+    # A chat outgrows any context, so the oldest text slides out; a refusal in the middle of it would help
+    # nobody.
     fields: dict[str, Any] = {"max_tokens": max_bytes, "temperature": temperature, "overflow": "slide"}
     fields |= {} if seed is None else {"seed": seed}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     with some_gateway(checkpoint, url) as address, GatewayClient(address, key) as client:
         model = client.model()
+        # Said at once: a model of this size continues text, and people should not think it is broken.
         print(f"talking to {model}; it continues text and was not taught to answer", file=sys.stderr)
         for line in user_lines():
             if line == "/new":
@@ -54,6 +57,8 @@ def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
+    # The same gateway as over the network, on a free port: one path to keep right, and the template is
+    # applied in one place.
     from blocktrain.serving.engine.local import LocalEngine
     from blocktrain.serving.gateway.main import background_gateway
 
@@ -67,5 +72,6 @@ def user_lines() -> Iterator[str]:
     while True:
         try:
             yield input(prompt).strip()
+        # Ctrl-D, or the end of a file that was piped in.
         except EOFError:
             return

@@ -24,6 +24,7 @@ def contributions(
 
     client = public_client(coordinator)
     answer, key = client.contributions(), bytes.fromhex(client.run().coordinator_key)
+    # Checked here and not left to the reader: the file is meant to be shown to others as proof.
     signed = CONTRIBUTIONS_CONTEXT + canonical_json(answer.statement)
     if not verify(key, signed, bytes.fromhex(answer.signature)):
         raise UserError("the statement is not signed by this run's coordinator; do not rely on it")

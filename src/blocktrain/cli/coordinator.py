@@ -45,11 +45,13 @@ def coordinator(
     from blocktrain.coordinator.main import Tls, run_coordinator
 
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
+    # Alembic reports every look at the schema, at each start.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")
     folder, file = data_dir.expanduser(), find_recipe(recipe)
     resolved = load_recipe(file, set_)
+    # The trackers first: a missing package is told before a run is created.
     with recording(folder, track, resolved.name, resolved.to_dict()) as recorder:
         run_coordinator(
             file,

@@ -26,6 +26,7 @@ def demo(
 
     recipe = load_recipe(find_recipe("demo"))
     clear_earlier_demo(out, recipe.name)
+    # Before anything else is written: a demo that was killed can then be cleared by the next one.
     write_json(out / MARKER, {"recipe": recipe.to_dict()})
     with stopping() as stop:
         Demo(recipe, out.absolute(), device, Console(stderr=True), stop).run(once=once)

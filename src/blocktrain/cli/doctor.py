@@ -46,6 +46,7 @@ def doctor(
         found.append(findings.about_stage(read_stage(stage)))
     show(found, as_json=as_json)
     if worst(found) is Severity.ERROR:
+        # Warnings do not count: scripts stop only for what must be mended.
         raise typer.Exit(1)
 
 
@@ -70,6 +71,7 @@ def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
         findings.about_coordinator(reading),
         findings.about_clock(reading),
     ]
+    # Without a connection a finding about TLS would be a second complaint about the same fault.
     if reading.failed_at not in ("name", "connection"):
         found.append(findings.about_tls(url, read_certificate(url), datetime.now(UTC)))
     if run is not None:

@@ -46,6 +46,7 @@ def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dic
     tokens = checkpoint.tokenizer.encode(content)
     euler = checkpoint.objective.composes_by_euler
     scores = evaluator.score(checkpoint.blocks, checkpoint.pooling, tokens, euler=euler)
+    # Scores are per token; by bytes they compare between tokenizers.
     per_token = len(content) / len(tokens)
     composed = {"consensus": scores.consensus.to_dict(per_token)}
     if scores.euler is not None:

@@ -39,6 +39,7 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, tokenizer, model card. Uploads only if asked."""
+    # First: an hour of writing should not end at a missing login.
     hub = logged_in_hub() if upload is not None else None
     described = Description.of(read_config(checkpoint), checkpoint)
     numbers = find_report(checkpoint, report, described)
@@ -52,6 +53,7 @@ def find_report(checkpoint: Path, named: Path | None, described: Description) ->
     """The report of this checkpoint; a neighbour that belongs to another run is left out."""
     path = named or checkpoint.absolute().parent / "report.json"
     try:
+        # A report holds 200 points of each curve and a sample; nothing that is one comes near this size.
         if path.stat().st_size > MAX_REPORT_BYTES:
             raise UserError(f"{path} is longer than any report")
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -72,6 +74,7 @@ def belongs(report: Any, described: Description) -> bool:
     if not isinstance(report, dict) or report.get("name") != described.recipe.name:
         return False
     if "composed" in report:
+        # The name alone does not tell runs apart: every run of a recipe has the same one.
         return bool(report.get("corpus_sha256") == described.corpus_sha256)
     return isinstance(report.get("final"), dict)
 
@@ -95,6 +98,7 @@ def upload_folder(hub: HfApi, folder: Path, repository: str, *, private: bool) -
     try:
         made = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Export of blocktrain")
+    # The name is the person's mistake (exit 2), everything else the network's or the Hub's.
     except HFValidationError as error:
         raise UserError(f"--upload {repository}: {error}") from None
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:

@@ -53,6 +53,7 @@ def gateway(
         port=port,
         token=read_token(token_file) or "",
         config=gateway_config(keys, limit, overflow, origin),
+        # Flushed: whoever started this process reads the address from a pipe.
         announce=lambda line: print(line, flush=True),
     )
 

@@ -54,6 +54,7 @@ def generate(
     assert checkpoint is not None
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
+    # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
     text = os.fsencode(prompt)
     tokens = loaded.tokenizer.encode(text).tolist()
     write_bytes(text)
@@ -75,6 +76,7 @@ def generate_from_url(url: str, key: str | None, fields: Mapping[str, Any]) -> N
         begun = time.monotonic()
         for delta in client.complete({"model": model, "overflow": "slide", **fields}):
             write(delta.text)
+            # The usage comes once, with the last chunk.
             usage = delta.usage or usage
         write("\n")
     cost, seconds = usage.get("blocktrain", {}), time.monotonic() - begun

@@ -19,6 +19,7 @@ def invite(
     """Print invitations, each good for one worker; pass it on as `blocktrain worker --invite`."""
     from blocktrain.wire.tokens import make_invite
 
+    # No request: the signature is the invitation, and the coordinator learns of it when it is used.
     identity = operator_key(data_dir)
     for _ in range(count):
         typer.echo(make_invite(identity, time.time() + 3600 * hours))

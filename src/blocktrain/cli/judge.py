@@ -34,10 +34,12 @@ def judge(
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
+    # The operator needs this id for judges.txt, and without a line here nobody would find it.
     say(f"judge id={identity.worker_id}")
     client = CoordinatorClient(coordinator, identity, Traffic(), stop, say)
     try:
         Judge(client, find_device(device), corpus, held_out, say).run(stop)
+    # A stop while it waits for the coordinator is the usual end of a judge.
     except Stopped:
         pass
     finally:

@@ -74,12 +74,14 @@ def version() -> None:
 
 
 def main() -> None:
+    # First of all: a child whose parent dies while it imports torch must end too.
     end_with_parent()
     try:
         app()
     except BlocktrainError as error:
         print(f"blocktrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    # 130 = 128 + SIGINT, as shells say it.
     except KeyboardInterrupt:
         print("blocktrain: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -83,6 +83,7 @@ def read_token(path: Path | None) -> str | None:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the token file {path}: {error}") from None
+    # 16 characters: a stage is open to the network, and a short secret can be tried out.
     if not 16 <= len(token) <= 256:
         raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
     return token

@@ -90,7 +90,8 @@ def _parameter(key: str, hint: Any, default: Any) -> Parameter:
         given = (info.default, *(info.param_decls or ()))
         name = next((one for one in given if isinstance(one, str) and one.startswith("--")), f"--{dashed}")
     required = default is inspect.Parameter.empty
-    return Parameter(name, _value(kind, info), _default(default), _help(info), required)
+    told = (info.help or "") + (f" (or the variable {info.envvar})" if info.envvar else "")
+    return Parameter(name, _value(kind, info), _default(default), told, required)
 
 
 def _value(kind: Any, info: OptionInfo | ArgumentInfo) -> str:
@@ -111,21 +112,15 @@ def _default(value: Any) -> str:
     return str(value.value if isinstance(value, enum.Enum) else value)
 
 
-def _help(info: OptionInfo | ArgumentInfo) -> str:
-    told = info.help or ""
-    return f"{told} (or the variable {info.envvar})" if info.envvar else told
-
-
 def reference() -> str:
-    return "\n".join([OPENING, *(_section(verb) for verb in all_verbs())])
-
-
-def _section(verb: Verb) -> str:
-    lines = [f"## {verb.name}", "", "```text", verb.usage, "```", "", verb.help]
-    if verb.parameters:
-        lines += ["", "| | takes | default | |", "|---|---|---|---|"]
-        lines += [_row(parameter) for parameter in verb.parameters]
-    return "\n".join([*lines, ""])
+    lines = [OPENING]
+    for verb in all_verbs():
+        lines += [f"## {verb.name}", "", "```text", verb.usage, "```", "", verb.help]
+        if verb.parameters:
+            lines += ["", "| | takes | default | |", "|---|---|---|---|"]
+            lines += [_row(parameter) for parameter in verb.parameters]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _row(parameter: Parameter) -> str:

@@ -43,6 +43,7 @@ def serve(
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
     options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
+    # Not removed at the end: the logs are what is left when something went wrong.
     folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
     config = LaunchConfig(
         checkpoint=checkpoint,

@@ -60,6 +60,7 @@ def simulate(
         evaluate_every=evaluate_every,
         device=find_device(device),
     )
+    # Progress on stderr, so that `--json > report.json` holds the report alone.
     console = Console(stderr=True)
     console.print(f"{scenario.network.name}: {scenario.network.sentence}", highlight=False)
 

@@ -35,6 +35,7 @@ def stage(
     from blocktrain.serving.transport import Address
     from blocktrain.wire.identity import load_or_create
 
+    # On stderr: stdout carries the one line with the address.
     log_to_stderr()
     config = StageConfig(
         listen=Address.parse(listen),

@@ -30,6 +30,7 @@ def swarm(
     from blocktrain.local.assembly import save_final_checkpoint
     from blocktrain.local.swarm import SwarmOptions, run_swarm
 
+    # Absolute: the coordinator is another process and need not share our folder.
     file = find_recipe(recipe).absolute()
     resolved = load_recipe(file, set_)
     options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, resolved)

@@ -41,6 +41,7 @@ def train(
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)
+    # Last: a machine without a working matplotlib still has checkpoint and report.
     draw_curves(report, out / "curves.png")
     Console().print(results_table(report))
     console.print(f"\nreport      {out / 'report.json'}\ncurves      {out / 'curves.png'}", highlight=False)
@@ -55,6 +56,7 @@ def results_table(report: TrainingReport) -> Table:
     table.add_column("model")
     for column in ("nats/byte", "perplexity", "bits/byte"):
         table.add_column(column, justify="right")
+    # The bigram first, as the floor: a model that is not below it has learned nothing.
     rows = [("bigram counts", scores.bigram_ce)]
     rows += [(f"block {i} alone", score.ce) for i, score in enumerate(scores.blocks)]
     if scores.euler is not None:

@@ -95,11 +95,13 @@ def _operator(url: str, data_dir: Path) -> CoordinatorClient:
     from blocktrain.client.coordinator import public_client
 
     client = public_client(url, operator_key(data_dir))
+    # The operator's key signs for one run, so that nobody can replay a ban elsewhere.
     client.audience = client.run().run_id
     return client
 
 
 def _worker_id(text: str) -> str:
+    # Checked here, since the id becomes part of a path.
     if not re.fullmatch(r"[0-9a-f]{32}", text):
         raise UserError(f"{text!r} is no worker id: expected 32 hex digits, see `blocktrain workers ls`")
     return text

@@ -10,6 +10,8 @@ from blocktrain.errors import UserError
 def checked_url(url: str, program: str = "a coordinator") -> str:
     """Without its last slash."""
     try:
+        # urlsplit raises for a port that is no number and for a broken IPv6 address, but not for most other
+        # nonsense.
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
 
 from blocktrain.errors import StorageError
+from blocktrain.files import write_whole
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -24,6 +24,7 @@ class BlobCache:
         """The blob's file, marked as used; None if it is not here."""
         path = self.folder / name
         try:
+            # Last use and not last write: the snapshot that frozen blocks are read from stays, however old.
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -35,9 +36,14 @@ class BlobCache:
 
     def put(self, name: str, content: bytes) -> Path:
         """From any thread: two may put the same blob at the same time."""
-        draft, path = self.folder / f".{name}.{threading.get_ident()}", self.folder / name
-        write_whole(draft, content)
-        os.replace(draft, path)
+        path = self.folder / name
+        try:
+            # Not durable: a blob is checked by its hash when it is read, and fetched again where it is torn.
+            write_whole(path, content, durable=False)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {path}: {error.strerror or error}; free some space or name another --data-dir"
+            ) from None
         self.trim(keep=path)
         return path
 
@@ -60,6 +66,7 @@ class BlobCache:
         """Remove the least recently used until the bound holds; `keep` stays whatever its size."""
         entries = []
         for path in self.folder.iterdir():
+            # Another thread may have renamed or removed it since the folder was listed.
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))
@@ -70,13 +77,3 @@ class BlobCache:
             if path != keep:
                 path.unlink(missing_ok=True)
                 total -= size
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or name another --data-dir"
-        ) from None

@@ -50,15 +50,20 @@ from blocktrain.wire.messages import (
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 
+# A coordinator that restarts is back within seconds, so the first tries come quickly; 15 s at most, so that a
+# swarm is together again soon after an outage of an hour.
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
 MAX_CONNECTIONS = 8
+# A stranger's coordinator must not fill our memory; the longest true answer, a page of the ledger, is far
+# below.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 HINT_SECONDS = 10.0
 """Silence of a coordinator that has never answered, after which the client says what may be wrong."""
 PUBLIC_ATTEMPTS = 4
+# What a proxy or a starting server says. Everything else is an answer, and asking again would not change it.
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
 _judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
@@ -69,6 +74,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def backoff_seconds(attempt: int, chance: float) -> float:
     """Doubling from the first retry, jittered to between half and all of it; `chance` is in [0, 1)."""
+    # Jittered, so that the workers of a swarm do not all come back in the same instant.
     longest: float = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt, 16))
     return longest * (0.5 + 0.5 * chance)
 
@@ -107,6 +113,7 @@ class CoordinatorClient:
         self.attempts = attempts
         """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
+        # Set once the run is known: before that there is no run id to sign for.
         self.audience: str | None = None
         self._silent_since: float | None = None
         self._may_hint = True
@@ -148,6 +155,7 @@ class CoordinatorClient:
         return self._ask("POST", f"/v1/assignments/{assignment_id}/heartbeat", HeartbeatAnswer, request)
 
     def hand_back(self, assignment_id: str) -> ReturnAnswer:
+        # Twice and no longer: a worker that is leaving should leave, and the lease ends by itself.
         return self._ask("DELETE", f"/v1/assignments/{assignment_id}", ReturnAnswer, attempts=2)
 
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:
@@ -245,6 +253,7 @@ class CoordinatorClient:
             if not _speaks_protocol(content):
                 found = f"something else to GET {path}"
         except RequestRefused as refusal:
+            # A refusal in our own words comes from a coordinator, however unwelcome.
             if refusal.reason != f"http_{refusal.status}":
                 raise
             found = f"{refusal.status} to GET {path}"
@@ -265,9 +274,18 @@ class CoordinatorClient:
         attempts: int | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        return self._retried(
-            lambda: self._once(method, path, body, signed, max_bytes), attempts or self.attempts
-        )
+        url = path if "://" in path else self.url + path
+
+        def once() -> bytes:
+            # At every try: a nonce may be used once, and the clock window is two minutes.
+            headers = self._signature(method, path, body) if signed else {}
+            with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                content = _bounded(response, max_bytes)
+                if response.is_success:
+                    return content
+                raise _failure(response, content)
+
+        return self._retried(once, attempts or self.attempts)
 
     def _retried(self, once: Callable[[], bytes], attempts: int | None) -> bytes:
         attempt = 0
@@ -298,15 +316,6 @@ class CoordinatorClient:
             self._silent_since = None
         return content
 
-    def _once(self, method: str, path: str, body: bytes, signed: bool, max_bytes: int) -> bytes:
-        headers = self._signature(method, path, body) if signed else {}
-        url = path if "://" in path else self.url + path
-        with self._http.stream(method, url, content=body or None, headers=headers) as response:
-            content = _bounded(response, max_bytes)
-            if response.is_success:
-                return content
-            raise _failure(response, content)
-
     def _signature(self, method: str, path: str, body: bytes) -> dict[str, str]:
         content_type = {} if method == "PUT" or not body else {"content-type": "application/json"}
         return content_type | sign_request(
@@ -326,10 +335,12 @@ class CoordinatorClient:
         if signed:
             headers |= self._signature("GET", path, b"")
         with self._http.stream("GET", self.url + path, headers=headers) as response:
+            # Nothing is left to fetch: the file is complete, or damaged, which its hash will tell.
             if response.status_code == 416:
                 return b""
             if not response.is_success:
                 raise _failure(response, _bounded(response, MAX_ANSWER_BYTES))
+            # A server without ranges answers 200 and starts over; so must the file.
             resumed = response.status_code == 206
             with target.open("ab" if resumed else "wb") as file:
                 for piece in response.iter_raw():

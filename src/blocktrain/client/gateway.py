@@ -63,6 +63,8 @@ class GatewayClient:
             yield Delta(text, chunk.get("usage"))
 
     def _stream(self, path: str, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        # Always as a stream: a person sees the text as it comes, and a time-out measures a pause and not the
+        # whole answer.
         body = {"stream": True, "stream_options": {"include_usage": True}, **fields}
         try:
             with self._http.stream("POST", path, json=body) as answer:
@@ -95,10 +97,12 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             return
+        # Not every line is an event: servers keep connections open with comments and empty lines.
         if data == line:
             continue
         content = json.loads(data)
         if "error" in content:
             raise GatewayError(f"the gateway broke off: {content['error'].get('message')}")
         yield content
+    # Without [DONE] the text may look whole and be cut.
     raise GatewayError("the gateway broke off before the end of its answer")

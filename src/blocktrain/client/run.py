@@ -58,6 +58,8 @@ def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
                 "leave out --corpus to fetch the run's own"
             )
         return dataset
+    # A coordinator could name ~/.ssh/id_ed25519 as its text, and what a model has trained on can be read out
+    # of it.
     if path is None and recipe.data.corpus != "builtin":
         raise DataError(
             f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
@@ -66,6 +68,7 @@ def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
         )
     data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
     corpus = load_corpus(data, recipe.evaluation.pooling_bytes)
+    # Updates from other text could be judged harmful, and a worker banned for an honest mistake.
     if corpus.sha256 != run.corpus_sha256:
         builtin = "; the builtin text differs between Python versions" if data.corpus == "builtin" else ""
         raise DataError(

@@ -82,6 +82,7 @@ class Snapshots:
         """The block's head for somebody who has an old snapshot or none; a long history is not listed."""
         head = self.client.block(block)
         start = held.version if held is not None else 0
+        # Listing a long history costs more requests than it can save.
         if head.head_version - start > MERGES_PER_DOWNLOAD:
             return self._whole(block, head.head_version, head.head_hash, f"have version {start}")
         return self.newest(block, held or self.initial(block))[0]
@@ -152,6 +153,7 @@ class Snapshots:
         self.cache.put(_payload_file(payload_hash), payload)
 
     def kept_payload(self, payload_hash: str) -> bytes | None:
+        # The hash again: a disk may have changed the bytes since they were written.
         payload = self.cache.read(_payload_file(payload_hash))
         return payload if payload is not None and content_hash(payload) == payload_hash else None
 

@@ -47,6 +47,7 @@ class Traffic:
     @contextlib.contextmanager
     def sending(self, kind: Kind) -> Iterator[None]:
         """Everything this thread moves inside belongs to `kind`, and its time to transferring."""
+        # Per thread: one uploads a payload while another sends heartbeats.
         before = getattr(self._current, "kind", Kind.CONTROL)
         self._current.kind = kind
         try:
@@ -108,6 +109,7 @@ class CountingStream(httpcore2.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        # Counted after it went out: a write that fails moved nothing we know of.
         self._stream.write(buffer, timeout)
         self._traffic.count_up(len(buffer))
 
@@ -144,6 +146,8 @@ class CountingTransport(httpx2.HTTPTransport):
 
     def __init__(self, traffic: Traffic, max_connections: int) -> None:
         context = httpx2.create_ssl_context()
+        # httpx2 has no public way to count on the socket, so the pool is replaced and all the rest stays its
+        # own.
         super().__init__(verify=context)
         self._pool = httpcore2.ConnectionPool(
             ssl_context=context,

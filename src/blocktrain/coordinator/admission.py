@@ -22,7 +22,7 @@ from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, i
 
 ALLOWLIST_FILE = "allowlist.txt"
 JUDGES_FILE = "judges.txt"
-MAX_LIST_BYTES = 4 << 20
+MAX_LIST_BYTES = 4 << 20  # 120,000 ids of 33 bytes; read at every join, so that edits count at once
 
 
 def listed_ids(path: Path) -> frozenset[str]:
@@ -40,6 +40,8 @@ def network_name(address: str) -> str:
         found = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
         return address
+    # ::ffff:1.2.3.4 is that IPv4 address, seen through a socket that takes both. Of IPv6 one home or host has
+    # a whole /64 for itself, so counting single addresses would count nothing.
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     plain = mapped or found
     return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
@@ -70,6 +72,8 @@ class Admission:
 
     def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
         """Everything that needs no database, so that a flood of joins does not wait for one another."""
+        # A stamp makes a thousand identities cost a thousand times the work of one; the cap per network does
+        # the rest: of 1,000 joins at once from one address 32 got in (docs/experiments.md, attack 13).
         bits = self._trust.stamp_bits
         if self._trust.admission == "open":
             good = not bits or (
@@ -101,6 +105,7 @@ class Admission:
     ) -> str | None:
         """The last checks, in the transaction that makes the worker; the network it is counted under."""
         if self._trust.admission == "invite":
+            # Read again: between the pre-check and this transaction it may have expired, or been used.
             found = read_invite(self._key, request.invite or "", now)
             if found is None:
                 raise _invite_refusal("missing, expired or not this coordinator's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 
 from sqlalchemy import and_, or_, select
@@ -36,10 +35,11 @@ from blocktrain.coordinator.storage.queries import (
     frozen_heads,
     frozen_of,
     lock_run,
+    open_round,
     round_facts,
     seats,
 )
-from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
 from blocktrain.validation.reputation import after_withholding
 from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
@@ -59,7 +59,7 @@ from blocktrain.wire.messages import (
     Wait,
 )
 
-HEARTBEATS_PER_LEASE = 3
+HEARTBEATS_PER_LEASE = 3  # one may be lost, and the next be late
 LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 
 
@@ -118,17 +118,47 @@ class Assignments:
 
     def ask(self, worker_id: WorkerId, request: AssignmentRequest) -> Assignment | Wait | Finished:
         """The worker's next assignment: one it already has, or one that `next_assignment` chooses."""
-        now, swarm = self._resources.clock(), self._resources.run.swarm
+        now, run = self._resources.clock(), self._resources.run
         with self._resources.store.write() as session:
             worker = present_worker(session, worker_id, now)
             after = None if request.after is None else own_assignment(session, worker_id, request.after)
-            if after is None:
-                self._release_withheld(session, worker, now)
-            self._free_refused(session, worker_id, now)
+
+            # A worker that asks with nothing in hand has lost what it committed (a new disk, another folder):
+            # its rounds are free again. The first three such commits cost it nothing.
+            withheld = select(UpdateRow).where(
+                UpdateRow.worker_id == worker_id, UpdateRow.state == UpdateState.COMMITTED
+            )
+            for update in session.scalars(withheld).all() if after is None else ():
+                change(update, UpdateState.WITHHELD)
+                keep_standing(worker, after_withholding(standing_of(worker)))
+                assignment = session.get(AssignmentRow, update.assignment_id)
+                assert assignment is not None
+                self._free(session, assignment, AssignmentState.WITHHELD, now)
+
+            # A round that passed its deadline with nothing to merge may be tried again by a worker that it
+            # refused: nobody else has brought anything, and the block must not stop (small judged runs did,
+            # docs/experiments.md, "judged runs that stall").
+            refused = session.execute(
+                select(AssignmentRow, UpdateRow.revealed, BlockRow)
+                .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
+                .join(BlockRow, BlockRow.block == AssignmentRow.block)
+                .where(
+                    AssignmentRow.worker_id == worker_id,
+                    AssignmentRow.state == AssignmentState.COMMITTED,
+                    UpdateRow.state == UpdateState.REFUSED,
+                    AssignmentRow.round >= BlockRow.version,
+                )
+            )
+            for assignment, revealed, block in refused.all():
+                if _may_retry(revealed, open_round(session, run, block, now)):
+                    change(assignment, AssignmentState.REFUSED)
+            session.flush()
+
+            # A request that was lost on its way back finds the lease that it made.
             if (lease := _open_lease(session, worker_id, after)) is not None:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
-                return self._message(lease, block, self._state(session, block, now), now)
+                return self._message(lease, block, open_round(session, run, block, now), now)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
                 blocks = session.scalars(
@@ -141,7 +171,7 @@ class Assignments:
                     prefer_block=request.prefer_block,
                     memory_bytes=worker.memory_bytes,
                 )
-                decision = next_assignment(view, self._block_views(session, worker, versions, now), swarm)
+                decision = next_assignment(view, self._block_views(session, worker, versions, now), run.swarm)
                 if isinstance(decision, Done):
                     return Finished(reason=decision.reason)
                 if isinstance(decision, Pause):
@@ -150,52 +180,16 @@ class Assignments:
                 if block.version == versions[decision.block]:
                     return self._lend(session, worker, block, decision, now)
 
-    def _state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
-        run = self._resources.run
-        return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
-
-    def _release_withheld(self, session: Session, worker: WorkerRow, now: float) -> None:
-        """A worker that asks with nothing in hand has lost what it committed: its round is free again."""
-        rows = session.scalars(
-            select(UpdateRow).where(
-                UpdateRow.worker_id == worker.worker_id, UpdateRow.state == UpdateState.COMMITTED
-            )
-        )
-        for update in rows.all():
-            change(update, UpdateState.WITHHELD)
-            keep_standing(worker, after_withholding(standing_of(worker)))
-            assignment = session.get(AssignmentRow, update.assignment_id)
-            assert assignment is not None
-            self._free(session, assignment, AssignmentState.WITHHELD, now)
-
     def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
         """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
         change(row, state)
         body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": str(state)}
         self._resources.ledger.append(session, now, "return", body)
 
-    def _free_refused(self, session: Session, worker_id: str, now: float) -> None:
-        """A round that passed its deadline with nothing to merge may be tried again by a worker that it
-        refused: nobody else has brought anything, and the block must not stop."""
-        rows = session.execute(
-            select(AssignmentRow, UpdateRow.revealed, BlockRow)
-            .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
-            .join(BlockRow, BlockRow.block == AssignmentRow.block)
-            .where(
-                AssignmentRow.worker_id == worker_id,
-                AssignmentRow.state == AssignmentState.COMMITTED,
-                UpdateRow.state == UpdateState.REFUSED,
-                AssignmentRow.round >= BlockRow.version,
-            )
-        )
-        for assignment, revealed, block in rows.all():
-            if _may_retry(revealed, self._state(session, block, now)):
-                change(assignment, AssignmentState.REFUSED)
-        session.flush()
-
     def _block_views(
         self, session: Session, worker: WorkerRow, versions: dict[int, int], now: float
     ) -> list[BlockView]:
+        """The blocks as this worker's schedule sees them: who else is there, and what it has had itself."""
         run = self._resources.run
         others = seats(session, run.swarm, now, without=worker.worker_id)
         used: dict[int, set[int]] = {block: set() for block in versions}
@@ -225,6 +219,7 @@ class Assignments:
     def _lend(
         self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
     ) -> Assignment:
+        """Write the lease down: its text, its frozen snapshots, the steps it takes for an absent replica."""
         run, name = self._resources.run, worker.worker_id
         facts = round_facts(session, block, run.swarm, now)
         if offer.round == block.version and starts_clock(facts, name):
@@ -238,7 +233,23 @@ class Assignments:
             .limit(1)
         )
         extra = extra_steps(facts, state, name, offer.round, own_seconds, run.swarm, now)
-        shard, extra_shard = itertools.islice(self._free_shards(session, worker, offer), 2)
+
+        # Text: the first of shards block, block + B, block + 2B, … that no live assignment of the round has.
+        # No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
+        # A worker that was refused trains the round again on other text: the same text would give the same
+        # update, and the same refusal (decision 0007).
+        refused_here = and_(AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == name)
+        rows = session.execute(
+            select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
+                AssignmentRow.block == offer.block,
+                AssignmentRow.round == offer.round,
+                or_(AssignmentRow.state.in_(LIVE), refused_here),
+            )
+        )
+        taken = {shard for row in rows for shard in row}
+        shards = itertools.count(offer.block, len(run.layouts))
+        shard, extra_shard = itertools.islice((one for one in shards if one not in taken), 2)
+
         frozen = frozen_heads(session, run, offer.block)
         row = AssignmentRow(
             assignment_id=secrets.token_hex(16),
@@ -266,38 +277,17 @@ class Assignments:
         self._resources.ledger.append(session, now, "assign", entry)
         return self._message(row, block, state, now)
 
-    def _free_shards(self, session: Session, worker: WorkerRow, offer: Offer) -> Iterator[int]:
-        """block, block + B, block + 2B, …: those that no live assignment of the round has.
-
-        No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
-        A worker that was refused trains the round again on other text: the same would give the same update.
-        """
-        refused_here = and_(
-            AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == worker.worker_id
-        )
-        rows = session.execute(
-            select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
-                AssignmentRow.block == offer.block,
-                AssignmentRow.round == offer.round,
-                or_(AssignmentRow.state.in_(LIVE), refused_here),
-            )
-        )
-        taken = {shard for row in rows for shard in row}
-        shards = itertools.count(offer.block, len(self._resources.run.layouts))
-        return (shard for shard in shards if shard not in taken)
-
     def _message(self, row: AssignmentRow, block: BlockRow, state: OpenRound, now: float) -> Assignment:
         swarm = self._resources.run.swarm
         stand_in = None
         if row.stand_in_shard is not None:
             stand_in = StandIn(shard=row.stand_in_shard, steps=row.stand_in_steps)
-        return Assignment(
-            assignment_id=row.assignment_id,
-            block=row.block,
-            round=row.round,
+        # The base is the head of now: a lease that is found again may be older than the head.
+        return message_of(
+            Assignment,
+            row,
             base_version=block.version,
             base_hash=block.head_hash,
-            shard=row.shard,
             first_step=row.round * swarm.steps_per_round,
             steps=swarm.steps_per_round + row.stand_in_steps,
             total_steps=swarm.total_steps,
@@ -306,7 +296,6 @@ class Assignments:
             lease_seconds=swarm.lease_seconds,
             heartbeat_seconds=swarm.lease_seconds / HEARTBEATS_PER_LEASE,
             server_time=now,
-            reason=row.reason,
             frozen=frozen_of(row),
             stand_in=stand_in,
         )
@@ -323,12 +312,24 @@ class Assignments:
             block = block_row(session, row.block)
             if row.state in LIVE:
                 worker.block, worker.step, worker.loss = row.block, request.step, request.loss
-            state = self._state(session, block, now)
+            state = open_round(session, self._resources.run, block, now)
             by_age = age_ruling(block.version - row.round, swarm, finished=block.version >= swarm.rounds)
             cancel, reason = not by_age.counts, by_age.sentence
+            refused_before = select(UpdateRow.revealed).where(
+                UpdateRow.worker_id == row.worker_id,
+                UpdateRow.block == row.block,
+                UpdateRow.round == block.version,
+                UpdateRow.state == UpdateState.REFUSED,
+            )
             if row.state not in LIVE:
                 cancel, reason = True, f"the assignment was {row.state}"
-            elif not cancel and self._waits_for_own_retry(session, row, block, state):
+            elif (
+                not cancel
+                and row.state == AssignmentState.LEASED
+                and row.round > block.version
+                and any(_may_retry(revealed, state) for revealed in session.scalars(refused_before).all())
+            ):
+                # It runs ahead into a round that only its own second try at the open one can open.
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
                 self._free(session, row, AssignmentState.RETURNED, now)
             return HeartbeatAnswer(
@@ -340,22 +341,6 @@ class Assignments:
                 deadline_reason=state.deadline_reason,
                 server_time=now,
             )
-
-    def _waits_for_own_retry(
-        self, session: Session, row: AssignmentRow, block: BlockRow, state: OpenRound
-    ) -> bool:
-        """Whether the worker runs ahead into a round that only its second try at the open one can open."""
-        if row.round <= block.version or row.state != AssignmentState.LEASED:
-            return False
-        refused = session.scalars(
-            select(UpdateRow.revealed).where(
-                UpdateRow.worker_id == row.worker_id,
-                UpdateRow.block == row.block,
-                UpdateRow.round == block.version,
-                UpdateRow.state == UpdateState.REFUSED,
-            )
-        )
-        return any(_may_retry(revealed, state) for revealed in refused.all())
 
     def hand_back(self, worker_id: WorkerId, assignment_id: str) -> ReturnAnswer:
         now = self._resources.clock()

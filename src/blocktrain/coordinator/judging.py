@@ -29,14 +29,14 @@ from blocktrain.coordinator.storage.queries import (
     recent_scores,
     running_median,
 )
-from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.storage.weights import Weights
-from blocktrain.coordinator.verdicts import settle
+from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
 from blocktrain.validation.evidence import Cost, evidence_seed, training_tokens
 from blocktrain.validation.reputation import comparison
-from blocktrain.validation.ruling import age_ruling, evidence_ruling, judged_ruling, probation_ruling
+from blocktrain.validation.ruling import evidence_ruling, judged_ruling, probation_ruling
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, evidence_of, report_of, work_of
 from blocktrain.wire.messages import (
@@ -87,16 +87,14 @@ class Judging:
         except Refusal as refusal:
             log.info("verdict came too late: %s", refusal)
         except Exception:
-            self._postpone(task.update_id)
+            # It keeps its lease, without a judge, so that those behind it come first; it is tried again when
+            # the lease ends. One update that no memory is enough for must not stop the queue.
+            with self._resources.store.write() as session:
+                row = session.get(UpdateRow, task.update_id)
+                if row is not None and row.judge == self._judge:
+                    row.judge = None
             raise
         return True
-
-    def _postpone(self, update_id: str) -> None:
-        """An update that could not be judged keeps its lease, without a judge: those behind it come first."""
-        with self._resources.store.write() as session:
-            row = session.get(UpdateRow, update_id)
-            if row is not None and row.judge == self._judge:
-                row.judge = None
 
     def _loaded(self, frozen: Iterable[FrozenSnapshot]) -> dict[int, Weights]:
         return {one.block: self._resources.weights.snapshot(one.block, one.hash) for one in frozen}
@@ -106,6 +104,8 @@ class Judging:
     def lease(self, judge: str) -> JudgeTask | JudgeWait:
         now, run = self._resources.clock(), self._resources.run
         with self._resources.store.write() as session:
+            # The oldest that nobody holds. A judge that asks again gets what it already has: it has started
+            # over, and its first lease would otherwise have to end before anybody may judge that update.
             row = session.scalars(
                 select(UpdateRow)
                 .where(
@@ -126,12 +126,10 @@ class Judging:
             # Judged as it will be merged: alone, and clipped to the running median.
             median = running_median(session, row.block)
             clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
-            return JudgeTask(
-                update_id=row.update_id,
-                block=row.block,
-                payload_hash=row.payload_hash,
+            return message_of(
+                JudgeTask,
+                row,
                 head_hash=block_row(session, row.block).head_hash,
-                base_hash=row.base_hash,
                 step=run.swarm.outer_lr * clip,
                 shard=assignment.shard,
                 first_step=assignment.round * run.swarm.steps_per_round,
@@ -163,6 +161,7 @@ class Judging:
             block = block_row(session, row.block, lock=True)
             session.refresh(row)
             row = _held_by(session, judge, update_id)  # again: under the locks it may be another's by now
+            # The evidence decides; then probation, for who is new; then the age that it has by now.
             evidence = evidence_of(found)
             ruling = evidence_ruling(
                 evidence,
@@ -173,6 +172,8 @@ class Judging:
             recorded = found.model_dump(mode="json", exclude={"protocol"})
             recorded["seed"] = self._seed(session, row)
             row.evidence = json.dumps(recorded)
+            # A newcomer's update is scored and not merged while others on the block are established. Its mark
+            # is that of an update that counted, which is how it gets off probation.
             if ruling.counts and worker is not None and not worker.established:
                 others = session.scalars(
                     select(WorkerRow.worker_id).where(
@@ -184,14 +185,12 @@ class Judging:
                 good = standing_of(worker).good_verdicts + 1
                 needed, established = trust.probation_verdicts, others.first() is not None
                 ruling = probation_ruling(good, needed, established) or ruling
-            head = block.version if block.closing_version is None else block.closing_version
-            by_age = age_ruling(head - row.base_version, swarm, finished=head >= swarm.rounds)
             settle(
                 self._resources,
                 session,
                 worker,
                 row,
-                judged_ruling(ruling, by_age),
+                judged_ruling(ruling, ruling_by_age(block, row, swarm)),
                 now,
                 evidence=recorded,
                 compared=comparison(evidence.mark, row.norm, running_median(session, row.block)),
@@ -200,6 +199,7 @@ class Judging:
             receipt = receipt_of(session, row.verdict_sequence)
             assignment = session.get(AssignmentRow, row.assignment_id)
             frozen = 0 if assignment is None else len(frozen_of(assignment))
+        # Judges and guard cost at most 9.9 % of what they judged in the suite of attacks; /metrics has it.
         with self._counting:
             self.cost.judging += found.tokens
             self.cost.judged += training_tokens(run.recipe, frozen)

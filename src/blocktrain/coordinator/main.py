@@ -66,6 +66,7 @@ class CoordinatorServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not the inherited one, which raises the signal again before a merge under way is finished."""
+        # Event streams end when they see the flag; without it they would hold the server for DRAIN_SECONDS.
         self._coordinator.drain()
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
@@ -87,6 +88,8 @@ def run_coordinator(
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
     recipe = load_recipe(recipe_path, overrides)
+    # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
+    # take minutes.
     if tls is not None:
         tls.check()
     listener = open_port(host, port)

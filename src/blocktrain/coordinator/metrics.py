@@ -6,6 +6,7 @@ Each name is listed in docs/protocol.md; tests/docs/test_grafana.py holds the da
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,39 +26,23 @@ asking the server for the exact bytes."""
 class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "blocktrain_requests", "Requests answered", ["method", "route", "status"], registry=registry
-        )
-        self._bytes = Counter(
-            "blocktrain_bytes", "Bytes of requests (up) and answers (down), headers included",
-            ["direction", "kind"], registry=registry,
-        )  # fmt: skip
-        self._verdicts = Counter(
-            "blocktrain_verdicts", "Verdicts on updates", ["outcome", "reason"], registry=registry
-        )
-        self._failures = Counter(
-            "blocktrain_loop_failures", "Failures of background loops, each tried again", ["loop"],
-            registry=registry,
-        )  # fmt: skip
-        self._merge_seconds = Histogram(
-            "blocktrain_merge_seconds", "Seconds from the decision to close a round to its new snapshot",
-            registry=registry,
-        )  # fmt: skip
-        self._version = Gauge(
-            "blocktrain_block_version", "Head version of a block", ["block"], registry=registry
-        )
-        self._workers = Gauge("blocktrain_workers", "Live workers", registry=registry)
-        self._participation = Gauge(
-            "blocktrain_participation", "Share of assigned work that arrived on time", registry=registry
-        )
-        self._loss = Gauge(
-            "blocktrain_consensus_ce", "Held-out cross entropy of the assembled model", registry=registry
-        )
-        self._judging = Gauge(
-            "blocktrain_judging_share",
-            "Compute of judges and guard as a share of the compute they judged, since the start",
-            registry=registry,
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        about = "Requests answered"
+        self._requests = counter("blocktrain_requests", about, ["method", "route", "status"])
+        about = "Bytes of requests (up) and answers (down), headers included"
+        self._bytes = counter("blocktrain_bytes", about, ["direction", "kind"])
+        self._verdicts = counter("blocktrain_verdicts", "Verdicts on updates", ["outcome", "reason"])
+        about = "Failures of background loops, each tried again"
+        self._failures = counter("blocktrain_loop_failures", about, ["loop"])
+        about = "Seconds from the decision to close a round to its new snapshot"
+        self._merge_seconds = Histogram("blocktrain_merge_seconds", about, registry=registry)
+        self._version = gauge("blocktrain_block_version", "Head version of a block", ["block"])
+        self._workers = gauge("blocktrain_workers", "Live workers")
+        about = "Share of assigned work that arrived on time"
+        self._participation = gauge("blocktrain_participation", about)
+        self._loss = gauge("blocktrain_consensus_ce", "Held-out cross entropy of the assembled model")
+        about = "Compute of judges and guard as a share of the compute they judged, since the start"
+        self._judging = gauge("blocktrain_judging_share", about)
         # The status answer needs plain sums, and reading them out of the registry is slow.
         self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in (*KINDS, TEXT)}
 
@@ -102,6 +87,7 @@ class CountTraffic:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # By what travels, not by route: docs/experiments.md compares payloads with whole checkpoints.
         method, path = scope["method"], scope["path"]
         kind = "control"
         if path.startswith("/v1/snapshots/"):

@@ -59,5 +59,6 @@ class Refusal(WireError):
 
     @classmethod
     def of_signature(cls, error: SignatureError, now: float) -> Refusal:
+        # With the server's time a worker whose clock is wrong can say by how much.
         about_time = error.reason in (Reason.EXPIRED, Reason.CLOCK_SKEW)
         return cls(error.reason, error.sentence, server_time=now if about_time else None)

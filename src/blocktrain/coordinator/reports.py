@@ -5,13 +5,12 @@ from __future__ import annotations
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.decisions.rounds import round_state
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import UpdateState
 from blocktrain.coordinator.storage.ledger import read_entries
-from blocktrain.coordinator.storage.queries import block_row, live_since, round_facts
+from blocktrain.coordinator.storage.queries import block_row, live_since, open_round
 from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
@@ -20,6 +19,7 @@ from blocktrain.coordinator.storage.store import (
     SnapshotRow,
     UpdateRow,
     WorkerRow,
+    message_of,
 )
 from blocktrain.wire.messages import (
     MAX_LEDGER_PAGE,
@@ -39,6 +39,7 @@ from blocktrain.wire.messages import (
     WorkerState,
 )
 
+# Caps on a status that anybody may ask for, every second: the page draws no more.
 SHOWN_WORKERS = 500
 SHOWN_EVALUATIONS = 200
 SHOWN_ROUNDS = 500
@@ -71,7 +72,7 @@ class Reports:
         run = self._resources.run
         head = session.get(SnapshotRow, (row.block, row.version))
         assert head is not None
-        state = round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
+        state = open_round(session, run, row, now)
         return BlockAnswer(
             block=row.block,
             head_version=row.version,
@@ -160,8 +161,10 @@ class Reports:
                 select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
             ).all()
             reports = tuple(map(RoundReport.model_validate_json, reversed(records)))
+            # Of the rounds that are shown: what was lent against what came in time.
             assigned = sum(report.assigned for report in reports)
             on_time = sum(report.on_time for report in reports)
+            # Rounds between an update's base and its merge: 0 was on time.
             age = UpdateRow.merge_version - 1 - UpdateRow.base_version
             ages = session.execute(
                 select(age, func.count())
@@ -175,6 +178,10 @@ class Reports:
                 .group_by(UpdateRow.block)
             )
             schemas, since = resources.run.schemas, live_since(now, resources.run.swarm)
+            shown = []
+            for row in workers:
+                account = Account.model_validate_json(row.account).model_dump(exclude={"protocol"})
+                shown.append(message_of(WorkerState, row, live=row.last_seen > since, **account))
             return StatusAnswer(
                 run_id=run.run_id,
                 name=resources.run.recipe.name,
@@ -183,7 +190,7 @@ class Reports:
                 finished=all(block.finished for block in blocks),
                 rounds=resources.run.swarm.rounds,
                 blocks=blocks,
-                workers=tuple(_worker_state(row, live=row.last_seen > since) for row in workers),
+                workers=tuple(shown),
                 participation=on_time / assigned if assigned else None,
                 ages={str(age): count for age, count in ages},
                 up=up,
@@ -197,25 +204,3 @@ class Reports:
                 ledger_head=run.ledger_hash,
                 gateway=self._display.gateway,
             )
-
-
-def _worker_state(row: WorkerRow, *, live: bool) -> WorkerState:
-    account = Account.model_validate_json(row.account)
-    return WorkerState(
-        worker_id=row.worker_id,
-        label=row.label,
-        device=row.device,
-        block=row.block,
-        live=live,
-        last_seen=row.last_seen,
-        step=row.step,
-        loss=row.loss,
-        accepted=row.accepted,
-        late=row.late,
-        refused=row.refused,
-        seconds_computing=account.seconds_computing,
-        seconds_transferring=account.seconds_transferring,
-        seconds_waiting=account.seconds_waiting,
-        up=account.up,
-        down=account.down,
-    )

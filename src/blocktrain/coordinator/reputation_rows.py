@@ -30,9 +30,11 @@ def keep_standing(worker: WorkerRow, standing: Standing) -> None:
 
 def seen(worker: WorkerRow, now: float) -> None:
     """A request came; a long silence before it costs uptime."""
+    # Checked when it comes back, not by a timer: a worker that never returns has nobody to show it to.
     silence = now - worker.last_seen
     if silence > SILENCE_GRACE_SECONDS:
         keep_standing(worker, after_silence(standing_of(worker), silence))
+    # Clocks of several coordinators may differ a little, and the last one seen must not go back.
     worker.last_seen = max(worker.last_seen, now)
 
 
@@ -50,6 +52,7 @@ def present_worker(session: Session, worker_id: str, now: float) -> WorkerRow:
 
 def ban(session: Session, ledger: Ledger, worker_id: str, reason: str, seconds: float, now: float) -> Receipt:
     """A new ban replaces an older one; 0 seconds lift it."""
+    # The row is kept after its end: `until` decides, and the ledger has the history.
     row = session.get(BanRow, worker_id) or BanRow(worker_id=worker_id)
     row.reason, row.made, row.until = reason, now, now + seconds
     session.add(row)

@@ -58,6 +58,8 @@ def open_run(
 ) -> Run:
     """The run in this database, which is made if there is none; another recipe, text or key is refused."""
     setup, codec = Setup.of_swarm(recipe, text.manifest.vocabulary), CodecSpec.parse(recipe.swarm.codec)
+    # Initial weights follow from seed and block, so nothing has to be fetched to open a run again, and
+    # workers can make version 0 themselves.
     layouts, schemas = [], []
     for block in range(recipe.model.blocks):
         module = setup.initial(block)
@@ -98,6 +100,7 @@ def _open_row(
     """The run's id from its row; made with the ledger's first entry, or compared with what was given."""
     key = identity.public_key.hex()
     with store.write() as session:
+        # There is one row, number 1; its primary key lets only one of two processes make the run.
         row = session.get(RunRow, 1, with_for_update=True)
         if row is None:
             description: dict[str, Any] = {
@@ -107,6 +110,7 @@ def _open_row(
                 "created": now,
                 "blocks": [layout.model_dump(mode="json") for layout in layouts],
             }
+            # The id is the hash of what all must agree on: two runs with one id would be one run.
             run_id = content_hash(canonical_json(description))
             row = RunRow(
                 id=1,

@@ -88,6 +88,7 @@ class Coordinator:
 
     def start(self) -> None:
         """Begin to close rounds, judge and score in the background."""
+        # SQLite's lock file says that no other process serves this run; on PostgreSQL claims may be alive.
         if self.resources.store.is_sqlite:
             self.rounds.forget_claims()
         repeat = partial(self._threads.repeat, failed=self.metrics.failed, pause_seconds=POLL_SECONDS)
@@ -95,6 +96,7 @@ class Coordinator:
         self._threads.start("heads", self.rounds.load_heads)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
         repeat("nonces", self._sweep, pause_seconds=SWEEP_SECONDS)
+        # Low priority: on a small host requests and merges go first.
         if self._scoring is not None:
             repeat("scoring", self._scoring.score_due, low_priority=True)
         if judge == "coordinator":
@@ -104,6 +106,8 @@ class Coordinator:
         """A merge under way is finished; an evaluation that takes long is left, it is repeated some day."""
         self._stop.set()
         self.resources.changes.notify()
+        # Without a limit: cut in the middle, the merge would be repeated by the next process (correct, but
+        # late).
         if self._merging is not None:
             self._merging.join()
         self._threads.join(PATIENCE_SECONDS)
@@ -112,6 +116,8 @@ class Coordinator:
 
     def remember(self, request: VerifiedRequest) -> None:
         """Refuse a nonce that any process has seen before."""
+        # The database is the memory: its primary key refuses the second of two requests, in whichever
+        # process, also after a restart.
         try:
             with self.resources.store.write() as session:
                 session.add(NonceRow(replay_key=request.replay_key, forget_after=request.forget_after))

@@ -40,6 +40,7 @@ COUNTED = (*WAITING, UpdateState.MERGED)
 
 _AFTER_ASSIGNMENT: Mapping[AssignmentState, tuple[AssignmentState, ...]] = {
     AssignmentState.LEASED: (AssignmentState.COMMITTED, AssignmentState.RETURNED),
+    # Never back to leased: what was committed is in the ledger.
     AssignmentState.COMMITTED: (AssignmentState.WITHHELD, AssignmentState.REFUSED),
     AssignmentState.RETURNED: (),
     AssignmentState.WITHHELD: (),
@@ -63,6 +64,7 @@ class HasState(Protocol):
 
 def change(row: HasState, new: AssignmentState | UpdateState) -> None:
     """Every change of a stored state goes through here; one that the tables do not allow is our own fault."""
+    # The database holds plain strings, so the type of `new` says which table applies.
     if isinstance(new, AssignmentState):
         allowed = new in _AFTER_ASSIGNMENT[AssignmentState(row.state)]
     else:

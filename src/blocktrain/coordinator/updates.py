@@ -9,7 +9,7 @@ update helps; that is the judge's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import IO
 
 from sqlalchemy import func, select
@@ -17,16 +17,23 @@ from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.assignments import own_assignment
 from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, length_refusal
-from blocktrain.coordinator.decisions.rounds import own_share, round_state
+from blocktrain.coordinator.decisions.rounds import own_share
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
 from blocktrain.coordinator.storage.ledger import receipt_of
-from blocktrain.coordinator.storage.queries import block_row, round_facts, running_median
-from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, MergeRow, SnapshotRow, UpdateRow
-from blocktrain.coordinator.verdicts import settle
+from blocktrain.coordinator.storage.queries import block_row, open_round, running_median
+from blocktrain.coordinator.storage.store import (
+    AssignmentRow,
+    BlockRow,
+    MergeRow,
+    SnapshotRow,
+    UpdateRow,
+    message_of,
+)
+from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import update_norm
 from blocktrain.training.update import delta_of
 from blocktrain.validation.duplicates import Sketch, most_alike, sketch_of
@@ -34,7 +41,6 @@ from blocktrain.validation.evidence import evidence_seed
 from blocktrain.validation.ruling import (
     Mark,
     Ruling,
-    age_ruling,
     duplicate_ruling,
     fading_of,
     norm_ruling,
@@ -82,6 +88,8 @@ class Decoded:
     norm: float | None = None
     sketch: Sketch | None = None
     """Only where updates are judged."""
+    copied: Ruling | None = None
+    """The refusal of a copy of an update that was committed earlier."""
 
 
 class Updates:
@@ -103,6 +111,7 @@ class Updates:
                     SnapshotRow.block == block.block, SnapshotRow.hash == request.base_hash
                 )
             )
+            # One update per worker and base: leases of several rounds must not become several votes.
             same_base = select(UpdateRow.update_id).where(
                 UpdateRow.worker_id == worker_id,
                 UpdateRow.block == block.block,
@@ -122,15 +131,17 @@ class Updates:
             )
             if (refusal := commit_refusal(view, request)) is not None:
                 raise refusal
+            # A repeated commit finds its row: the receipt is the first one's, and nothing is counted twice.
             if row is None:
                 assert base_version is not None
                 row = self._promise(session, assignment, base_version, request, now)
                 if request.account is not None:
                     worker.account = _sum(worker.account, request.account)
-            state = round_state(round_facts(session, block, run.swarm, now), run.swarm, run.recipe.trust, now)
+            state = open_round(session, run, block, now)
             upload = Upload(
                 url=f"/v1/updates/{row.payload_hash}", presigned=False, expires_seconds=UPLOAD_SECONDS
             )
+            # To a shared store the worker sends the bytes itself, past the coordinator's own line.
             if resources.blobs.shared:
                 url = resources.blobs.presigned_put(upload_key(row.update_id))
                 upload = Upload(url=url, presigned=True, expires_seconds=PRESIGNED_SECONDS)
@@ -161,6 +172,8 @@ class Updates:
             "payload_bytes": request.payload_bytes,
         }
         update_id = content_hash(canonical_json({"run": self._resources.run.run_id, **body}))
+        # The entry comes before the payload is known to anybody: its hash binds the worker, and its place in
+        # the ledger says who had an update first.
         change(assignment, AssignmentState.COMMITTED)
         receipt = self._resources.ledger.append(session, now, "commit", {"update_id": update_id, **body})
         row = UpdateRow(
@@ -183,15 +196,9 @@ class Updates:
         """What may be sent under this hash, before a byte of it is read."""
         with self._resources.store.read() as session:
             row = _committed(session, worker_id, payload_hash)
-            expected = Expected(
-                row.update_id,
-                row.block,
-                row.base_hash,
-                row.payload_hash,
-                row.payload_bytes,
-                row.commit_sequence,
-                _verdict(session, row),
-            )
+            columns = [one.name for one in fields(Expected) if one.name != "verdict"]
+            verdict = _verdict(session, row)
+            expected = Expected(**{name: getattr(row, name) for name in columns}, verdict=verdict)
         if content_length is not None and (refusal := length_refusal(expected.payload_bytes, content_length)):
             raise refusal
         return expected
@@ -215,6 +222,7 @@ class Updates:
             raise Refusal(
                 ErrorReason.NOT_UPLOADED, "there is no object at the upload place", "PUT the payload first"
             )
+        # What cannot be the payload is deleted, so that the same place can be used again.
         if refusal := length_refusal(expected.payload_bytes, size):
             blobs.delete(key)
             raise refusal
@@ -225,6 +233,7 @@ class Updates:
                 break  # it grew since its size was asked for: the hash will not be the committed one
         payload = bytes(received)
         _refuse_other_payload(expected, content_hash(payload))
+        # Under its lasting name before the row says so, and out of the upload place only after that.
         blobs.put(payload_key(payload_hash), payload)
         verdict = self._receive(expected, payload)
         blobs.delete(key)
@@ -235,7 +244,6 @@ class Updates:
         resources, run = self._resources, self._resources.run
         # Reading, sketching and comparing take seconds on a large block: no lock is held meanwhile.
         decoded = self._decode(expected, payload)
-        copied = None if decoded.sketch is None else self._copied(expected, decoded.sketch)
         now = resources.clock()
         with resources.store.write() as session:
             row = session.get(UpdateRow, expected.update_id)
@@ -243,21 +251,19 @@ class Updates:
             worker = present_worker(session, row.worker_id, now)
             block = block_row(session, row.block, lock=True)
             session.refresh(row)
+            # Of two requests that brought the same payload, the second finds the first one's verdict.
             if row.state == UpdateState.COMMITTED:
                 row.norm, row.revealed = decoded.norm, now
                 row.offset = self._offset(session, block, row, now)
                 reveal = {key: getattr(row, key) for key in ("update_id", "payload_hash", "payload_bytes")}
                 row.reveal_sequence = resources.ledger.append(session, now, "reveal", reveal).sequence
-                # A round that is being merged is over: what arrives now is one version later.
-                head = block.version if block.closing_version is None else block.closing_version
-                by_age = age_ruling(head - row.base_version, run.swarm, finished=head >= run.swarm.rounds)
-                ruling = decoded.ruling or by_age
+                ruling = decoded.ruling or ruling_by_age(block, row, run.swarm)
                 # Without a judge whatever can be read and is in time counts; the merge clips its norm.
                 judged = run.recipe.trust.judge != "off"
                 if judged and decoded.norm is not None:
                     median = running_median(session, row.block)
                     fading = fading_of(run.recipe, row.base_version)
-                    found = copied or norm_ruling(decoded.norm, median, run.recipe.trust, fading)
+                    found = decoded.copied or norm_ruling(decoded.norm, median, run.recipe.trust, fading)
                     if found is not None:
                         # A copy that is also too old is refused for its age, and still marked as a copy.
                         ruling = found if ruling.counts else replace(ruling, mark=found.mark)
@@ -292,11 +298,8 @@ class Updates:
         # does not know which values to change.
         seed = evidence_seed(resources.secret, f"sketch/{expected.block}", run.run_id)
         sketch = sketch_of(delta_of(run.codec, tensors, base), seed, run.codec)
-        return Decoded(norm=norm, sketch=sketch)
-
-    def _copied(self, expected: Expected, sketch: Sketch) -> Ruling | None:
-        """The refusal of a copy of an update that was committed earlier."""
-        with self._resources.store.read() as session:
+        # Who committed first has the update: a copier sees a payload only after its commit is in the ledger.
+        with resources.store.read() as session:
             rows = session.execute(
                 select(UpdateRow.update_id, UpdateRow.sketch)
                 .where(
@@ -309,10 +312,11 @@ class Updates:
             )
             earlier = [(name, Sketch.from_bytes(data)) for name, data in rows if data is not None]
         found = most_alike(sketch, earlier)
-        return None if found is None else duplicate_ruling(*found)
+        return Decoded(None, norm, sketch, None if found is None else duplicate_ruling(*found))
 
     def _offset(self, session: Session, block: BlockRow, row: UpdateRow, now: float) -> float | None:
         """Seconds that the worker's own steps took, from the beginning of its base's round."""
+        # A late update is measured from the beginning of its own round, which its merge has kept.
         begun = block.begun
         if row.base_version != block.version:
             merged = session.get(MergeRow, (row.block, row.base_version + 1))
@@ -373,13 +377,12 @@ def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
         outcome = on_time if row.state == UpdateState.MERGED else Outcome(row.state)
         reason, sentence = VerdictReason(row.reason or ""), row.sentence or ""
     assert sequence is not None
-    return Verdict(
-        update_id=row.update_id,
+    return message_of(
+        Verdict,
+        row,
         outcome=outcome,
-        weight=row.weight,
         reason=reason,
         sentence=sentence,
-        norm=row.norm,
         head_version=block.version,
         head_hash=block.head_hash,
         receipt=receipt_of(session, sequence),

@@ -8,13 +8,20 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
+from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.reputation_rows import ban, keep_standing, standing_of
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.queries import recent_scores
-from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.validation.reputation import after_verdict, deserves_ban, on_probation, penalties_paused
-from blocktrain.validation.ruling import Ruling
+from blocktrain.validation.ruling import Ruling, age_ruling
+
+
+def ruling_by_age(block: BlockRow, update: UpdateRow, swarm: SwarmConfig) -> Ruling:
+    # A round that is being merged is over: what arrives, or is judged, now is one version later.
+    head = block.version if block.closing_version is None else block.closing_version
+    return age_ruling(head - update.base_version, swarm, finished=head >= swarm.rounds)
 
 
 def settle(

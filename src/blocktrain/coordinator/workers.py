@@ -18,7 +18,7 @@ from blocktrain.coordinator.reputation_rows import ban, standing_of
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.queries import block_row, live_since
-from blocktrain.coordinator.storage.store import AssignmentRow, BanRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import AssignmentRow, BanRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.verdicts import settle
 from blocktrain.validation.reputation import reputation, uptime
 from blocktrain.validation.ruling import Ruling
@@ -59,7 +59,7 @@ def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit
         func.count(),
         func.sum(UpdateRow.weight),
         func.coalesce(func.sum(UpdateRow.gain), 0.0),
-    ).where(UpdateRow.state == UpdateState.MERGED)
+    ).where(UpdateRow.state == UpdateState.MERGED)  # what was accepted and then left out earns nothing
     if worker_id is not None:
         query = query.where(UpdateRow.worker_id == worker_id)
     rows = session.execute(query.group_by(UpdateRow.worker_id))
@@ -126,13 +126,12 @@ class Workers:
     def _summary(
         self, row: WorkerRow, credits: Mapping[str, Credit], bans: Mapping[str, BanState], now: float
     ) -> WorkerSummary:
+        # Reputation is computed here, not stored: uptime depends on the moment one asks.
         standing, known = standing_of(row), now - row.joined
         credit = credits.get(row.worker_id, Credit(0, 0.0, 0.0))
-        return WorkerSummary(
-            worker_id=row.worker_id,
-            label=row.label,
-            joined=row.joined,
-            last_seen=row.last_seen,
+        return message_of(
+            WorkerSummary,
+            row,
             live=row.last_seen > live_since(now, self._resources.run.swarm),
             probation=self._resources.run.recipe.trust.judge != "off" and not row.established,
             ban=bans.get(row.worker_id),
@@ -181,6 +180,7 @@ class Workers:
         """Also takes back what the worker has waiting for a merge."""
         now = self._resources.clock()
         with self._resources.store.write() as session:
+            # A ban also holds for an id that never joined: an operator may know it from another run.
             row = session.get(WorkerRow, worker_id, with_for_update=True)
             self._take_back(session, worker_id, row, request.reason, now)
             receipt = ban(session, self._resources.ledger, worker_id, request.reason, request.seconds, now)
@@ -200,6 +200,7 @@ class Workers:
                     AssignmentRow.worker_id == worker_id, AssignmentRow.state == AssignmentState.LEASED
                 )
             )
+            # Its updates stay: they are in the ledger, and what was merged is in the snapshots.
             for lease in leases.all():
                 change(lease, AssignmentState.RETURNED)
             session.delete(row)
@@ -227,17 +228,5 @@ class Workers:
 
 
 def _record(row: UpdateRow) -> VerdictRecord:
-    return VerdictRecord(
-        worker_id=row.worker_id,
-        update_id=row.update_id,
-        block=row.block,
-        round=row.round,
-        state=row.state,
-        weight=row.weight,
-        reason=row.reason,
-        sentence=row.sentence,
-        norm=row.norm,
-        evidence=None if row.evidence is None else json.loads(row.evidence),
-        revealed=row.revealed,
-        verdict_sequence=row.verdict_sequence,
-    )
+    evidence = None if row.evidence is None else json.loads(row.evidence)
+    return message_of(VerdictRecord, row, evidence=evidence)

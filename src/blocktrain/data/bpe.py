@@ -9,7 +9,7 @@ remembered bytes: over three times the library's own speed (benchmarks/data.py),
 files go through the library.
 
 Covered: a special token's name inside a document is plain text, never the token. Not covered: a stranger's
-tokenizer file whose own pattern takes for ever; read only files of people you trust.
+tokenizer file whose own pattern never ends; read only files of people you trust.
 """
 
 from __future__ import annotations

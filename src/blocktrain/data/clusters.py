@@ -40,7 +40,7 @@ def word_counts(text: bytes) -> Counts:
 @dataclass(frozen=True)
 class Clustering:
     weights: Features
-    """Of each slot, higher for rare words."""
+    """One for each slot, higher for rare words."""
     centroids: Features
 
     @classmethod

@@ -51,7 +51,7 @@ class Scan:
     documents: int
     text_bytes: int
     keys_sum: int
-    """Of all documents, modulo 2^64: the second reading must find the same ones."""
+    """Over all documents, modulo 2^64: the second reading must find the same ones."""
     index: SketchIndex
     clustering: Clustering | None
 

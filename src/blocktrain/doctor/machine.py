@@ -49,6 +49,7 @@ def system_memory() -> tuple[int | None, int | None]:
         total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         total = None
+    # Not MemFree: the page cache counts as used there, and a machine that has read a corpus looks full.
     free = _meminfo("MemAvailable") or total
     limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
     if limit is not None and used is not None and (free is None or limit - used < free):
@@ -89,7 +90,7 @@ def need_of(setup: Setup) -> Need:
 
 
 def read_disk(folder: Path) -> Disk:
-    """Of the folder, or of the nearest one above it that exists."""
+    """Free bytes where the folder is, or where the nearest one above it is that exists."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
     try:
@@ -118,6 +119,7 @@ def read_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, value in environment.items():
         if name.upper() in PROXY_VARIABLES and value:
+            # The findings are pasted into issues.
             place = urlsplit(value)
             found[name] = f"{place.scheme}://…@{place.hostname}" if place.username else value
     return found

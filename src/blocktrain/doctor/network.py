@@ -57,6 +57,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
             seconds = time.monotonic() - at
             run = RunAnswer.model_validate_json(content)
         except RequestRefused as refusal:
+            # The commonest mix-up: both print an address, and people paste the wrong one.
             if _is_gateway(client):
                 return CoordinatorReading(url, None, "", "gateway"), None
             return CoordinatorReading(url, None, f"/v1/run answers {refusal.status}", "other"), None
@@ -65,6 +66,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
             return CoordinatorReading(url, None, problem, "other"), None
         except WireError as error:
             return CoordinatorReading(url, "tls" if "SSL" in str(error) else "answer", str(error)), None
+    # The server read its clock somewhere within the round trip: its middle is wrong by half of it at most.
     skew = run.server_time - (begun + seconds / 2)
     name = str(run.recipe.get("name", ""))[:200]
     return CoordinatorReading(url, None, "", "coordinator", name, skew, seconds), run
@@ -110,6 +112,7 @@ def _handshake(place: SplitResult, context: ssl.SSLContext) -> bytes | None:
 def _shown(place: SplitResult) -> bytes | None:
     """Look at a certificate without believing it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is sent over it but the handshake.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:

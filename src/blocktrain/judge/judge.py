@@ -83,7 +83,9 @@ class Judge:
             frozen = {one.block: self._snapshot(one.block, one.hash) for one in task.frozen}
             base = self._snapshot(task.block, task.head_hash)
             own_base = self._snapshot(task.block, task.base_hash)
-            self._forget(KEPT_SNAPSHOTS + len(frozen))
+            # The snapshots used longest ago go; a dict keeps the order in which they were put back.
+            while len(self._snapshots) > KEPT_SNAPSHOTS + len(frozen):
+                self._snapshots.pop(next(iter(self._snapshots)))
             after = applied(layout.codec, base, own_base, decoded, task.step)
             evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
@@ -97,6 +99,7 @@ class Judge:
         self._say(f"judged update={task.update_id[:12]} block={task.block} gain={gain.mean:+.4f}")
 
     def _snapshot(self, block: int, wanted: str) -> Weights:
+        # Taken out and put back: the order of the dict is then the order of use.
         tensors = self._snapshots.pop(wanted, None)
         if tensors is None:
             schema = self._layouts[block].schema
@@ -106,8 +109,3 @@ class Judge:
                 raise DataError(f"the coordinator served another snapshot than {wanted}; do not judge for it")
         self._snapshots[wanted] = tensors
         return tensors
-
-    def _forget(self, kept: int) -> None:
-        """Drop the snapshots used longest ago; a dict keeps the order in which they were put back."""
-        while len(self._snapshots) > kept:
-            self._snapshots.pop(next(iter(self._snapshots)))

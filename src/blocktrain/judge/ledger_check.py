@@ -71,6 +71,7 @@ def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
 def _from_url(url: str) -> Source:
     client = public_client(url)
     entries: list[LedgerEntry] = []
+    # Whole, before anything is checked: a coordinator cannot choose its later pages by what we ask for next.
     while page := client.ledger(len(entries)).entries:
         entries += page
     return Source(

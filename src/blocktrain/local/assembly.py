@@ -28,6 +28,7 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = [setup.initial(state.block) for state in status.blocks]
     with tempfile.TemporaryDirectory() as folder:
+        # Nothing is kept: each snapshot is needed once.
         cache = BlobCache(Path(folder), max_bytes=0)
         layouts = [Layout.of(layout) for layout in run.blocks]
         snapshots = Snapshots(client, cache, setup, layouts, lambda _: None)
@@ -36,6 +37,7 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
             block.to(device).eval()
     table = setup.codebook()().detach().to(device)
     evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
+    # On the pooling text, as in a local run: the scores of both compare.
     pooling = evaluator.fit_weights(blocks, text.first_tokens("pooling", recipe.evaluation.pooling_bytes))
     valid = text.first_tokens("held_out", recipe.evaluation.max_bytes)
     scores = evaluator.score(blocks, pooling, valid, euler=setup.objective.composes_by_euler)

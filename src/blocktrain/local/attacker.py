@@ -111,6 +111,8 @@ class Attacker:
         if not merges or layout.codec.sends_weights:
             return None
         honest = self.client.payload(merges[-1].inputs[0].payload_hash, layout.payload_bytes)
+        # With its sign turned a real update has the norm and the shape of honest work, so only the loss can
+        # tell.
         delta = decoded_delta(layout.codec, layout.schema, honest, {})
         return encode(layout.codec, layout.schema, {name: -value for name, value in delta.items()})
 
@@ -121,6 +123,7 @@ class Attacker:
             answer = self.client.commit(assignment.assignment_id, request)
             verdict = answer.verdict or self.client.reveal(digest, payload, answer)
         except RequestRefused as refusal:
+            # Banned: that is the end of it, and everything else is one update that was not taken.
             if refusal.status == 403:
                 raise
             self.fate.outcomes[f"not taken ({refusal.reason})"] += 1

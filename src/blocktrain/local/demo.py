@@ -58,6 +58,7 @@ def clear_earlier_demo(out: Path, name: str) -> None:
 
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
+    # Only a folder that says it is a demo: `--out .` must not cost anybody their work.
     if not any(recipe_name(out / marker) == name for marker in (MARKER, "run.json")):
         raise UserError(f"{out} holds something that is not a demo; choose another --out")
     for folder in (*(out / result for result in RESULTS), *out.glob("worker-*")):
@@ -141,6 +142,7 @@ class Demo:
         recipe = with_swarm_schedule(self.recipe)
         with TrainingProgress(self.console) as progress:
             run = LocalRun(recipe, self.out / "end-to-end", find_device(self.device), progress, self.stop)
+            # The swarm trains the blocks; here only the reference is of interest.
             run.units = [unit for unit in run.units if unit.index is None]
             try:
                 run.train(resume=False)
@@ -173,11 +175,13 @@ class Demo:
         swarm.end_workers()
         self.say("\n[bold]3. Composing and verifying[/bold]: the last snapshots, the ledger replayed.")
         final = save_final_checkpoint(client, status, self.out / "checkpoint")
+        # By the public routes, as any outsider would: a check inside the coordinator would prove nothing.
         found = verify_source(open_source(swarm.url), [], None, None)
         if not found.ok:
             raise StoppedError(f"the ledger does not verify: {found.report.reason}")
         status = client.status()
         traffic = [one for worker in status.workers for one in (worker.up, worker.down)]
+        # From the merge records and not from verdicts: an accepted update may still be left out by the guard.
         merged = [
             one.worker_id
             for block in status.blocks
@@ -208,6 +212,7 @@ class Demo:
         )
         url = launcher.start(self.stop)
         text, usage = self.sample(url, "verify", show=True)
+        # The same seed byte by byte: the demo shows that drafting changes the speed and not the text.
         plain, _ = self.sample(url, "ar", show=False)
         cost = usage["blocktrain"]
         (self.out / "sample.txt").write_text(PROMPT + text + "\n", encoding="utf-8")

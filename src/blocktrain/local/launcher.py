@@ -36,6 +36,7 @@ def block_groups(num_blocks: int, num_stages: int, *, together: bool = False) ->
     if together:
         return [list(range(num_blocks)) for _ in range(num_stages)]
     parts = min(num_blocks, num_stages)
+    # Neighbours, since a sweep goes from block to block: fewer stages on its way mean fewer round trips.
     edges = [round(i * num_blocks / parts) for i in range(parts + 1)]
     groups = [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
     return [groups[i % parts] for i in range(num_stages)]
@@ -45,6 +46,7 @@ def restart_pause(quick_failures: int) -> float | None:
     """Seconds to wait before starting a program again; None when it fails again and again at its start."""
     if quick_failures > MAX_QUICK_FAILURES:
         return None
+    # The first restart at once: a stage that was killed should be back before its clients give up.
     return 0.0 if quick_failures == 0 else 0.25 * 2 ** (quick_failures - 1)
 
 
@@ -63,6 +65,7 @@ class Program:
     quick_failures: int = 0
 
     def start(self, now: float) -> None:
+        # Also a dead one: `kill` collects it and closes its stdin, or a zombie stays behind each restart.
         if self.child is not None:
             self.child.kill()
         self.child = start_child(self.name, self.arguments(self.address), self.log)
@@ -104,6 +107,7 @@ class LaunchConfig:
 def stage_programs(config: LaunchConfig) -> list[Program]:
     described = Description.of(read_config(config.checkpoint), config.checkpoint)
     objective, num_blocks = described.setup().objective, described.recipe.model.blocks
+    # A block of a chain needs the features of those before it, which do not travel between stages.
     together = any(objective.upstream(block) for block in range(num_blocks))
     threads = max(1, (os.cpu_count() or 1) // config.num_stages)
     groups = block_groups(num_blocks, config.num_stages, together=together)
@@ -158,10 +162,12 @@ class Launcher:
 
     def start(self, stop: threading.Event) -> str:
         """Start everything and wait until it is ready; gives the gateway's URL."""
+        # All started before any is waited for: each spends seconds on importing torch.
         for stage in self.stages:
             stage.start(time.monotonic())
         for stage in self.stages:
             stage.await_ready(READY_SECONDS, stop)
+        # Only now are the addresses of the stages known.
         self.gateway = gateway_program(self.config, self.stages)
         self.gateway.start(time.monotonic())
         self.gateway.await_ready(READY_SECONDS, stop)
@@ -169,6 +175,8 @@ class Launcher:
 
     def watch(self, stop: threading.Event) -> None:
         """Keep every program running until `stop`. A stage takes its time to come back; nobody waits."""
+        # A pause per program and no sleep: one that keeps failing does not keep the others from being
+        # restarted.
         due: dict[str, float] = {}
         while not stop.wait(POLL_SECONDS):
             now = time.monotonic()

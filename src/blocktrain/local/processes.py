@@ -53,6 +53,7 @@ class Child:
 
     def output(self) -> str:
         with self.log.open("rb") as file:
+            # Without this the ready line of an earlier process would count for the new one.
             file.seek(self.log_start)
             return file.read().decode(errors="replace")
 
@@ -74,6 +75,7 @@ class Child:
     def kill(self) -> None:
         if self.running:
             self.process.kill()
+        # Collected even if it was dead already: no zombies.
         self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -81,6 +83,7 @@ class Child:
     def failure(self) -> ChildError:
         code, tail = self.process.returncode, self.output()[-LOG_TAIL_BYTES:].strip()
         last = tail.rpartition("\n")[2]
+        # A child that explains itself in one sentence needs no tail of a log around it.
         if last.startswith(COMPLAINT):
             misuse = code == UserError.exit_code
             told = f"{self.name}: {last.removeprefix(COMPLAINT)}" + ("" if misuse else f" (log: {self.log})")
@@ -122,6 +125,7 @@ def await_line(child: Child, pattern: str, seconds: float, stop: threading.Event
 def end_children(children: Sequence[Child], seconds: float) -> None:
     """Ask every child to end, then make it."""
     for child in children:
+        # All are asked before any is waited for: they end side by side.
         child.terminate()
     deadline = time.monotonic() + seconds
     for child in children:
@@ -137,6 +141,8 @@ def end_with_parent() -> None:
     """Called first in every process of the command line; does nothing unless a parent asked for it."""
 
     def end_after_parent() -> None:
+        # A pipe and not prctl(PR_SET_PDEATHSIG): it works on macOS too, and follows the process and not its
+        # thread.
         while os.read(0, 1024):
             pass
         os.kill(os.getpid(), signal.SIGTERM)

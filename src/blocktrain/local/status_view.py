@@ -16,49 +16,39 @@ SHORT_ID = 8
 
 
 def status_tables(status: StatusAnswer) -> Group:
-    return Group(_heading(status), _blocks(status), *_deadlines(status), _workers(status))
-
-
-def _heading(status: StatusAnswer) -> str:
     state = "finished" if status.finished else "running"
     newest = status.evaluations[-1] if status.evaluations else None
     score = ""
     if newest is not None:
         score = f", held-out CE {per_byte(newest.consensus_ce, newest.bytes_per_token)}"
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
-    return f"{status.name}: {state}{score}{share}"
+    heading = f"{status.name}: {state}{score}{share}"
 
-
-def _blocks(status: StatusAnswer) -> Table:
-    table = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
-    newest = status.evaluations[-1].block_ce if status.evaluations else ()
+    blocks = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
+    block_ce: Sequence[float] = () if newest is None else newest.block_ce
+    # Most blocks share a reason for their deadline; a line for each would push the workers off the screen.
+    sharing: dict[str, list[str]] = {}
     for block in status.blocks:
-        state = block.round
-        left = "-" if state.deadline is None else f"{max(0.0, state.deadline - status.server_time):.0f} s"
-        table.add_row(
+        now = block.round
+        left = "-" if now.deadline is None else f"{max(0.0, now.deadline - status.server_time):.0f} s"
+        blocks.add_row(
             str(block.block),
             f"{block.head_version}/{status.rounds}",
-            f"{state.accepted + state.late}/{state.wanted}",
-            str(state.workers),
+            f"{now.accepted + now.late}/{now.wanted}",
+            str(now.workers),
             left,
-            f"{newest[block.block]:.4f}" if block.block < len(newest) else "-",
+            f"{block_ce[block.block]:.4f}" if block.block < len(block_ce) else "-",
         )
-    return table
+        if not block.finished and now.deadline_reason:
+            sharing.setdefault(now.deadline_reason, []).append(str(block.block))
+    deadlines = [Text(f"block {', '.join(names)}: {why}", style="dim") for why, names in sharing.items()]
 
-
-def _deadlines(status: StatusAnswer) -> list[Text]:
-    """Why the rounds close when they do: below the table, a line for blocks that share a reason."""
-    blocks: dict[str, list[str]] = {}
-    for block in status.blocks:
-        if not block.finished and block.round.deadline_reason:
-            blocks.setdefault(block.round.deadline_reason, []).append(str(block.block))
-    return [Text(f"block {', '.join(names)}: {reason}", style="dim") for reason, names in blocks.items()]
-
-
-def _workers(status: StatusAnswer) -> Table:
-    table = Table("worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False)
+    workers = Table(
+        "worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False
+    )
     for worker in status.workers:
-        table.add_row(
+        workers.add_row(
+            # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
             worker.device if worker.live else f"{worker.device}, gone",
             "-" if worker.block is None else str(worker.block),
@@ -68,7 +58,7 @@ def _workers(status: StatusAnswer) -> Table:
             megabytes(sum(worker.up.model_dump().values())),
             megabytes(sum(worker.down.model_dump().values())),
         )
-    return table
+    return Group(heading, blocks, *deadlines, workers)
 
 
 def megabytes(num_bytes: float) -> str:

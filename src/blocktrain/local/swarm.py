@@ -26,12 +26,13 @@ from blocktrain.errors import StoppedError, UserError
 from blocktrain.files import locked_file
 from blocktrain.local.processes import Child, await_line, end_children, start_child
 from blocktrain.local.status_view import report_table, status_tables, swarm_report
-from blocktrain.training.storage import write_json
+from blocktrain.training.storage import stored_run, write_json
 from blocktrain.wire.messages import StatusAnswer
 
 OWN_WORKERS = "trust.stamp_bits=0"
 """Nobody else can reach this coordinator, so its workers need no proof of work."""
 READY_LINE = r"coordinator ready url=(\S+)"
+# Importing torch and preparing the text come before the line, and on a loaded machine both are slow.
 READY_SECONDS = 120.0
 ENDING_SECONDS = 60.0
 STATUS_SECONDS = 0.5
@@ -75,23 +76,23 @@ class LocalSwarm:
             *settings,
             *self.options.coordinator_options,
         ]
+        # Port 0, and the address from the line it prints: two swarms on one machine never meet.
         self.coordinator = start_child("coordinator", verb, self._log("coordinator"))
         self.url = await_line(self.coordinator, READY_LINE, READY_SECONDS, self.stop)
-        for index in range(self.options.workers):
-            self.workers.append(self._start_worker(index))
-
-    def _start_worker(self, index: int) -> Child:
-        name = f"worker-{index}"
-        verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
-        verb += ["--device", _device_of(self.options.device, index), *self._corpus()]
+        # Torch takes all cores in every process: four workers would then fight over each of them.
         threads = max(1, (os.cpu_count() or 1) // self.options.workers)
         environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
-        return start_child(name, verb, self._log(name), environment)
-
-    def _corpus(self) -> list[str]:
-        """A worker opens only text that its own user names, and here that is the operator."""
+        # A worker opens only text that its own user names, and here that is the operator.
         corpus = load_recipe(self.options.recipe, self.options.overrides).data.corpus
-        return [] if corpus == "builtin" else ["--corpus", corpus]
+        corpus_flag = [] if corpus == "builtin" else ["--corpus", corpus]
+        # Workers of one machine take its GPUs in turn, unless a device was named.
+        num_gpus = torch.cuda.device_count() if self.options.device == "auto" else 0
+        for index in range(self.options.workers):
+            name = f"worker-{index}"
+            verb = ["worker", "--coordinator", self.url, "--data-dir", str(self.options.out / name)]
+            device = f"cuda:{index % num_gpus}" if num_gpus else self.options.device
+            verb += ["--device", device, *corpus_flag]
+            self.workers.append(start_child(name, verb, self._log(name), environment))
 
     def _log(self, name: str) -> Path:
         return self.options.out / "logs" / f"{name}.log"
@@ -120,6 +121,8 @@ class LocalSwarm:
         assert self.coordinator is not None
         if not self.coordinator.running:
             raise self.coordinator.failure()
+        # A run goes on as long as one worker lives, as it would with strangers; with none it would wait
+        # without end.
         for child in [child for child in self.workers if not child.running]:
             self.workers.remove(child)
             child.kill()
@@ -129,6 +132,7 @@ class LocalSwarm:
 
     def end_workers(self) -> None:
         """After the run: every worker is told so and ends by itself."""
+        # One deadline for all and not one each: four stuck workers cost a minute and not four.
         deadline = time.monotonic() + ENDING_SECONDS
         for child in self.workers:
             child.wait(max(0.0, deadline - time.monotonic()))
@@ -153,6 +157,7 @@ def run_swarm(
 ) -> dict[str, Any]:
     """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
     taken = f"another swarm is using {options.out}; wait for it, stop it, or choose another --out"
+    # The kernel drops the lock with the process, so a killed swarm leaves nothing to clean up.
     with locked_file(options.out / "swarm.lock", taken):
         check_same_run(options.out, options.resolved)
         earlier = finished_report(options.out)
@@ -171,12 +176,7 @@ def check_same_run(out: Path, recipe: Recipe | None) -> None:
     path = out / "run.json"
     if recipe is None or not path.exists():
         return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
-        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    before = stored_run(path)
     changed = changed_settings(before["recipe"], recipe)
     if changed:
         raise UserError(
@@ -213,6 +213,7 @@ def _run(
     try:
         swarm.start()
         if options.resolved is not None:
+            # After the start: a recipe that the coordinator refuses leaves no folder that claims to be a run.
             write_json(options.out / "run.json", {"recipe": options.resolved.to_dict()})
         console.print(
             f"coordinator at {swarm.url}, {options.workers} workers, logs in {options.out / 'logs'}"
@@ -220,9 +221,11 @@ def _run(
         client = swarm.client()
         with shown(console) as show:
             status = swarm.watch(client, show, record)
+        # Taken before the workers end: the time to the result, not the time to put everything away.
         seconds = time.monotonic() - started
         swarm.end_workers()
         final = finish(client, status, options.out / "checkpoint")
+        # Once more: the last verdicts and byte counts come in while workers end.
         ended = client.status()
         record(ended)
         report = swarm_report(ended, swarm.worker_reports(), seconds, final)
@@ -258,9 +261,3 @@ class shown:
             score = f" ce={status.evaluations[-1].consensus_ce:.4f}" if status.evaluations else ""
             live = sum(worker.live for worker in status.workers)
             self.console.print(f"rounds={versions}/{status.rounds} workers={live}{score}", highlight=False)
-
-
-def _device_of(device: str, index: int) -> str:
-    """Workers of one machine take its GPUs in turn, unless a device was named."""
-    count = torch.cuda.device_count() if device == "auto" else 0
-    return f"cuda:{index % count}" if count else device

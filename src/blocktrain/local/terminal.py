@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 PLAIN_LINE_SECONDS = 10.0
 KEPT = b"\n\t"
+# Bytes from 128 on stay: they are parts of UTF-8 characters, which `harmless` would have to see whole.
 _BYTES = bytes(ord("?") if (n < 32 and n not in KEPT) or n == 127 else n for n in range(256))
 _CHARACTERS = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), *range(127, 160)) if n not in KEPT}
 

@@ -23,6 +23,7 @@ from blocktrain.model.noise import precondition
 
 def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
     """Unit-norm target embeddings: orthonormal rows where they fit, random directions otherwise."""
+    # On the CPU and in float64: every machine regenerates the table from the seed, and all must agree on it.
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
     # Orthonormal rows: no pair of tokens is closer than another, so noise hides all of them alike.
@@ -50,6 +51,8 @@ class Cache:
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""
+        # The memory stays: a rejected draft is forgotten once per traversal, and its places are written again
+        # at once.
         self.length = min(self.length, length)
         for layer in self.layers:
             layer.truncate(length)
@@ -72,6 +75,7 @@ class PackedCache:
         self.parts, self.lengths = list(parts), list(lengths)
 
     def layer(self, index: int) -> PackedLayerCache:
+        # Sequences share the products, which are bound by reading the weights; only attention is apart.
         return PackedLayerCache([part.layers[index] for part in self.parts], self.lengths)
 
     def positions(self, length: int) -> Tensor:
@@ -111,6 +115,8 @@ class NoiseCondition(nn.Module):
         super().__init__()
         self.frequencies = condition_width // 2
         self.hidden = nn.Linear(2 * self.frequencies, condition_width)
+        # Random and not zero: at c = 0 the maps of the norms would get no gradient, and only their biases
+        # would learn.
         self.null = nn.Parameter(torch.randn(condition_width))
 
     def forward(self, c_noise_P: Tensor) -> Tensor:
@@ -140,6 +146,8 @@ class Block(nn.Module):
         self.sigma_data = objective.sigma_data
         self.bayes = objective.hint == "bayes"
         self.context = model.context
+        # Not tied to the codebook: that one is fixed, while a block's view of its context is its own to
+        # learn.
         self.embedding = nn.Embedding(vocabulary, width)
         self.hint = nn.Linear(width, width, bias=False) if hints else None
         self.upstream = nn.Linear(width, width, bias=False) if upstream else None
@@ -151,6 +159,7 @@ class Block(nn.Module):
         nn.init.zeros_(self.out.weight)
         # Against unit-norm rows logits without a scale are small, and a block cannot become confident.
         self.logit_scale = nn.Parameter(torch.tensor(objective.logit_scale))
+        # Computed, so they are no part of a snapshot: nothing to hash, send or average.
         cos, sin = rotary_table(model.context, width // model.heads)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -180,6 +189,8 @@ class Block(nn.Module):
         # (4): F, then z_hat; (5): the logits.
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
         z_hat_BTD = self._denoised(f_BTD, hint)
+        # The codebook is the output map too, fixed and shared: distributions of blocks that never met can be
+        # pooled.
         logits_BTV = self.logit_scale * F.linear(z_hat_BTD, codebook_VD.to(z_hat_BTD.dtype))
         return BlockOutput(logits_BTV, z_hat_BTD, x_BTD)
 
@@ -196,6 +207,7 @@ class Block(nn.Module):
         if self.upstream is not None and upstream_BTD is not None:
             # Normalised: features grow while their block trains, and this block reads them a round later.
             x_BTD = x_BTD + self.upstream(rms_norm(upstream_BTD))
+        # The null hint has a vector of its own: ln(sigma) at infinity is no number to compute with.
         c_BC = self.condition.null.expand(tokens_BT.shape[0], -1)
         if hint is None:
             return x_BTD, c_BC
@@ -203,6 +215,8 @@ class Block(nn.Module):
         hinted = hint.z_PTD.shape[0]
         c = precondition(hint.sigma_P, self.sigma_data)
         injected_PTD = self.hint(c.c_in[:, None, None] * hint.z_PTD if expected_PTD is None else expected_PTD)
+        # Hinted sequences come first, so one slice serves in place of a mask, and both kinds share every
+        # product.
         x_BTD = torch.cat([x_BTD[:hinted] + injected_PTD, x_BTD[hinted:]])
         return x_BTD, torch.cat([self.condition(c.c_noise).to(c_BC.dtype), c_BC[hinted:]])
 
@@ -231,6 +245,7 @@ def build_block(
 ) -> Block:
     """A block with the seeded initial weights that every machine can regenerate."""
     # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
+    # Forked, so that building a block does not move the random numbers of whoever builds it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Block(

@@ -35,6 +35,7 @@ class LocalModel:
         # Caches only grow here: another text, or a window that slid, starts over.
         if self.seen != visible[: len(self.seen)] or len(self.seen) >= len(visible):
             self.seen, self.caches = [], [block.new_cache() for block in self.blocks]
+        # At least one token is fresh, since a cache as long as the text was dropped above.
         fresh = torch.tensor([visible[len(self.seen) :]], device=self.codebook.device)
         log_probs = block_log_probs(self.objective, self.blocks, self.codebook, fresh, self.caches)
         self.seen = visible
@@ -52,6 +53,8 @@ def window_start(length: int, context: int) -> int:
     It slides by half a context at a time, so that caches live for many tokens, and depends on the length
     alone, so that every engine sees the same tail.
     """
+    # Sliding by one would move every position and so drop the caches at every token; by half it happens once
+    # in context / 2 tokens, and the model still sees at least half its context.
     half = max(1, context // 2)
     return max(0, -(-(length - context) // half) * half)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
 
+# The usual one; the contexts of the recipes, 64 to 512, are too short for a larger base to matter.
 ROPE_BASE = 10_000.0
 
 Place = Literal["attention", "feedforward"]
@@ -42,6 +43,7 @@ class Growing:
         # Twice the length, so that a text of n tokens copies its cache log n times and not n times.
         shape = list(x.shape)
         shape[self.dim] = max(64, needed, 2 * self.length)
+        # Empty and not zero: places beyond `length` are never read.
         room = x.new_empty(shape)
         if self.room is not None:
             room.narrow(self.dim, 0, self.length).copy_(self.room.narrow(self.dim, 0, self.length))
@@ -59,6 +61,8 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.k_BHSK, self.v_BHSK = Growing(2), Growing(2)
+        # All inputs and not the last three: a rejected draft cuts the text back to any length, and the taps
+        # must then see what stood before it.
         self.inputs_BSD: dict[Place, Growing] = {"attention": Growing(1), "feedforward": Growing(1)}
 
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
@@ -87,6 +91,8 @@ class PackedLayerCache:
         self.parts, self.lengths = parts, lengths
 
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        # One sequence after another, without padding: with a mask over all of them a batch of long and short
+        # texts would pay for the longest.
         pieces = (torch.split(x, self.lengths, dim=2) for x in (q_BHTK, k_BHTK, v_BHTK))
         attended = [part.attend(q, k, v) for part, q, k, v in zip(self.parts, *pieces, strict=True)]
         return torch.cat(attended, dim=2)
@@ -116,6 +122,7 @@ def attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, both_ways: int) ->
     if not both_ways:
         return causal_attention(q_BHTK, k_BHTK, v_BHTK)
     full, rest = slice(None, both_ways), slice(both_ways, None)
+    # Two calls and no mask: both forms then keep the kernel's fast path.
     y_BHTK = F.scaled_dot_product_attention(q_BHTK[full], k_BHTK[full], v_BHTK[full])
     if both_ways == len(q_BHTK):
         return y_BHTK
@@ -162,7 +169,10 @@ class CausalConvolution(nn.Module):
     def forward(self, x_BTD: Tensor, earlier_BSD: Tensor | None) -> Tensor:
         length = x_BTD.shape[1]
         if earlier_BSD is not None:
+            # The taps reach back taps - 1 positions and never forward: a target must not leak into its own
+            # prediction.
             x_BTD = torch.cat([earlier_BSD[:, -(self.taps - 1) :], x_BTD], dim=1)
+        # Zeros where the text has not begun, in training and with a cache alike.
         missing = length + self.taps - 1 - x_BTD.shape[1]
         padded_BTD = F.pad(x_BTD, (0, 0, missing, 0))
         weight = self.weight.to(x_BTD.dtype)
@@ -182,6 +192,7 @@ def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    # Halves and not neighbours as pairs: a pair is then two contiguous slices.
     first, second = x_BHTK.chunk(2, dim=-1)
     return torch.cat([first * cos_TK - second * sin_TK, first * sin_TK + second * cos_TK], dim=-1)
 
@@ -190,6 +201,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        # Three matrices and not one: Muon orthogonalises each by itself, and a stack of three would be one
+        # matrix to it.
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k = nn.Linear(config.width, config.width, bias=False)
         self.v = nn.Linear(config.width, config.width, bias=False)
@@ -235,6 +248,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        # `mixer = "none"` leaves the feed-forward part: the MLP block of the litepaper.
         self.attention: Attention | None = None
         self.attention_convolution: CausalConvolution | None = None
         self.feedforward_convolution: CausalConvolution | None = None

@@ -55,6 +55,7 @@ def _sigma(config: ObjectiveConfig, quantile: float) -> float:
 
 def levels(config: ObjectiveConfig, count: int) -> list[float]:
     """`count` noise levels equally spaced in probability mass, from sigma_max down to sigma_min."""
+    # A single block starts where the noise is greatest: the one level from which a chain can begin.
     if count == 1:
         return [config.sigma_max]
     # (3): for [1, 10] and 4 blocks the edges are 1, 1.24, 1.62, 2.43, 10. Equal mass, not equal width: each
@@ -71,6 +72,7 @@ def edges(config: ObjectiveConfig, num_blocks: int) -> list[float]:
 
 def interval(config: ObjectiveConfig, num_blocks: int, block: int) -> tuple[float, float]:
     """The noise range block `block` owns; block 0 owns the highest."""
+    # Block 0 comes first in the Euler chain, which goes from much noise to little.
     ascending = edges(config, num_blocks)
     return ascending[num_blocks - 1 - block], ascending[num_blocks - block]
 
@@ -98,6 +100,7 @@ def sample_sigma(
     """`count` draws of ln sigma ~ N(P_mean, P_std^2) truncated to the block's training interval."""
     # (2), by the inverse of Phi: no rejected draws, so the same number of random numbers on every machine. In
     # float64, as sigma_max lies at a quantile of 0.998, where fp32 leaves few digits.
+    # owns.
     low, high = training_interval(config, num_blocks, block)
     q_low, q_high = _quantile(config, low), _quantile(config, high)
     uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)

@@ -47,6 +47,8 @@ class Objective:
         return build_block(
             self.model,
             self.config,
+            # One embedding more, for the unknown token; the codebook has no row for it, so it is never
+            # predicted.
             vocabulary=self.vocabulary + self.trained_for_sweep,
             seed=seed,
             hints=self.config.hint_probability > 0,
@@ -60,6 +62,8 @@ class Objective:
             self.config,
             vocabulary=self.vocabulary,
             seed=seed,
+            # The same layers and bytes as all blocks together: 0.9865 nats per byte beside their 0.9975
+            # (docs/experiments.md).
             num_layers=self.model.blocks * self.model.layers_per_block,
             hints=False,
         )

@@ -21,6 +21,7 @@ MAX_BYTES = 1 << 30
 
 
 def is_packable(block: Block) -> bool:
+    # oneDNN's layout is for fp32 on a CPU; on a GPU the library chooses its own kernels.
     weight = block.embedding.weight
     size = sum(p.numel() * p.element_size() for p in block.parameters())
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and size <= MAX_BYTES
@@ -32,6 +33,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        # Kept beside the packed copy: whoever hashes or exports the block still finds its parameters.
         self.weight = linear.weight
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
@@ -44,10 +46,14 @@ class PackedLinear(nn.Module):
 def packed(block: Block) -> Block:
     """A block over the same parameters, without gradients."""
     assert is_packable(block)
+    # deepcopy takes what this table names as copied already, so that the parameters are not there a third
+    # time.
     shared = {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())}
     other = copy.deepcopy(block, shared)
     for module in list(other.modules()):
         for name, child in module.named_children():
+            # The maps with a bias belong to the noise condition: one row per sequence, too little work to
+            # gain anything.
             if isinstance(child, nn.Linear) and child.bias is None:
                 setattr(module, name, PackedLinear(child))
     return other

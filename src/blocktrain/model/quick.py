@@ -27,6 +27,8 @@ from blocktrain.model.layers import (
     Place,
 )
 
+# A part that is added to Block and not here would be left out in silence, and drafts would get worse without
+# an error. So an unknown part means no quick path.
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
 
@@ -42,6 +44,8 @@ class _Norms:
     """The adaptive norms at one place of all blocks; the condition is always that of the null hint."""
 
     def __init__(self, norms: Sequence[AdaptiveNorm], conditions: Sequence[Tensor]) -> None:
+        # The null hint's condition is a constant, so the gains are too: two small products less at every
+        # norm.
         maps = [norm.gain_shift(c).chunk(2) for norm, c in zip(norms, conditions, strict=True)]
         gain_ND, self.shift_ND = (torch.stack(part) for part in zip(*maps, strict=True))
         # RMS norm is sqrt(D) times the vector of length 1; the root goes into the gain, one operation less.
@@ -57,6 +61,8 @@ class _Convolutions:
         self.weight[:, -1] += 1  # the position itself is added too
 
     def __call__(self, place: Place, y_ND: Tensor, cache: LayerCache) -> Tensor:
+        # The same kind of cache as `Block.forward` fills: `extend` goes on from a draft, and a draft from
+        # `extend`.
         tail = cache.inputs_BSD[place].append(y_ND[:, None])[:, -self.weight.shape[1] :]
         return (tail * self.weight[:, -tail.shape[1] :]).sum(1)
 
@@ -91,6 +97,7 @@ class _QuickLayers:
         attentions = [layer.attention for layer in layers if layer.attention is not None]
         self.heads = attentions[0].heads
         self.attention_norm = _Norms([layer.attention_norm for layer in layers], conditions)
+        # One product for three matrices: a pass of one token is bound by the number of small operations.
         self.qkv = _Product(*([getattr(a, name) for a in attentions] for name in "qkv"))
         self.attention_out = _Product([a.out for a in attentions])
         self.feedforward_norm = _Norms([layer.feedforward_norm for layer in layers], conditions)
@@ -126,6 +133,7 @@ class QuickBlocks:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
         conditions = [block.condition.null for block in blocks]
+        # Blocks beside each other at every token, so that a look-up is one slice.
         self.embedding_VND = torch.stack([block.embedding.weight for block in blocks], dim=1)
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
         # For x of length 1, x * first + (halves of x swapped) * second is the rotation of its RMS norm.
@@ -147,6 +155,7 @@ class QuickBlocks:
         """Logits [N, V] of what follows `token`, which the cache then holds."""
         x_ND = self.embedding_VND[token]
         cos, sin = self.rotary
+        # One position: a row and no table.
         rotary = cos[cache.length], sin[cache.length]
         for layers, layer_cache in zip(self.layers, cache.layers, strict=True):
             x_ND = layers.step(x_ND, rotary, layer_cache)
@@ -158,11 +167,14 @@ class QuickBlocks:
     def extend(self, tokens: Sequence[int], cache: Cache) -> None:
         """Have the cache hold all of these too, in one exact pass of each block."""
         ids = torch.tensor([list(tokens)])
+        # Exact and not in 8 bits: the many rows of a prompt share one reading of the weights anyway.
         parts = [_row_of(cache, i) for i in range(len(self.blocks))]
         for block, part in zip(self.blocks, parts, strict=True):
             block(ids, self.codebook, cache=part)
         for layer, *joined in zip(cache.layers, *(part.layers for part in parts), strict=True):
             for growing, *pieces in zip(_growing(layer), *map(_growing, joined), strict=True):
+                # A part that outgrew the shared memory has a room of its own; joined again here, once per
+                # stretch and not per token.
                 rooms = [piece.room for piece in pieces if piece.room is not None]
                 if rooms:
                     growing.room, growing.length = torch.cat(rooms), pieces[0].length

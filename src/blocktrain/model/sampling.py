@@ -97,8 +97,11 @@ def _nucleus(scores: Row, error: float, top_p: float) -> tuple[TokenSet, TokenSe
 
 def gumbel_noise(seed: int, position: int, vocabulary: int) -> Row:
     """Standard Gumbel noise of one absolute position, the same on every machine."""
+    # A hash and not a generator: no state travels from token to token, so a retry or another machine draws
+    # the same.
     key = f"blocktrain-gumbel/{seed}/{position}".encode()
     raw = np.frombuffer(hashlib.shake_128(key).digest(8 * vocabulary), dtype="<u8")
+    # Half a step off the grid: neither 0 nor 1 occurs, whose logarithms are infinite.
     uniform = (raw.astype(np.float64) + 0.5) / 2.0**64
     noise: Row = -np.log(-np.log(uniform))
     return noise

@@ -28,6 +28,8 @@ from blocktrain.model.objective import Objective
 
 def sweep_noise(seed: int, position: int, length: int, width: int) -> Tensor:
     """z0 of `length` positions, the same on every machine; `position` is that of the first new token."""
+    # Philox keyed by a hash and not the generator of torch, whose stream is another on CUDA: every stage
+    # draws the same z0 from the seed, and d numbers per position need not travel.
     digest = hashlib.sha256(f"blocktrain-sweep/{seed}/{position}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     return torch.from_numpy(generator.standard_normal((length, width), dtype=np.float32))
@@ -57,6 +59,8 @@ def begin_sweep(objective: Objective, known_BL: Tensor, num_new: int, z0_BTD: Te
     """Nothing known of the new tokens: z is pure noise there."""
     batch, length = known_BL.shape
     unknown = known_BL.new_full((batch, num_new - 1), objective.unknown_token)
+    # A known next token enters as e_y plus the noise of the chain: what a hint is in training, at every
+    # position.
     certain = F.one_hot(known_BL[:, 1:], objective.vocabulary).float()
     nothing = torch.zeros(batch, num_new, objective.vocabulary, device=known_BL.device)
     p_bar = torch.cat([certain, nothing], dim=1)
@@ -78,6 +82,8 @@ def refine(
     Steps move towards softmax(sharpness * log p): above 1, what is likely is preferred early.
     """
     num_blocks = objective.model.blocks
+    # All levels, not those of these blocks only: the step after a block's last one leads into the next
+    # block's range.
     sigmas = levels(objective.config, num_blocks * passes)
     log_probs_BNV = torch.empty(0)
     for i, sigma in enumerate(sigmas):

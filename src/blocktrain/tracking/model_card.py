@@ -14,7 +14,7 @@ from blocktrain.training.report import TrainingReport
 
 Rows = list[tuple[str, float]]
 AnyReport = TrainingReport | Mapping[str, Any]
-"""Of `train`, or of `swarm` as its JSON."""
+"""The report of `train`, or of `swarm` as its JSON."""
 
 
 def model_card(recipe: Recipe, corpus_sha256: str, report: AnyReport | None) -> str:

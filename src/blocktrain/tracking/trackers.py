@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -54,11 +54,13 @@ class MetricsFile:
         with explained_errors(self.path):
             file = self._file or self._open()
             key = record_key(record)
+            # A resumed run reads the same rounds from the coordinator again; the file has each once.
             if key in self._known:
                 return
             if key is not None:
                 self._known.add(key)
             file.write(json.dumps(record).encode() + b"\n")
+            # At every line: people follow the file, and a killed run keeps what it measured.
             file.flush()
 
     def _open(self) -> IO[bytes]:
@@ -68,7 +70,10 @@ class MetricsFile:
         torn = False
         for line in file:
             torn = not line.endswith(b"\n")
-            self._known |= {key for key in [_key_of_line(line)] if key is not None}
+            with suppress(ValueError):  # a line that is no JSON is somebody else's: it has no key
+                record = json.loads(line)
+                if isinstance(record, dict) and (key := record_key(record)) is not None:
+                    self._known.add(key)
         if torn:  # a process was killed inside a line
             file.write(b"\n")
         return file
@@ -89,17 +94,10 @@ def record_key(record: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return None
 
 
-def _key_of_line(line: bytes) -> tuple[Any, ...] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record_key(record) if isinstance(record, dict) else None
-
-
 def scalars_of(record: Record) -> tuple[str, int, dict[str, float]] | None:
     """A record as a series, a step in it and its numbers, for programs that draw curves."""
     event = record["event"]
+    # The x-axis differs by series: steps of a unit, versions of a block, rounds of the whole.
     if event == "step":
         return _word(record["unit"]), int(record["step"]), {"ce": record["ce"]}
     if event == "round":
@@ -134,6 +132,7 @@ class TensorBoard:
         if found is None:
             return
         series, step, values = found
+        # Made at the first number: TensorBoard creates a folder at once, also for a run that is refused.
         self._writer = self._writer or self._make(str(self._folder))
         for name, value in values.items():
             self._writer.add_scalar(f"{series}/{name}", value, step, walltime=record["time"])
@@ -150,6 +149,7 @@ class Board:
     def __init__(self, package: TrackerName, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._module = _imported(str(package), package)
         self._begin = {"project": PROJECT, "name": name, "config": dict(config)}
+        # trackio keeps its own folder and knows no `dir`.
         if package is TrackerName.WANDB:
             self._begin["dir"] = str(folder)
         self._run: Any = None
@@ -231,6 +231,7 @@ def recording(
 ) -> Iterator[Recorder]:
     """A recorder for the run in `folder`; missing packages are told before anything is begun."""
     trackers: list[Tracker] = [MetricsFile(folder / METRICS_FILE)]
+    # `--track wandb --track wandb` would start two runs.
     for one in dict.fromkeys(track):
         if one is TrackerName.TENSORBOARD:
             trackers.append(TensorBoard(folder / "tensorboard"))
@@ -250,6 +251,7 @@ class RecordedSteps:
         self._observer, self._recorder = observer, recorder
 
     def started(self, unit: str, step: int, total: int) -> None:
+        # A finished unit of a resumed run is not started again, and the file should not say so.
         if step < total:
             self._recorder.add("started", unit=unit, step=step, steps=total)
         self._observer.started(unit, step, total)

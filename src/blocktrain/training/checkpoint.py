@@ -86,6 +86,8 @@ def write_checkpoint(
         for index, tensors in enumerate(blocks):
             write_tensors(folder / block_file(index), tensors)
             entries.append(file_entry(folder / block_file(index)))
+        # Written though the seed gives it: another torch may draw other numbers, and a learned one is in no
+        # seed.
         write_tensors(folder / CODEBOOK_FILE, {"table": codebook_VD})
         told = {}
         if isinstance(tokenizer, FileTokenizer):
@@ -150,6 +152,7 @@ class Description:
                 tokenizer = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
         except (KeyError, TypeError, ValueError, RecipeError) as error:
             raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
+        # NaN weights would pool to NaN text without an error anywhere.
         if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
             raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
         return cls(recipe, corpus, pooling, digests, codebook, tokenizer)
@@ -163,35 +166,40 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
     described = Description.of(read_config(path), path)
     recipe, objective = described.recipe, described.setup().objective
     indices = range(recipe.model.blocks) if only is None else only
-    blocks = [_load_block(path, described, objective, i).to(device).eval() for i in indices]
-    codebook = _load_codebook(path / CODEBOOK_FILE, described, objective)
+    blocks = []
+    for index in indices:
+        file = path / block_file(index)
+        tensors, _ = read_tensors(file)
+        found = {name: kind(tensor) for name, tensor in tensors.items()}
+        # First: building the block that a stranger's recipe describes could take all memory.
+        check_layers(recipe.model.layers_per_block, found, str(file))
+        check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
+        if index >= len(described.block_sha256):
+            raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
+        check_sha256(file, described.block_sha256[index])
+        # The seed does not matter: every weight is replaced, as the kinds above were all there.
+        block = objective.build(index, seed=0)
+        block.load_state_dict(tensors)
+        blocks.append(block.to(device).eval())
+    tensors, _ = read_tensors(path / CODEBOOK_FILE)
+    found = {name: kind(tensor) for name, tensor in tensors.items()}
+    check_kinds({"table": codebook_kind(objective)}, found, str(path / CODEBOOK_FILE))
+    if described.codebook_sha256 is not None:
+        check_sha256(path / CODEBOOK_FILE, described.codebook_sha256)
     return Checkpoint(
         recipe,
         described.corpus_sha256,
         objective,
         blocks,
-        codebook.to(device),
+        tensors["table"].to(device),
         described.pooling,
         described.tokenizer,
     )
 
 
-def _load_block(path: Path, described: Description, objective: Objective, index: int) -> Block:
-    file = path / block_file(index)
-    tensors, _ = read_tensors(file)
-    found = {name: kind(tensor) for name, tensor in tensors.items()}
-    check_layers(described.recipe.model.layers_per_block, found, str(file))
-    check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
-    if index >= len(described.block_sha256):
-        raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")
-    check_sha256(file, described.block_sha256[index])
-    block = objective.build(index, seed=0)
-    block.load_state_dict(tensors)
-    return block
-
-
 def block_kinds(objective: Objective, index: int) -> dict[str, str]:
     """Type and shape of every tensor of a block, without making one."""
+    # Shapes without memory, so that checking a huge claim is free.
     with torch.device("meta"):
         return {name: kind(tensor) for name, tensor in objective.build(index, seed=0).state_dict().items()}
 
@@ -233,12 +241,3 @@ def kind(tensor: Tensor) -> str:
 
 def codebook_kind(objective: Objective) -> str:
     return f"float32 {[objective.vocabulary, objective.model.width]}"
-
-
-def _load_codebook(path: Path, described: Description, objective: Objective) -> Tensor:
-    tensors, _ = read_tensors(path)
-    found = {name: kind(tensor) for name, tensor in tensors.items()}
-    check_kinds({"table": codebook_kind(objective)}, found, str(path))
-    if described.codebook_sha256 is not None:
-        check_sha256(path, described.codebook_sha256)
-    return tensors["table"]

@@ -69,7 +69,7 @@ class PeakMemory:
         self.method = "cuda allocator" if device.type == "cuda" else "counted"
         self.activations = self.state = 0
         self.earlier_peak = 0
-        """Of the same phase, before it was interrupted."""
+        """The peak of the same phase, before it was interrupted."""
 
     def reset(self) -> None:
         self.activations = self.state = self.earlier_peak = 0

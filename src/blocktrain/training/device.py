@@ -16,6 +16,7 @@ HOST = torch.device("cpu")
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """bf16 matrix products on CUDA, plain fp32 elsewhere."""
+    # bf16 needs no loss scaling, unlike fp16; on CPUs it is slower than fp32 where the processor lacks it.
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return contextlib.nullcontext()
@@ -32,6 +33,8 @@ def find_device(name: str) -> torch.device:
         )
     try:
         device = torch.device(name)
+        # Tried and not only named: a driver that is too old fails here, with its own words, and not an hour
+        # later.
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

@@ -55,6 +55,7 @@ class CrossEntropy:
         self.sum, self.count = 0.0, 0
 
     def add(self, log_probs_BTV: Tensor, targets_BT: Tensor, mask_BT: Tensor) -> None:
+        # In float64: sums over a million bytes, compared to the fourth digit.
         picked = log_probs_BTV.gather(-1, targets_BT[..., None])[..., 0]
         self.sum -= float(picked[mask_BT].double().sum())
         self.count += int(mask_BT.sum())
@@ -97,6 +98,7 @@ class Evaluator:
             for row, log_prob in zip(rows, log_probs, strict=True):
                 row.append(log_prob[mask])
             targets.append(y[mask])
+        # Gradients for B numbers only; the rows were made without.
         with torch.enable_grad():
             return fit_pooling([torch.cat(row) for row in rows], torch.cat(targets))
 
@@ -114,6 +116,7 @@ class Evaluator:
             pooled.add(pool(log_probs, weights), y, mask)
             for draw, sums in enumerate(draws if euler else []):
                 generator = torch.Generator(self.device)
+                # By draw and window: the score does not depend on the size of a batch on another machine.
                 generator.manual_seed(derive_seed("euler", self.seed, draw, i))
                 with autocast(self.device):
                     log_prob = euler_log_probs(self.objective, blocks, self.codebook, x, generator)
@@ -138,6 +141,7 @@ class Evaluator:
 def mean_score(draws: Sequence[float]) -> Score:
     """Mean and standard error of independent draws."""
     mean = sum(draws) / len(draws)
+    # One draw says nothing about its own error.
     if len(draws) < 2:
         return Score(mean)
     variance = sum((draw - mean) ** 2 for draw in draws) / (len(draws) - 1)
@@ -150,6 +154,7 @@ def bigram_cross_entropy(train: Tokens | TokenArray, valid: Tokens, vocabulary: 
     Counts only pairs that are scored: a table of all pairs of 16,384 tokens would take 2 GB.
     """
     pairs, places = np.unique(valid[:-1] * vocabulary + valid[1:], return_inverse=True)
+    # Add one: an unseen pair would otherwise cost infinite nats.
     counts, rows = np.ones(len(pairs)), np.full(vocabulary, float(vocabulary))
     for start in range(0, len(train) - 1, BIGRAM_CHUNK):
         part = train[start : start + BIGRAM_CHUNK + 1].astype(np.int64)

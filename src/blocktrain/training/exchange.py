@@ -56,6 +56,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CODEBOOK_TENSOR = "codebook.table"
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
+# A whole match leaves no way out of the folder: no slash, no dots but the last.
 SHARD_NAME = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
@@ -77,6 +78,7 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         weight_map: dict[str, str] = {}
         entries, total = [], 0
         for name, tensors in _shards(checkpoint, described):
+            # transformers refuses a file whose metadata does not name the framework.
             write_tensors(folder / name, tensors, {"format": "pt"})
             entries.append(file_entry(folder / name))
             weight_map |= dict.fromkeys(tensors, name)
@@ -141,9 +143,13 @@ def import_checkpoint(folder: Path, to: Path) -> None:
     own = _read_own_config(folder)
     described = Description.of(own["checkpoint"], folder)
     refuse_occupied(to)
+    # In this order: bytes, then names and shapes, then the index; no tensor exists before all three agree.
     shards = _checked_shards(folder, own["files"])
     expected = _expected_kinds(folder, described, shards)
-    _check_index(folder, expected)
+    # Other programs go by the index, so it must tell the truth.
+    found = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
+    if found != {tensor: name for name, kinds in expected.items() for tensor in kinds}:
+        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: its weight_map is not that of the files")
     for name, kinds in expected.items():
         check_kinds(kinds, shards[name], str(folder / name))
     *block_shards, codebook_shard = expected
@@ -152,16 +158,17 @@ def import_checkpoint(folder: Path, to: Path) -> None:
         to,
         described.recipe,
         described.corpus_sha256,
-        (_block_tensors(folder / name, block) for block, name in enumerate(block_shards)),
+        (
+            {
+                key.removeprefix(tensor_prefix(block)): one
+                for key, one in read_tensors(folder / name)[0].items()
+            }
+            for block, name in enumerate(block_shards)
+        ),
         codebook[CODEBOOK_TENSOR],
         described.pooling,
         described.tokenizer,
     )
-
-
-def _block_tensors(file: Path, block: int) -> dict[str, Tensor]:
-    tensors, _ = read_tensors(file)
-    return {name.removeprefix(tensor_prefix(block)): tensor for name, tensor in tensors.items()}
 
 
 def _read_own_config(folder: Path) -> dict[str, Any]:
@@ -211,6 +218,7 @@ def _checked_shards(folder: Path, files: Mapping[str, Any]) -> dict[str, dict[st
             raise CheckpointError(f"{folder / 'config.json'} names a file {name[:80]!r}; expected model-…")
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
+        # The size first: hashing a file of a stranger's length could take hours.
         if path.stat().st_size != entry.get("bytes"):
             raise CheckpointError(
                 f"{path} is truncated or another file: expected {entry.get('bytes')} bytes, found "
@@ -252,10 +260,3 @@ def _expected_kinds(
         expected[name] = {tensor_prefix(block) + tensor: kind for tensor, kind in kinds.items()}
     expected[names[-1]] = {CODEBOOK_TENSOR: codebook_kind(objective)}
     return expected
-
-
-def _check_index(folder: Path, expected: Mapping[str, Mapping[str, str]]) -> None:
-    """Other programs go by the index, so it must tell the truth."""
-    found = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
-    if found != {tensor: name for name, kinds in expected.items() for tensor in kinds}:
-        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: its weight_map is not that of the files")

@@ -108,6 +108,7 @@ class BlockTrainer:
         tokens, targets, hint = self._batch(step, shard, table)
         with autocast(self.device):
             loss = self._loss(self.block, tokens, targets, table, hint, upstream)
+        # Under no autocast: gradients take the types of the forward pass.
         loss.total.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(step)
         if self.codebook_optimizer is not None:

@@ -41,8 +41,10 @@ from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
-from blocktrain.training.storage import read_tensors, write_file, write_json, write_tensors
+from blocktrain.training.storage import read_tensors, stored_run, write_file, write_json, write_tensors
 
+# A curve of 200 points draws well, and the loss leaves the device 200 times and not at every step, which
+# would stall CUDA.
 LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 MAX_COUNTED_BYTES = 128 << 20
@@ -96,16 +98,12 @@ class LocalRun:
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
-        self.units = self._build_units()
+        self.units = [Unit(f"block {b}", b, setup.initial(b)) for b in range(recipe.model.blocks)]
+        if recipe.training.reference:
+            self.units.append(Unit(REFERENCE, None, setup.initial_reference()))
         self.memory = PeakMemory(device)
         self.peaks: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
-
-    def _build_units(self) -> list[Unit]:
-        units = [Unit(f"block {b}", b, self.setup.initial(b)) for b in range(self.recipe.model.blocks)]
-        if self.recipe.training.reference:
-            units.append(Unit(REFERENCE, None, self.setup.initial_reference()))
-        return units
 
     @property
     def blocks(self) -> list[Block]:
@@ -118,31 +116,32 @@ class LocalRun:
     def groups(self) -> list[list[Unit]]:
         blocks = [unit for unit in self.units if unit.index is not None]
         rest = [[unit] for unit in self.units if unit.index is None]
+        # The reference always trains alone: its peak memory is compared with that of one block (ratio 0.28).
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
     def train(self, *, resume: bool) -> None:
         prepare_folder(self.out, self.recipe, self.text.sha256, resume=resume)
         for number, units in enumerate(self.groups()):
-            self._train_group(self.out / "state" / f"group-{number}.safetensors", units, resume=resume)
-
-    def _train_group(self, path: Path, units: list[Unit], *, resume: bool) -> None:
-        """Only the group being trained is on the device; frozen blocks visit it one at a time."""
-        for unit in units:
-            unit.block.to(self.device)
-        self.memory.reset()
-        group = Group(self, units, path)
-        start = group.load() if resume and path.exists() else 0
-        group.train(start, self.recipe.training.steps)
-        for unit in units:
-            self.peaks[unit.name] = self.memory.peak_bytes
-            self.seconds[unit.name] = group.seconds / len(units)
-            unit.block.to("cpu")
+            # Only the group being trained is on the device; frozen blocks visit it one at a time.
+            for unit in units:
+                unit.block.to(self.device)
+            # After the move, so that a peak counts this group only.
+            self.memory.reset()
+            path = self.out / "state" / f"group-{number}.safetensors"
+            group = Group(self, units, path)
+            start = group.load() if resume and path.exists() else 0
+            group.train(start, self.recipe.training.steps)
+            for unit in units:
+                self.peaks[unit.name] = self.memory.peak_bytes
+                self.seconds[unit.name] = group.seconds / len(units)
+                unit.block.to("cpu")
 
     def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
         for unit in self.units:
             unit.block.to(self.device).eval()
         config = self.recipe.evaluation
+        # A cut of bytes and not of tokens: every tokenizer is then scored on about the same text.
         valid = self.text.first_tokens("held_out", config.max_bytes)
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
@@ -213,6 +212,7 @@ class LocalRun:
     def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""
         scores = self.evaluate()
+        # Before anything is written: a diverged block would make a checkpoint that nobody can use.
         for number, score in enumerate(scores.blocks):
             finite(score.ce, f"block {number}, held-out text")
         if scores.reference is not None:
@@ -239,29 +239,29 @@ class Group:
         self.run, self.units, self.path = run, units, path
         shared = Optimizer(run.codebook, run.recipe.training) if run.codebook.learned else None
         self.codebook_optimizer = shared if any(unit.index is not None for unit in units) else None
-        self.trainers = [self._trainer(unit) for unit in units]
-        self.copies = self._host_copies()
+        # Members train at the same time, so they share the room for frozen outputs.
+        training = run.recipe.training
+        host_bytes = max(1, training.frozen_host_bytes // len(units))
+        recipe = replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes))
+        self.trainers = [
+            BlockTrainer(
+                recipe,
+                run.objective,
+                unit.block.train(),
+                unit.index,
+                run.shards,
+                run.codebook,
+                codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
+            )
+            for unit in units
+        ]
+        # CPU copies of the members that others here take as input. Independent blocks have none: then nothing
+        # is copied, and a group costs what its members cost.
+        members = {unit.index: unit.block for unit in units if unit.index is not None}
+        needed = {other for index in members for other in run.objective.upstream(index)}
+        self.copies = {i: copy.deepcopy(b).to(HOST).eval() for i, b in members.items() if i in needed}
         self.table = run.codebook.copied()
         self.seconds = 0.0
-
-    def _trainer(self, unit: Unit) -> BlockTrainer:
-        run, training = self.run, self.run.recipe.training
-        host_bytes = max(1, training.frozen_host_bytes // len(self.units))
-        return BlockTrainer(
-            replace(run.recipe, training=replace(training, frozen_host_bytes=host_bytes)),
-            run.objective,
-            unit.block.train(),
-            unit.index,
-            run.shards,
-            run.codebook,
-            codebook_optimizer=self.codebook_optimizer if unit.index is not None else None,
-        )
-
-    def _host_copies(self) -> dict[int, Block]:
-        """CPU copies of the blocks that others in this group take as input."""
-        members = {unit.index: unit.block for unit in self.units if unit.index is not None}
-        upstream = {other for index in members for other in self.run.objective.upstream(index)}
-        return {i: copy.deepcopy(block).to(HOST).eval() for i, block in members.items() if i in upstream}
 
     def _freeze(self, first: int, *, refresh: bool) -> None:
         """Give every trainer the blocks upstream for the round that began at step `first`."""
@@ -283,9 +283,12 @@ class Group:
             self.run.observer.started(unit.name, start, steps)
         started = saved = time.monotonic()
         seconds_before = self.seconds
+        # Tensors and not numbers: `float()` here would wait for the device at every step.
         recent: list[list[Tensor]] = [[] for _ in self.units]
         for step in range(start, steps):
-            first = round_start(self.run.recipe, step)
+            # `swarm.steps_per_round` counts in `blocktrain train` too (docs/objective.md): blocks of a serial
+            # model that train by turns then see neighbours as stale as in a swarm.
+            first = step - step % self.run.recipe.swarm.steps_per_round
             if step in (first, start):
                 # A resumed run enters a round in the middle, with the copies as they were saved.
                 self._freeze(first, refresh=step == first)
@@ -297,6 +300,8 @@ class Group:
                     unit.curve.append((step + 1, ce))
                     self.run.observer.stepped(unit.name, step + 1, steps, ce, tokens)
             self.seconds = seconds_before + time.monotonic() - started
+            # Only where the curve has a point: a resumed run then has the same curve as one that was never
+            # stopped.
             at_point = (step + 1) % every == 0
             stopped = self.run.stop.is_set() and step + 1 < steps
             if at_point and (stopped or time.monotonic() - saved >= config.checkpoint_seconds):
@@ -314,12 +319,14 @@ class Group:
         shard = unit.index or 0
         if not measured:
             return trainer.step(step, shard)
+        # Only in the first step of a process: the hooks cost time, and every step saves the same tensors.
         with self.run.memory.count_activations():
             ce = trainer.step(step, shard)
         self.run.memory.count_state(unit.block, trainer.optimizer)
         return ce
 
     def save(self, step: int) -> None:
+        # One file, so that weights, optimizer and copies are of one step whenever the process dies.
         tensors: dict[str, Tensor] = {}
         for unit, trainer in zip(self.units, self.trainers, strict=True):
             tensors |= {f"{unit.name}/weights/{k}": v for k, v in unit.block.state_dict().items()}
@@ -367,15 +374,6 @@ class Group:
         return int(progress["step"])
 
 
-def round_start(recipe: Recipe, step: int) -> int:
-    """The step at which the frozen blocks that `step` takes input from were copied.
-
-    `swarm.steps_per_round` governs this in `blocktrain train` too (docs/objective.md): under
-    `training.order = "turns"` a serial model's blocks then see neighbours as stale as in a swarm.
-    """
-    return step - step % recipe.swarm.steps_per_round
-
-
 def finite(ce: float, where: str) -> float:
     if not math.isfinite(ce):
         raise DivergedError(
@@ -398,12 +396,7 @@ def prepare_folder(out: Path, recipe: Recipe, corpus_sha256: CorpusHash, *, resu
         return
     if not resume:
         raise UserError(f"{out} already holds a run; add --resume to go on with it, or choose another --out")
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if not isinstance(before, dict) or not isinstance(before.get("recipe"), dict):
-        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    before = stored_run(path)
     changed = list(changed_settings(before["recipe"], recipe))
     changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus_sha256 else []
     if changed:

@@ -34,7 +34,7 @@ class HeldOutScores:
 
     @property
     def gap(self) -> float | None:
-        """Of the best composed model to end-to-end training, in nats; None without a reference."""
+        """From the best composed model to end-to-end training, in nats; None without a reference."""
         if self.reference is None:
             return None
         return (

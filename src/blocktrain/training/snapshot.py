@@ -47,6 +47,7 @@ class SnapshotError(WireError):
 
 
 def schema_of(block: nn.Module) -> Schema:
+    # Sorted by name: torch's order is that of the source, and moving a line must not change a hash.
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     return Schema(tuple((name, shapes[name]) for name in sorted(shapes)))
 
@@ -67,6 +68,7 @@ def load_into(block: nn.Module, tensors: Tensors) -> None:
     if sorted(parameters) != sorted(tensors):
         raise SnapshotError(_difference(sorted(parameters), sorted(tensors)))
     for name, parameter in parameters.items():
+        # In place: the optimizer holds these very parameters.
         parameter.copy_(torch.from_numpy(np.asarray(tensors[name], order="C")))
 
 

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, StorageError
+from blocktrain.errors import CheckpointError, StorageError, UserError
 from blocktrain.files import write_whole
 
 
@@ -53,9 +53,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} is truncated or not safetensors: {error}") from None
 
 
+def stored_run(path: Path) -> dict[str, Any]:
+    """A folder's run.json: the recipe it was begun with, and what else its writer put there."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("recipe"), dict):
+        raise UserError(f"{path} is damaged (no recipe in it); choose another --out")
+    return stored
+
+
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """A fresh folder that takes the place of `path` only if the body succeeds."""
+    # Beside the target, since a rename is atomic only within one file system; with the pid, since two may
+    # try.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained_errors(path):
         shutil.rmtree(temporary, ignore_errors=True)

@@ -116,5 +116,6 @@ def moved(weights: Tensors, shift: Tensors) -> Weights:
 def move(block: nn.Module, shift: Tensors) -> None:
     """Add what a new snapshot brought to the local weights; a shift of zero leaves every bit alone."""
     for name, parameter in block.named_parameters():
+        # Skipped where zero: -0.0 + 0.0 is 0.0, and a swarm of one must equal the local loop bit for bit.
         if shift[name].any():
             parameter.add_(torch.from_numpy(shift[name]).to(parameter.device))

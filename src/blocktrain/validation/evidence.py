@@ -81,6 +81,7 @@ def training_tokens(recipe: Recipe, frozen: int = 0) -> int:
 
 def evidence_budget(recipe: Recipe, frozen: int = 0) -> Budget:
     """How many windows an update's compute pays for: 40 % held-out, 30 % assigned, 30 % other text."""
+    # `trust.compute_share` of the work is the judges': a tenth by default, of which a fifth is the guard's.
     length = min(recipe.model.context, max(SHORTEST_WINDOW, recipe.model.context // WINDOW_PART))
     forwards = FORWARDS_PER_WINDOW + frozen
     affordable = recipe.trust.compute_share * training_tokens(recipe, frozen) / (forwards * length)
@@ -115,6 +116,7 @@ class Gain:
     @classmethod
     def of(cls, differences: Sequence[float]) -> Gain:
         count = len(differences)
+        # fsum rounds once, whatever the order of the windows.
         mean = math.fsum(differences) / count
         variance = math.fsum((one - mean) ** 2 for one in differences) / max(1, count - 1)
         return cls(mean, math.sqrt(variance / count), count)
@@ -171,6 +173,8 @@ def stratified_sigma(
     config: ObjectiveConfig, num_blocks: int, block: int, count: int, generator: torch.Generator
 ) -> Tensor:
     """One draw from each of `count` equal shares of the block's noise, in random order."""
+    # Sorted draws are the quantiles of the block's own noise: with plain draws a small budget would
+    # often miss the ends of the range, where harm can hide.
     pool = sample_sigma(config, num_blocks, block, 64 * count, generator).sort().values
     low, high = training_interval(config, num_blocks, block)
     inside = torch.rand(count, generator=generator, device=generator.device)
@@ -229,6 +233,8 @@ def sequential_gain(score: Score, budget: int) -> Gain:
     for count in looks(budget):
         differences += score(len(differences), count)
         gain = Gain.of(differences)
+        # Harm can be plain after the first 16 windows; what helps is measured to the end, because the
+        # guard ranks updates by their gain, and gains cut short when their sign was sure ranked badly.
         if gain.is_loss(EARLY_STANDARD_ERRORS):
             break
     return gain

@@ -40,6 +40,7 @@ def merge_choices(gains: Mapping[str, float]) -> list[tuple[str, ...]]:
     count = len(ordered)
     if count < FEWEST_TO_CHOOSE:
         return [tuple(ordered)]
+    # At most seven merges of evenly spaced sizes. Halving instead left 0.02 of what five colluders cost.
     least = -(-count // LEAST_SHARE)
     sizes = {count - step * (count - least) // (MOST_CHOICES - 1) for step in range(MOST_CHOICES)}
     return [tuple(ordered[:size]) for size in sorted(sizes, reverse=True)]
@@ -78,6 +79,7 @@ def guard_decision(
     change = f"held-out loss changes by {-merged.mean:+.4f} +- {merged.error:.4f}"
     if merged.is_loss(FINAL_STANDARD_ERRORS):
         return GuardDecision(False, choices[0][-1:], f"the merge fails its guard: {change}")
+    # The choices are nested, so what is left out are the last of the first one.
     left_out = choices[0][len(choices[chosen]) :]
     if not left_out:
         return GuardDecision(True, (), change)

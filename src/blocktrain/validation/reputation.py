@@ -57,6 +57,7 @@ def after_verdict(standing: Standing, mark: Mark, compared: int | None, *, pause
     if compared is not None:
         average += AVERAGE_STEP * (compared - average)
     standing = replace(standing, verdicts=standing.verdicts + 1, average=average)
+    # What says nothing about the worker also forgets nothing: a slow line must not wash a bad name clean.
     if mark is Mark.NEUTRAL or (paused and mark is Mark.BAD):
         return standing
     good, bad = FORGETTING * standing.good, FORGETTING * standing.bad
@@ -84,6 +85,7 @@ def after_withholding(standing: Standing) -> Standing:
 
 def uptime(standing: Standing, known_seconds: float) -> float:
     """Share of the time since joining that it answered, times the share of its commits that it revealed."""
+    # The first three broken commits are free: a crash between commit and payload happens to the honest.
     answering = 1.0 - min(1.0, standing.silent_seconds / known_seconds) if known_seconds > 0 else 1.0
     broken = max(0, standing.withheld - FREE_WITHHELD)
     return answering * (standing.verdicts + 1) / (standing.verdicts + 1 + broken)
@@ -91,15 +93,19 @@ def uptime(standing: Standing, known_seconds: float) -> float:
 
 def reputation(standing: Standing, known_seconds: float) -> float:
     """In [0, 1]; 0 for who does not train what it was given."""
+    # A product: who copies has an average about 0 and so no reputation, however many of its updates counted.
+    # Twenty copies reached a rating of 0.15 at best (docs/experiments.md).
     return standing.rating * max(0.0, standing.average) * uptime(standing, known_seconds)
 
 
 def penalties_paused(recent_scores: Sequence[float]) -> bool:
     """Whether honest work does not score above zero at present, so that a bad score proves nothing."""
+    # The median, so that a minority of attackers cannot pause the penalties of its own updates.
     return len(recent_scores) >= FEWEST_FOR_BAN and statistics.median(recent_scores) <= 0
 
 
 def deserves_ban(standing: Standing, ban_below: float) -> bool:
+    # With forgetting, six counted verdicts are at least seven real ones: bad luck alone does not ban.
     return standing.good + standing.bad >= FEWEST_FOR_BAN and standing.rating < ban_below
 
 

@@ -143,6 +143,7 @@ class Scorer:
         before, after = self._loaded(block, base, base)
         [old] = self._losses(block, (before,), upstream, self._held_out, starts, seed)
         found = []
+        # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
             [new] = self._losses(block, (after,), upstream, self._held_out, starts, seed)
@@ -186,6 +187,7 @@ class Scorer:
         for first in range(0, len(starts), size):
             windows = torch.from_numpy(text.cut(starts[first : first + size], length)).to(self.device)
             tokens, targets = windows[:, :-1], windows[:, 1:]
+            # Seeded by the place in the draw, so that a batch's hints do not depend on what came before it.
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))
             drawn = with_hints(self._objective, block, tokens, targets, self._codebook, generator)
             features = upstream_features(upstream, tokens, self._codebook)

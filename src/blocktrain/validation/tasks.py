@@ -23,6 +23,7 @@ def applied(
     codec: CodecSpec, base: Tensors, own_base: Tensors, decoded: Tensors, step: float
 ) -> dict[str, NDArray[np.float32]]:
     """The block after one update alone, measured from `own_base` and applied to `base`."""
+    # In fp64, rounded once: how that differs from the fp32 sum of a merge is far below what a judge can see.
     delta = delta_of(codec, decoded, own_base)
     return {
         name: np.asarray(base[name] - step * delta[name].astype(np.float64), dtype=np.float32)
@@ -44,6 +45,7 @@ def report_of(evidence: Evidence) -> EvidenceReport:
 
 
 def _report(gain: Gain) -> GainReport:
+    # JSON has no NaN: a block that was broken by the update is told as absent numbers.
     if not (math.isfinite(gain.mean) and math.isfinite(gain.error)):
         return GainReport(mean=None, error=None, windows=gain.windows)
     return GainReport(**asdict(gain))

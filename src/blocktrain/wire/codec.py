@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ class Schema:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
     def __post_init__(self) -> None:
+        # A stranger's coordinator names the tensors; two of one name would overwrite each other in silence.
         if len({name for name, _ in self.tensors}) != len(self.tensors):
             raise FrameError(FrameReason.SCHEMA_MISMATCH, "expected distinct tensor names in the schema")
         for name, shape in self.tensors:
@@ -117,6 +118,7 @@ def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
     """The frame of `tensors`; fp16 magnitudes saturate at MAX_HALF, NaN and infinity are refused."""
     _check_tensors(schema, tensors)
     form = _form_of(codec)
+    # Empty and not zero: every byte is written, since the lengths of the parts add up to the whole.
     frame = np.empty(frame_length(codec, schema), np.uint8)
     offset = 0
     for name, shape in schema.tensors:
@@ -155,6 +157,7 @@ def _check_tensors(schema: Schema, tensors: Tensors) -> None:
         )
     for name, shape in schema.tensors:
         tensor = tensors[name]
+        # float64 would be cast in silence, and other values than the caller's would travel.
         if tensor.shape != shape or tensor.dtype != np.float32:
             raise FrameError(
                 FrameReason.SCHEMA_MISMATCH,
@@ -209,9 +212,11 @@ class _Half:
         return 2 * math.prod(shape)
 
     def write(self, tensor: Floats, part: Bytes) -> None:
+        # fp16 ends at 65504; the cut stays in error feedback, where infinity would spoil the weights.
         part.view("<f2")[:] = np.clip(tensor.reshape(-1), -MAX_HALF, MAX_HALF)
 
     def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+        # On the bits: an fp16 is NaN or infinite exactly when its exponent is all ones.
         finite = (part.view("<u2") & _HALF_EXPONENT) != _HALF_EXPONENT
         _require_finite(finite, name, _SENDER)
         return part.view("<f2").astype(np.float32).reshape(shape)
@@ -244,6 +249,7 @@ class _Region:
 
     def batches(self) -> Iterator[_Region]:
         """The same chunks in the same order, at most about _BATCH_CHUNKS at a time."""
+        # Whole rows of chunks where they fit, so that the order of chunks stays that of the frame.
         across = min(self.num_across, _BATCH_CHUNKS)
         down = max(1, _BATCH_CHUNKS // self.num_across)
         for y, x in product(range(0, self.num_down, down), range(0, self.num_across, across)):
@@ -289,6 +295,7 @@ class _Chunked:
         self._half = _Half()
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
+        # Norms, scales and biases: few values, so 16 bits of each cost next to nothing beside the matrices.
         if math.prod(shape) < CHUNK_VALUES:
             return self._half.num_bytes(shape)
         return sum(r.num_chunks * self._chunks.record_bytes(r.chunk_values) for r in _regions(shape))
@@ -309,8 +316,10 @@ class _Chunked:
         for region, first, records in self._records(part, shape):
             try:
                 values = self._chunks.decode(records, region.chunk_values)
+            # Only here is the tensor's name known, which is what a person needs to find the fault.
             except ChunkError as error:
-                _refuse_chunk(error, name, first)
+                problem = f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}"
+                raise FrameError(error.reason, problem) from None
             grid = values.reshape(region.num_down, region.num_across, region.height, region.width)
             region.of(matrix)[:] = grid.swapaxes(1, 2)
         return matrix.reshape(shape)
@@ -324,7 +333,3 @@ class _Chunked:
                 end = offset + batch.num_chunks * size
                 yield batch, first, part[offset:end].reshape(batch.num_chunks, size)
                 offset, first = end, first + batch.num_chunks
-
-
-def _refuse_chunk(error: ChunkError, name: str, first: int) -> NoReturn:
-    raise FrameError(error.reason, f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}") from None

@@ -18,6 +18,7 @@ MAX_NAME: Final = 200
 MAX_NUM_BLOCKS: Final = 4096
 MAX_PASSES: Final = 16
 
+# Bounds in the types: msgspec checks them while it reads, before a list of strangers' values exists.
 _Hash = Annotated[str, msgspec.Meta(max_length=64)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -101,6 +102,8 @@ def encode_metadata(value: msgspec.Struct) -> bytes:
 def decode_metadata(frame: Frame, kind: type[Metadata]) -> Metadata:
     try:
         return msgspec.msgpack.decode(frame.metadata, type=kind)
+    # Deeply nested bytes raise RecursionError and bad text UnicodeDecodeError: both are the sender's fault,
+    # not ours.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         refuse(ServingFrameReason.METADATA, f"expected {kind.__name__} in {frame.type.name}: {error}")
 

@@ -185,6 +185,8 @@ def decode_header(raw: bytes, limits: FrameLimits) -> Header:
         refuse(ServingFrameReason.MAGIC, f"expected {MAGIC!r} first, found {raw[:4]!r}; check the address")
     if raw[4] != VERSION:
         refuse(ServingFrameReason.VERSION, f"expected version {VERSION}, found {raw[4]}; update one side")
+    # Before any field is believed: a flipped bit in a length would otherwise make us wait for bytes that
+    # never come.
     if _CHECKSUM.unpack_from(raw, _LAYOUT.size)[0] != zlib.crc32(raw[: _LAYOUT.size]):
         refuse(ServingFrameReason.CHECKSUM, "the header's checksum does not match; send it again")
     _, _, kind, codec, zero, *numbers = _LAYOUT.unpack_from(raw)
@@ -192,6 +194,7 @@ def decode_header(raw: bytes, limits: FrameLimits) -> Header:
         header = Header(FrameType(kind), Codec(codec), *numbers)
     except ValueError:
         refuse(ServingFrameReason.TYPE, f"type {kind}, codec {codec}")
+    # Refused today, so that a later version can give the byte a meaning without old peers misreading it.
     if zero:
         refuse(ServingFrameReason.TYPE, f"expected 0 in the spare byte, found {zero}")
     for part, found, limit in (
@@ -206,6 +209,7 @@ def decode_header(raw: bytes, limits: FrameLimits) -> Header:
 def decode_body(header: Header, body: bytes) -> Frame:
     if len(body) != header.body_bytes:
         refuse(ServingFrameReason.PAYLOAD, f"expected {header.body_bytes} more bytes, found {len(body)}")
+    # Against broken memory and middleboxes. An adversary can compute a CRC; TLS is what stops one.
     if zlib.crc32(body) != header.body_checksum:
         refuse(ServingFrameReason.CHECKSUM, "the body's checksum does not match; send it again")
     return Frame(header, body[: header.metadata_bytes], body[header.metadata_bytes :])
@@ -215,6 +219,7 @@ def decode_body(header: Header, body: bytes) -> Frame:
 
 
 def id_dtype(vocabulary: int) -> np.dtype[Any]:
+    # One byte per token for a vocabulary of bytes: a request is hardly more than its ids.
     for name in ("u1", "<u2"):
         if vocabulary <= np.iinfo(name).max + 1:
             return np.dtype(name)
@@ -232,6 +237,7 @@ def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
             ServingFrameReason.PAYLOAD, f"expected ids of {dtype.itemsize} bytes, found {len(payload)} bytes"
         )
     ids = np.frombuffer(payload, dtype)
+    # An id beyond the table would read another row of memory or raise deep inside torch.
     if len(ids) and int(ids.max()) >= vocabulary:
         refuse(ServingFrameReason.PAYLOAD, f"expected ids below {vocabulary}, found {int(ids.max())}")
     return [int(token) for token in ids]
@@ -258,6 +264,8 @@ def encode_rows(rows: NDArray[np.float32] | NDArray[np.float64], codec: Codec) -
     if codec not in _CODE:
         return rows.astype("<f4" if codec == Codec.F32 else "<f8").tobytes()
     span, top = code_range(codec)
+    # Codes grow with the square root of the distance: fine where a choice is decided, coarse where nothing is
+    # chosen.
     maxima = rows.max(axis=-1, keepdims=True).astype("<f4")
     # Below the maximum as it travels, in fp32: the receiver subtracts from that one.
     below = np.clip(maxima.astype(np.float64) - rows, 0, span)
@@ -272,6 +280,7 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
             ServingFrameReason.PAYLOAD,
             f"expected {rows} rows of {vocabulary} as {codec.name} in {expected} bytes, found {len(payload)}",
         )
+    # A hostile maximum may be NaN or huge; it is found below, and a warning would only fill the log.
     with np.errstate(invalid="ignore", over="ignore"):
         if codec in _CODE:
             span, top = code_range(codec)

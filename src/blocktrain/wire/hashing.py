@@ -39,11 +39,13 @@ def content_hash(payload: bytes | memoryview) -> str:
 
 def snapshot_hash(tensors: Mapping[str, NDArray[np.float32]]) -> str:
     """Hex blake3 over every tensor in order of name: name, shape, little-endian fp32 bytes."""
+    # A context first: no payload or ledger entry can have the hash of a snapshot by construction.
     hasher = blake3(_SNAPSHOT_CONTEXT)
     for name in sorted(tensors):
         tensor = tensors[name]
         if tensor.dtype != np.float32:
             raise CanonicalError(f"{name}: expected float32 to hash, found {tensor.dtype}; convert it first")
+        # The shape goes in too: [2, 3] and [3, 2] of the same bytes are different weights.
         hasher.update(canonical_json([name, [int(side) for side in tensor.shape]]) + b"\n")
         hasher.update(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
@@ -53,6 +55,8 @@ def canonical_json(value: Any) -> bytes:
     """UTF-8 JSON with sorted keys and no spaces; string keys only, no NaN or infinity."""
     _refuse_ambiguous(value, "value")
     try:
+        # As UTF-8 and not as escapes, since a verifier in another language should not have to copy those of
+        # Python.
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         return text.encode()
     except ValueError as error:
@@ -78,5 +82,6 @@ def _refuse_ambiguous(value: Any, where: str, depth: int = 0) -> None:
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
             _refuse_ambiguous(item, f"{where}[{position}]", depth + 1)
+    # bool passes as an int: JSON keeps the two apart, so nothing is ambiguous.
     elif value is not None and not isinstance(value, str | int | float):
         raise CanonicalError(f"{where}: expected a plain JSON value, found {type(value).__name__}")

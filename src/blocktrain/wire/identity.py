@@ -41,6 +41,7 @@ class IdentityError(UserError):
 
 
 def worker_id_of(public_key: bytes) -> WorkerId:
+    # 128 bits: short enough to read aloud in part, long enough that nobody finds a second key for an id.
     digest = blake3(public_key).digest(length=WORKER_ID_CHARACTERS // 2)
     return WorkerId(digest.hex())
 
@@ -49,6 +50,7 @@ def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
     """Whether `signature` is the key owner's over `data`; False for a malformed key or signature too."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    # A malformed key is an answer and not an error: ledgers come from strangers.
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -78,6 +80,7 @@ class Identity:
 def load_or_create(path: Path) -> Identity:
     """The identity in the key file at `path`, which is made (mode 0600) when there is none."""
     try:
+        # lexists: a dangling link must be refused below and not silently replaced by a new identity.
         if not os.path.lexists(path):
             key = Identity.generate().private_key
             create_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -91,12 +94,14 @@ def load_or_create(path: Path) -> Identity:
 
 def _load(path: Path) -> Identity:
     with path.open("rb") as file:
+        # Of the open file, so that nobody can swap it between the look and the read.
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if os.name == "posix" and mode & 0o077:
             raise IdentityError(
                 f"the key file {path} can be read by other users: expected mode 0600, found {mode:04o}; "
                 f"run `chmod 600 {path}`, and make a new key if others had access"
             )
+        # Bounded: somebody may name a disk image by mistake.
         pem = file.read(MAX_KEY_FILE_BYTES + 1)
     try:
         key = load_pem_private_key(pem, password=None)

@@ -28,6 +28,7 @@ MAX_SECONDS = 1e10
 MAX_LEDGER_PAGE = 500
 MAX_MERGE_PAGE = 100
 
+# Patterns and not only lengths: these texts end up in file names, log lines and pages.
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """Hex of 32 bytes: a blake3 of a payload or snapshot, or the sha-256 of a corpus."""
 WorkerIdText = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
@@ -303,9 +304,11 @@ class Finished(Answer):
     reason: str
 
 
+# A discriminator, so that a client finds the kind without trying each in turn, and errors name the right one.
 AssignmentAnswer = Annotated[Assignment | Wait | Finished, Field(discriminator="kind")]
 
 
+# Requests refuse unknown keys, so what older workers still send has to be named.
 OLD_HEARTBEAT_FIELDS: Final = ("steps_per_second", "bytes_per_second")
 
 

@@ -47,8 +47,10 @@ Headers = Mapping[str, str] | Iterable[tuple[str, str]]
 """Header fields as any framework gives them; a name may repeat."""
 
 _LABEL: Final = "blocktrain"
+# Without @query a proxy could ask for another page, without the digest it could swap the body.
 _ALWAYS_COVERED: Final = ("@method", "@path", "@query", "content-digest")
 _SIGNED_FIELDS: Final = ("content-digest", "content-length", "signature-input", "signature")
+# At least 16 characters: 96 bits, so two honest requests never share one within the window.
 _NONCE: Final = re.compile(r"[A-Za-z0-9_-]{16,64}")
 _AUDIENCE: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _KEY_ID: Final = re.compile(rf"[0-9a-f]{{{2 * PUBLIC_KEY_BYTES}}}")
@@ -125,6 +127,7 @@ def sign_request(
     audience: str | None = None,
 ) -> dict[str, str]:
     """The headers to add: Content-Digest, Signature-Input, Signature, and Content-Length with a body."""
+    # Always, also without a body: a digest that may be absent is one that an attacker can leave out.
     headers = {"Content-Digest": f"sha-256=:{base64.b64encode(content_digest).decode()}:"}
     if content_length:
         headers["Content-Length"] = str(content_length)
@@ -198,6 +201,7 @@ def verify_request(
         ) from None
     except HTTPMessageSignaturesException as error:
         _refuse_malformed(_shown(f"{error} (tag {tag})"))
+    # Two signatures in one request would leave open which key the caller means.
     if len(results) != 1:
         _refuse_malformed(f"{len(results)} signatures for {tag}")
 
@@ -248,6 +252,7 @@ class DigestCheck:
 
     def update(self, piece: bytes | memoryview) -> None:
         """Refuses as soon as the body is longer than signed."""
+        # Counted before it is hashed or stored: a body longer than signed costs at most one piece.
         self._received += len(memoryview(piece).cast("B"))
         if self._received > self._content_length:
             self._refuse_length()
@@ -256,6 +261,7 @@ class DigestCheck:
     def finish(self) -> None:
         if self._received != self._content_length:
             self._refuse_length()
+        # In constant time, though the digest is public: nobody has to ask whether it matters.
         if not hmac.compare_digest(self._hasher.digest(), self._expected):
             raise SignatureError(
                 Reason.DIGEST_MISMATCH,

@@ -44,6 +44,7 @@ def challenge(secret: bytes, run_id: str, worker_id: str, now: float, *, periods
 
 
 def is_challenge(secret: bytes, run_id: str, worker_id: str, found: str, now: float) -> bool:
+    # This hour or the last one: a stamp begun at 10:59 is still good at 11:01.
     return any(challenge(secret, run_id, worker_id, now, periods_ago=ago) == found for ago in (0, 1))
 
 
@@ -55,6 +56,7 @@ def is_stamp(challenge: str, stamp: str, bits: int) -> bool:
 def find_stamp(challenge: str, bits: int, stopped: Callable[[], bool] = lambda: False) -> str:
     """About 2^bits hashes; 2 microseconds each in Python, so `stopped` is asked now and then."""
     prefix, limit = bytes.fromhex(challenge), 1 << (64 - bits)
+    # From a random place, so that a second search does not repeat the first.
     number = secrets.randbits(63)
     while True:
         stamp = number.to_bytes(STAMP_BYTES, "big")
@@ -79,10 +81,12 @@ def make_invite(identity: Identity, expires: float) -> str:
 
 def read_invite(public_key: bytes, token: str, now: float) -> Invitation | None:
     """The invitation in a token; None where it is not the coordinator's, damaged or over."""
+    # Before anything is decoded: the token is the first thing a stranger sends.
     if len(token) > MAX_TOKEN_CHARACTERS or token.count(".") != 1:
         return None
     try:
         body, signature = map(_decoded, token.split("."))
+        # The signature before the JSON: only our own words are parsed.
         if not verify(public_key, _INVITE_CONTEXT + body, signature):
             return None
         values = json.loads(body)

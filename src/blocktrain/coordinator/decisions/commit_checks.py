@@ -41,6 +41,8 @@ def commit_refusal(assignment: AssignmentView, commit: CommitRequest) -> Refusal
         return Refusal(
             ErrorReason.LEASE_RETURNED, "this assignment was handed back", "ask for another assignment"
         )
+    # The first commit binds: choosing among several after seeing others' is what commits are there to
+    # prevent.
     if assignment.committed_hash not in (None, commit.payload_hash):
         return Refusal(
             ErrorReason.ALREADY_COMMITTED,
@@ -73,6 +75,7 @@ def commit_refusal(assignment: AssignmentView, commit: CommitRequest) -> Refusal
 
 
 def length_refusal(expected: int, found: int) -> Refusal | None:
+    # A codec gives every payload of a block one length, so a wrong one is refused before a byte is read.
     if found == expected:
         return None
     return Refusal(

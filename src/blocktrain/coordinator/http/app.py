@@ -38,8 +38,16 @@ API = (worker_routes, operator_routes, downloads, public_routes)
 
 
 def create_app(coordinator: Coordinator) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Not at import: both belong to the event loop that serves.
+        app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
+        app.state.decoding = CapacityLimiter(DECODING_THREADS)
+        yield
+
+    # No /docs: its page would load scripts from another origin. /openapi.json is served.
     app = FastAPI(
-        title="BlockTrain coordinator", version="1", docs_url=None, redoc_url=None, lifespan=_lifespan
+        title="BlockTrain coordinator", version="1", docs_url=None, redoc_url=None, lifespan=lifespan
     )
     app.state.coordinator = coordinator
     for routes in (*API, pages):
@@ -49,13 +57,6 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     for kind in (Refusal, StorageError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app
-
-
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
-    app.state.decoding = CapacityLimiter(DECODING_THREADS)
-    yield
 
 
 def _answer_error(request: Request, error: Exception) -> JSONResponse:

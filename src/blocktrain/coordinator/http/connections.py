@@ -135,13 +135,14 @@ class LimitedConnection(H11Protocol):
             self._cancel_timer()
 
     def _await_head(self) -> None:
-        self._limit("head", HEAD_SECONDS, self._refuse_slow_head)
+        def refuse() -> None:
+            # Who has sent nothing at all needs no answer: browsers open connections before they need them.
+            if self.conn.trailing_data[0]:
+                message = f"expected the whole request head within {HEAD_SECONDS:g} s"
+                self._refuse("408 Request Timeout", ErrorReason.TOO_SLOW, message)
+            self.transport.close()
 
-    def _refuse_slow_head(self) -> None:
-        if self.conn.trailing_data[0]:
-            message = f"expected the whole request head within {HEAD_SECONDS:g} s"
-            self._refuse("408 Request Timeout", ErrorReason.TOO_SLOW, message)
-        self.transport.close()
+        self._limit("head", HEAD_SECONDS, refuse)
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn would say it in plain text."""

@@ -67,6 +67,7 @@ def text_response(request: Request, service: Coordinator, sha256: str, *, judge:
 
 
 def blob_response(request: Request, blobs: Blobs, key: str, digest: str, caching: str = PUBLIC) -> Response:
+    # From shared storage workers fetch by themselves: the coordinator's line carries no weights then.
     if blobs.shared:
         return RedirectResponse(blobs.presigned_get(key), status_code=307)
     # The name is the hash of the content, so it can never be out of date.
@@ -95,6 +96,7 @@ def byte_range(header: str, size: int) -> tuple[int, int]:
     """First byte and end of `bytes=a-b`, `bytes=a-` or `bytes=-n`; the whole for an empty header."""
     if not header:
         return 0, size
+    # One range only; more would be answered in a multipart body, which no client here asks for.
     start = end = 0
     match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header)
     if match is not None and match[1]:

@@ -50,6 +50,7 @@ def get_dashboard_file(request: Request, name: str) -> Response:
         raise Refusal(ErrorReason.NOT_FOUND, "no such file of the dashboard", "open / in a browser")
     content, etag = files()[name]
     headers = {
+        # Asked for again each time, and answered with 304: a new version of the coordinator has a new page.
         "Cache-Control": "no-cache",
         "ETag": etag,
         "Content-Security-Policy": content_security_policy(coordinator_of(request).display.gateway_origin),
@@ -62,6 +63,8 @@ def get_dashboard_file(request: Request, name: str) -> Response:
 
 
 def content_security_policy(gateway: str | None) -> str:
+    # Labels and sentences on the page come from strangers. It builds nodes, never
+    # markup, and this policy holds it to that.
     rules = {
         "default-src": "'none'",
         "script-src": "'self'",

@@ -87,7 +87,7 @@ def get_status(service: Service) -> messages.StatusAnswer:
 @public_routes.get("/healthz", responses=refuses())
 def get_health(service: Service) -> messages.HealthAnswer:
     """Whether the coordinator and its database answer."""
-    service.reports.ledger_length()
+    service.reports.ledger_length()  # a read that fails answers 503
     return messages.HealthAnswer(status="draining" if service.draining else "ok")
 
 
@@ -115,6 +115,7 @@ async def get_events(
 
     Starts at `since`, after the `Last-Event-ID` header, or with what happens next.
     """
+    # A stream holds a connection for hours, so they have a cap of their own, well below that of connections.
     streams: asyncio.Semaphore = request.app.state.event_streams
     if streams.locked():
         raise Refusal(

@@ -60,6 +60,7 @@ class Blobs:
         """A folder, `file://FOLDER`, `s3://BUCKET/PREFIX` (with the usual AWS_* variables) or `memory://`."""
         scheme = urlsplit(url).scheme
         if scheme in ("s3", "s3a"):
+            # Without TLS only where the operator's own endpoint says http://, as a local MinIO does.
             plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
             options = {"timeout": REQUEST_TIMEOUT, "connect_timeout": "10s", "allow_http": plain}
             retries = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
@@ -75,6 +76,7 @@ class Blobs:
 
     def put(self, key: str, content: bytes | memoryview) -> None:
         with _translated(key):
+            # In one piece: an object appears whole or not at all, in a folder (renamed) and on S3 alike.
             obstore.put(self._store, key, content, use_multipart=False)
             if self._folder is not None:
                 # To the disk, not just to the kernel: the row that will name the object is flushed too.
@@ -134,5 +136,6 @@ def _translated(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise BlobMissing(f"{what} is not in the blob store; was the folder or bucket changed?") from None
     except (OSError, BaseError) as error:
+        # obstore adds pages of request details below the first line.
         first_line = str(error).partition("\n")[0]
         raise StorageError(f"the blob store does not answer for {what}: {first_line}") from error

@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.storage.store import LedgerRow, RunRow
+from blocktrain.coordinator.storage.store import LedgerRow, RunRow, message_of
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import replay_merge
 from blocktrain.training.snapshot import Tensors, from_safetensors, snapshot_hash
@@ -53,6 +53,8 @@ class Ledger:
         return self._identity.sign(data)
 
     def append(self, session: Session, now: float, kind: str, body: Body) -> Receipt:
+        # The lock makes writers of several processes queue here, so the chain has no forks. It is the last of
+        # all locks (worker, block, run): whoever holds it waits for nobody.
         run = session.get(RunRow, 1, with_for_update=True, populate_existing=True)
         assert run is not None
         sequence = run.ledger_length
@@ -72,26 +74,14 @@ class Ledger:
 def receipt_of(session: Session, sequence: int) -> Receipt:
     row = session.get(LedgerRow, sequence)
     assert row is not None
-    return Receipt(sequence=sequence, entry_hash=row.entry_hash, signature=row.signature)
+    return message_of(Receipt, row)
 
 
 def read_entries(session: Session, since: int, limit: int) -> list[LedgerEntry]:
     rows = session.scalars(
         select(LedgerRow).where(LedgerRow.sequence >= since).order_by(LedgerRow.sequence).limit(limit)
     )
-    return [
-        LedgerEntry.model_validate(
-            {
-                "sequence": row.sequence,
-                "time": row.time,
-                "kind": row.kind,
-                "body": json.loads(row.body),
-                "entry_hash": row.entry_hash,
-                "signature": row.signature,
-            }
-        )
-        for row in rows
-    ]
+    return [message_of(LedgerEntry, row, body=json.loads(row.body)) for row in rows]
 
 
 # --- verification ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, RoundFacts
+from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, OpenRound, RoundFacts, round_state
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.run import Run
@@ -21,7 +21,7 @@ from blocktrain.wire.messages import ErrorReason, FrozenSnapshot
 
 COUNTED_NORMS = 32
 """Merged updates of a block whose norms make its running median."""
-RECENT_SCORES = 16
+RECENT_SCORES = 16  # about two rounds of eight workers: a median that follows the schedule
 _frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])
 
 
@@ -31,6 +31,7 @@ def lock_run(session: Session) -> None:
 
 
 def block_row(session: Session, block: int, *, lock: bool = False) -> BlockRow:
+    # Read again, also where the session has the row: another process may have moved the head.
     row = session.get(BlockRow, block, with_for_update=lock or None, populate_existing=True)
     if row is None:
         count = session.scalar(select(func.count()).select_from(BlockRow)) or 0
@@ -111,9 +112,15 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
     )
 
 
+def open_round(session: Session, run: Run, row: BlockRow, now: float) -> OpenRound:
+    """The block's open round as it stands: whom it waits for, until when, and whether it closes now."""
+    return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
+
+
 def inputs_of_merge(session: Session, block: int, version: int | None) -> list[UpdateRow]:
     """Updates that belong to the merge that makes `version`, in the order in which they are added up; with
     None those that wait for a merge."""
+    # Sorted by id: fp32 sums depend on their order, and every process must get the same bytes.
     of_merge = UpdateRow.merge_version == version
     if version is None:
         of_merge = UpdateRow.merge_version.is_(None) & UpdateRow.state.in_(WAITING)
@@ -130,6 +137,7 @@ def live_assignments(session: Session, block: int, round_: int) -> int:
 
 def running_median(session: Session, block: int) -> float | None:
     """Median norm of the last merged updates of a block; None before its first merge."""
+    # Merged ones only: what was merely sent is its sender's choice, and would let a crowd move the median.
     rows = session.scalars(
         select(UpdateRow.norm)
         .where(UpdateRow.block == block, UpdateRow.state == UpdateState.MERGED)
@@ -142,6 +150,8 @@ def running_median(session: Session, block: int) -> float | None:
 
 def recent_scores(session: Session, block: int, *, established: bool) -> list[float]:
     """Scores of the block's last updates: of those that counted, or of all those of established workers."""
+    # How high a gain must be follows from what counted; whether penalties pause, from all that established
+    # workers sent: those that counted are above zero by definition.
     chosen = UpdateRow.state.in_(COUNTED)
     if established:
         trusted = select(WorkerRow.worker_id).where(WorkerRow.established.is_(True))

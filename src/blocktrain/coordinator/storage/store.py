@@ -13,8 +13,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
     Connection,
@@ -246,12 +247,22 @@ class EvaluationRow(Table):
     """JSON of messages.EvaluationState."""
 
 
+Message = TypeVar("Message", bound=BaseModel)
+
+
+def message_of(model: type[Message], row: Table, **others: Any) -> Message:
+    """The message that shows a row: columns fill the fields of their name, `others` the rest."""
+    names = [name for name in model.model_fields if name not in others and hasattr(row, name)]
+    return model(**{name: getattr(row, name) for name in names}, **others)
+
+
 class Store:
     """Transactions on one database."""
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        # Rows stay readable after their transaction: answers are made from them outside of it.
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
 
     @contextmanager
@@ -273,6 +284,7 @@ class Store:
         from alembic.util import CommandError
 
         with _translated(), self.engine.begin() as connection:
+            # SQLite needs no lock here: the lock file of the data directory has kept others out.
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
             logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -310,20 +322,21 @@ def _engine(url: str) -> Engine:
     engine = create_engine(
         parsed, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False}, pool_size=POOL_SIZE
     )
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions; `begin` does
+        # FULL: an acknowledged update must survive a power cut, not only a kill.
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then finds
+    # another writer would fail at its first write instead of waiting for BUSY_SECONDS.
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
+
     return engine
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver must not begin transactions; `_begin_sqlite` does
-    # FULL: an acknowledged update must survive a power cut, not only a kill.
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-        connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
 
 
 @contextmanager

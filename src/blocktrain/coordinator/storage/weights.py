@@ -21,6 +21,8 @@ from blocktrain.wire.hashing import content_hash
 
 Weights = dict[str, NDArray[float32]]
 
+# A block of 27 M parameters is 108 MB: its head and four decoded updates are 540 MB, and three such blocks
+# fit.
 MAX_CACHE_BYTES = 2 << 30
 
 
@@ -35,6 +37,7 @@ class WeightCache:
         held = self._held_weights(block, wanted)
         if held is None:
             held = from_safetensors(self._blobs.get(snapshot_key(wanted)), self._run.schemas[block])
+            # The blobs are the operator's to lose, not to change: weights are used only under their own hash.
             if snapshot_hash(held) != wanted:
                 raise StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
             self.keep(block, wanted, held)

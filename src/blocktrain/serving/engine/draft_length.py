@@ -54,7 +54,7 @@ class AdaptiveLength(DraftLength):
         self.draft_seconds = 0.002
         """Per drafted token; 1.8 to 2.6 ms were measured for two blocks of width 384 on one core."""
         self.tokens, self.seconds = 1.0, 0.05
-        """Of recent traversals, older ones counting less."""
+        """A mean over recent traversals, older ones counting less."""
 
     def go_on(self, margins: Sequence[float]) -> bool:
         usual = float(self.hits.sum() / self.tries.sum())

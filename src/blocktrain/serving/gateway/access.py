@@ -87,6 +87,7 @@ class AccessCheck:
             # By owner where there are keys: a key is used from many addresses, and an address by many.
             self.rates.check(caller, self.clock())
         declared = headers.get("content-length", "0")
+        # 19 digits at most: Python refuses to parse endless ones, and that refusal would be a 500.
         if declared.isdecimal() and int(declared[:19]) > self.limits.max_body_bytes:
             raise self._too_large()
 

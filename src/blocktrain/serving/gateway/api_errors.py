@@ -64,6 +64,7 @@ class ApiError(Exception):
 
 def as_api_error(error: BaseException) -> ApiError:
     """The answer to any exception that reaches the edge."""
+    # A task group wraps what went wrong; the first cause is the one that ended the others.
     if isinstance(error, BaseExceptionGroup):
         return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
@@ -99,6 +100,7 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         return as_api_error(HTTPException(400))
     where = [str(part) for part in first["loc"] if part not in ("body", "path", "query", "header")]
     field = where[0] if where else None
+    # A misspelt option that is ignored would look like a model that does not listen.
     if first["type"] == "extra_forbidden":
         name = printable(where[-1])
         message = f"unrecognized request argument: {name}"

@@ -173,6 +173,7 @@ class Gateway:
 
     async def metrics_page(self) -> Response:
         """Numbers for Prometheus."""
+        # Read at the scrape and not at every change, which happens far more often.
         self.metrics.active.set(self.answerer.places.active)
         self.metrics.waiting.set(self.answerer.places.waiting)
         self.metrics.ready.set(self.engine.ready[0])

@@ -110,5 +110,6 @@ class ChatFormat(AnswerFormat):
         return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _row(self, token: int, logprob: float) -> shapes.TopLogprob:
+        # As bytes too: a token may be part of a character, and its label then stands for more than one token.
         raw = self.tokenizer.decode([token])
         return shapes.TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))

@@ -11,6 +11,8 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 class GatewayMetrics:
     def __init__(self) -> None:
+        # A registry of its own: two gateways in one process, as tests have them, would clash in the global
+        # one.
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Answered requests", "route", "status")
         self.refusals = self._counter("refusals", "Requests turned away at the door", "reason")

@@ -82,6 +82,8 @@ class SamplingRequest(StrictModel):
     """In mode `sweep`, how often each block refines the text; one traversal however many."""
     overflow: Overflow | None = None
     """What to do with a prompt longer than the context: `refuse` it, or `slide` over its last part."""
+    # Penalties would make a choice depend on earlier text, and the same seed would no longer give the same
+    # text in every mode; 0 is taken, since clients send it.
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """Only 0."""
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None

@@ -1,4 +1,4 @@
-// The connection: the event stream says that something happened, then the state is fetched anew. When the
+// The connection: the event stream says that something happened, then the state is fetched again. When the
 // coordinator goes away the page says so and tries again, ever more slowly; a hidden page lets go.
 
 const KINDS = [

@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0002"
 down_revision = "0001"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -38,15 +36,3 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("standing", sa.Text(), nullable=False, server_default="{}"))
         batch_op.add_column(sa.Column("established", sa.Boolean(), nullable=False, server_default=sa.false()))
         batch_op.create_index(batch_op.f("ix_workers_address"), ["address"], unique=False)
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("workers", schema=None) as batch_op:
-        batch_op.drop_index(batch_op.f("ix_workers_address"))
-        for name in ("established", "standing", "address"):
-            batch_op.drop_column(name)
-    with op.batch_alter_table("updates", schema=None) as batch_op:
-        for name in ("judge_until", "judge", "gain", "score", "evidence", "sketch", "reveal_sequence"):
-            batch_op.drop_column(name)
-    op.drop_table("invites")
-    op.drop_table("bans")

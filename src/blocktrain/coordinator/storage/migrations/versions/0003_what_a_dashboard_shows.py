@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0003"
 down_revision = "0002"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -14,10 +12,3 @@ def upgrade() -> None:
         batch_op.add_column(sa.Column("label", sa.String(length=64), nullable=False, server_default=""))
     with op.batch_alter_table("updates", schema=None) as batch_op:
         batch_op.create_index("updates_by_verdict", ["verdict_sequence"], unique=False)
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("updates", schema=None) as batch_op:
-        batch_op.drop_index("updates_by_verdict")
-    with op.batch_alter_table("workers", schema=None) as batch_op:
-        batch_op.drop_column("label")

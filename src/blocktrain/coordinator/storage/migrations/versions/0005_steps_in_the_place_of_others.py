@@ -5,17 +5,9 @@ from alembic import op
 
 revision = "0005"
 down_revision = "0004"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
     with op.batch_alter_table("assignments", schema=None) as batch_op:
         batch_op.add_column(sa.Column("stand_in_shard", sa.BigInteger(), nullable=True))
         batch_op.add_column(sa.Column("stand_in_steps", sa.BigInteger(), nullable=False, server_default="0"))
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("assignments", schema=None) as batch_op:
-        batch_op.drop_column("stand_in_steps")
-        batch_op.drop_column("stand_in_shard")
