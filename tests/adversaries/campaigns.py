@@ -111,11 +111,6 @@ def pleases_the_judge(turn: Turn) -> Weights:
     return _overfitted(turn, text[: len(text) // 2], text[len(text) // 2 :])
 
 
-def knows_held_out_text(turn: Turn) -> Weights:
-    """The same attack by who has the held-out text from elsewhere."""
-    return _overfitted(turn, turn.training.corpus.valid, turn.training.corpus.train)
-
-
 def _overfitted(turn: Turn, lowered: bytes, raised: bytes) -> Weights:
     steps = turn.training.recipe.swarm.steps_per_round
     place = (0, turn.base, _shard(turn), turn.round * steps, steps)

@@ -127,11 +127,12 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
 # --- attackers who want the held-out text ---------------------------------------------------------------
 
 
+@pytest.mark.timeout(900)
 def test_established_workers_who_please_the_judge_do_no_harm_to_fresh_text(folder: Path) -> None:
-    """Three of eight, with the default settings: the judge's text is not theirs to know."""
+    """Two of five, with the default settings: the judge's text is not theirs to know."""
     rounds = HONEST_ROUNDS + 2
-    alone = campaign(folder / "eight", undefended(SETTINGS), 5, rounds, scored=fresh_text())
-    found = campaign(folder / "please", SETTINGS, 5, rounds, [pleases_the_judge] * 3, fresh_text())
+    alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
+    found = campaign(folder / "please", SETTINGS, 3, rounds, [pleases_the_judge] * 2, fresh_text())
     print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
     assert max(found.rise_over(alone)) <= TOLERANCE
 
