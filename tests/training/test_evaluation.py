@@ -143,7 +143,6 @@ def test_a_score_is_told_per_token_and_per_byte() -> None:
         "ce": 2 * math.log(2),
         "se": 0.1,
         "ppl": pytest.approx(4.0),
-        "ce_per_byte": pytest.approx(math.log(2)),
         "bits_per_byte": pytest.approx(1.0),
     }
 

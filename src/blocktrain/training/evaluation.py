@@ -37,15 +37,9 @@ class Score:
     se: float | None = None
 
     def to_dict(self, bytes_per_token: float = 1.0) -> dict[str, float | None]:
-        """`ce`, `se` and `ppl` are per token; the other two per byte, to compare runs of any tokenizers."""
-        per_byte = self.ce / bytes_per_token
-        return {
-            "ce": self.ce,
-            "se": self.se,
-            "ppl": math.exp(min(self.ce, 700)),
-            "ce_per_byte": per_byte,
-            "bits_per_byte": per_byte / math.log(2),
-        }
+        """`ce`, `se` and `ppl` are per token, `bits_per_byte` compares runs of any tokenizers."""
+        bits = self.ce / math.log(2) / bytes_per_token
+        return {"ce": self.ce, "se": self.se, "ppl": math.exp(min(self.ce, 700)), "bits_per_byte": bits}
 
 
 class CrossEntropy:
