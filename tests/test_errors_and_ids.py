@@ -19,10 +19,9 @@ def test_the_drawn_tree_is_the_tree() -> None:
 
 def test_misuse_exits_with_two_and_failure_with_one() -> None:
     two = {errors.UserError, errors.RecipeError, errors.DataError, errors.CheckpointError, errors.DeviceError}
-    assert {error.exit_code for error in two | {errors.StorageError}} == {2}
-    assert {errors.BlocktrainError.exit_code, errors.DivergedError.exit_code, errors.WireError.exit_code} == {
-        1
-    }
+    assert {error.exit_code for error in two | {errors.DamagedError}} == {2}
+    one = {errors.BlocktrainError, errors.DivergedError, errors.StorageError, errors.WireError}
+    assert {error.exit_code for error in one} == {1}
 
 
 def test_derived_seeds_are_the_same_for_ever() -> None:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "blocktrain"
 
 LAYERS = (
-    ("errors", "ids", "codec_spec", "config", "files", "listening", "threads"),
+    ("errors", "ids", "codec_spec", "config", "connections", "files", "listening", "starting", "threads"),
     ("model",),
     ("data",),
     ("wire",),

@@ -7,7 +7,8 @@
     │   ├── CheckpointError  a checkpoint that is missing, truncated or of another shape
     │   └── DeviceError      a device that does not exist here
     ├── DivergedError        the person at the keyboard: a loss that is no longer finite
-    ├── StorageError         the operator: a full or read-only disk (exit code 2)
+    ├── StorageError         the operator: a full disk, a database or blob store that does not answer
+    │   └── DamagedError     the operator: what was stored is no longer what was written (exit code 2)
     ├── StoppedError         nobody: the person asked to stop; what was done is saved (exit code 130)
     └── WireError            the peer: bytes or a message that break the protocol
 
@@ -46,6 +47,11 @@ class DivergedError(BlocktrainError):
 
 
 class StorageError(BlocktrainError):
+    """A failure and not misuse: the same command works once there is space, or the database is up. systemd
+    starts a service again after 1 and leaves it after 2 (deploy/)."""
+
+
+class DamagedError(StorageError):
     exit_code = 2
 
 

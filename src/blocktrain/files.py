@@ -88,3 +88,14 @@ def locked_file(path: Path, taken: str) -> Iterator[None]:
         except OSError:
             raise UserError(taken) from None
         yield
+
+
+@contextmanager
+def explained_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, "
+            "then run again with --resume"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from blocktrain.errors import UserError
@@ -25,3 +26,16 @@ def url_of(opened: socket.socket, scheme: str = "http") -> str:
     host, port = opened.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
+
+
+def network_name(address: str) -> str:
+    """What counts as one place: an IPv4 address or an IPv6 /64."""
+    try:
+        found = ipaddress.ip_address(address.split("%")[0])
+    except ValueError:
+        return address
+    # ::ffff:1.2.3.4 is that IPv4 address, seen through a socket that takes both. Of IPv6 one home or host has
+    # a whole /64 for itself, so counting single addresses would count nothing.
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    plain = mapped or found
+    return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))

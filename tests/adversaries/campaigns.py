@@ -246,7 +246,9 @@ COPIERS = 4
 
 def copying_campaign(folder: Path, settings: Settings, rounds: int) -> tuple[Counter[str], int, float]:
     """Two honest workers and four who send what one of them sent: exact, scaled, with 60 % of the indices
-    changed, or a round later. Verdicts on copies by reason, merged copies, and the copiers' best rating."""
+    changed, or a round later; in every second round all of them send what is public since the last merge.
+    That counts against them, where an equal update of the same snapshot does not: anybody can be made to look
+    like a copier there. Verdicts on copies by reason, merged copies, and the copiers' best rating."""
     verdicts: Counter[str] = Counter()
     with swarm(folder, settings, training_of(settings, folder.parent)) as running:
         workers = [running.client() for _ in range(2)]
@@ -258,10 +260,10 @@ def copying_campaign(folder: Path, settings: Settings, rounds: int) -> tuple[Cou
             payloads = [worker.encoded(delta) for worker, _, delta in lent]
             for (worker, lease, _), payload in zip(lent, payloads, strict=True):
                 worker.deliver_payload(lease, payload)
-            source = workers[0].decoded(payloads[0])
+            source = workers[0].decoded(before if before and round_ % 2 else payloads[0])
             scaled_down = workers[0].encoded(scaled(source, 0.9))
             moved = workers[0].encoded(partly_moved(source, 0.6, round_))
-            copies = (payloads[0], scaled_down, moved, before or payloads[1])
+            copies = (workers[0].encoded(source), scaled_down, moved, before or payloads[1])
             for (client, lease), copy in zip(theirs, copies, strict=True):
                 client.deliver_payload(lease, copy)
                 verdicts[str(client.verdict_on(copy).reason)] += 1

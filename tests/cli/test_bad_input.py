@@ -210,6 +210,15 @@ def test_a_bad_command_line_exits_with_two(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    settings = ("--set", "model.width=1048576", "--set", "model.heads=1024")
+    outcome = run_main("train", "demo", "--out", tmp_path / "run", "--device", "cpu", *settings)
+    assert outcome.code == 2
+    assert "training one block of demo needs about" in outcome.complaint
+    assert "GB free; close other programs" in outcome.complaint
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_loss_that_is_not_finite_is_a_failure_and_says_so(recipe_file: Path, tmp_path: Path) -> None:
     outcome = run_main("train", recipe_file, "--out", tmp_path / "run", "--set", "training.matrix_lr=1e20")
     assert outcome.code == 1

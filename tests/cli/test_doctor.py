@@ -272,6 +272,17 @@ def test_a_self_signed_certificate_is_refused_until_it_is_trusted(
     assert "127.0.0.1" in found["tls"]["found"]
 
 
+def test_a_worker_ends_with_the_doctor_s_words_on_a_self_signed_certificate(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    tls = make_certificate(tmp_path / "tls", days_left=300)
+    with coordinator_at(tmp_path / "data", recipe, tls=tls) as url:
+        outcome = run_main("worker", "--coordinator", url, "--data-dir", tmp_path / "worker")
+    assert outcome.code == 2
+    assert "answers, but its certificate is self-signed" in outcome.complaint
+    assert "set SSL_CERT_FILE to it" in outcome.complaint
+
+
 @pytest.mark.parametrize(("days", "severity"), [(3.5, "warning"), (-2.0, "error")])
 def test_a_certificate_at_its_end_is_noticed(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: float, severity: str

@@ -1,8 +1,16 @@
-"""What strangers' weights may do to a terminal: nothing."""
+"""What people see on a terminal, and what strangers' weights may do to it: nothing."""
 
 from __future__ import annotations
 
-from blocktrain.local.terminal import harmless, harmless_bytes
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from blocktrain.client.traffic import Traffic
+from blocktrain.local.terminal import TrainingProgress, harmless, harmless_bytes
+from blocktrain.worker.live_view import LiveView
+from tests.cli.program import run_main
 
 
 def test_a_terminal_gets_no_escape_sequence_bell_or_carriage_return() -> None:
@@ -16,3 +24,38 @@ def test_a_terminal_gets_no_escape_sequence_bell_or_carriage_return() -> None:
 def test_other_text_is_left_alone() -> None:
     assert harmless("naïve ✓ 漢字") == "naïve ✓ 漢字"
     assert harmless_bytes("naïve ✓".encode()) == "naïve ✓".encode()
+
+
+def lines_of(progress: TrainingProgress, file: io.StringIO) -> list[str]:
+    progress.plan({"block 0": 1, "block 1": 1, "reference": 2})
+    progress.started("block 0", 4, 4)
+    progress.started("block 1", 0, 4)
+    progress.stepped("block 1", 4, 4, 2.5, 100)
+    return file.getvalue().splitlines()
+
+
+def test_time_left_counts_the_units_that_follow_and_finished_ones_are_not_begun_again() -> None:
+    file = io.StringIO()
+    progress = TrainingProgress(Console(file=file, width=200))
+    done, begun, stepped = lines_of(progress, file)
+    assert done == "block 0: all 4 steps are done"
+    assert begun == "training block 1: 4 steps"
+    assert " left=0s run_left=" in stepped
+    begin = progress.begun["block 1"][0]
+    # Four steps of cost 1 took 10 s; the reference has four of cost 2.
+    assert progress.run_left(begin + 10.0, 4) == 20.0
+
+
+def test_a_panel_of_a_worker_that_did_nothing_is_taken_away() -> None:
+    for lines, kept in ((0, False), (1, True)):
+        view = LiveView("w", Traffic(), Console(file=io.StringIO(), force_terminal=True))
+        with view:
+            for _ in range(lines):
+                view.line("joined")
+        assert view._live.transient is not kept
+
+
+def test_a_missing_text_to_score_is_not_explained_as_a_corpus(checkpoint: Path, tmp_path: Path) -> None:
+    told = run_main("evaluate", checkpoint, "--text", tmp_path / "notes.txt").complaint
+    assert "--text names a file to score" in told
+    assert "data.corpus" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -236,7 +237,7 @@ def test_a_disk_that_is_full_while_state_is_saved_is_explained(recipe_file: Path
     out = tmp_path / "run"
     with full_disk(100_000):
         outcome = run_program("train", recipe_file, "--out", out)
-    assert outcome.code == 2
+    assert outcome.code == 1
     assert "cannot write" in outcome.complaint
     assert "group-0.safetensors: File too large; free some space" in outcome.complaint
     assert sorted(f.name for f in out.rglob("*") if f.is_file()) == ["metrics.jsonl", "run.json"]
@@ -249,6 +250,23 @@ def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
     before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
     with full_disk(50_000):
         outcome = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
-    assert outcome.code == 2
+    assert outcome.code == 1
     assert "cannot write" in outcome.complaint
     assert {f: f.read_bytes() for f in out.rglob("*") if f.is_file()} == before
+
+
+@pytest.mark.parametrize(("damage", "told"), [("flip", "is not what was written"), ("cut", "is truncated")])
+def test_damaged_training_state_is_refused_with_what_to_do(
+    trained: tuple[Path, Outcome], recipe_file: Path, tmp_path: Path, damage: str, told: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    state = out / "state" / "group-0.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-3] ^= 1
+    state.write_bytes(content if damage == "flip" else content[:-100])
+    (out / "report.json").unlink()
+    outcome = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
+    assert outcome.code == 2
+    assert told in outcome.complaint
+    assert "remove the file to train block 0 again from the start" in outcome.complaint

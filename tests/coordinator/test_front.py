@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from blocktrain.coordinator.http import connections
-from blocktrain.coordinator.http.connections import ConnectionTable
+from blocktrain import connections
+from blocktrain.connections import ConnectionTable
 from blocktrain.wire.messages import ErrorAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 
@@ -157,33 +157,50 @@ def test_one_address_does_not_use_up_the_room_of_another(crowded: Running) -> No
 
 def test_the_longest_silent_of_a_full_network_is_closed_first() -> None:
     table: ConnectionTable[str] = ConnectionTable(limit=10, limit_per_network=2)
-    assert table.enter("a", "home") is None
-    assert table.enter("b", "home") is None
-    table.became_active("a")
-    assert table.enter("c", "home") == "b"
+    assert table.enter("a", "home", 1.0) is None
+    assert table.enter("b", "home", 2.0) is None
+    table.works("a")
+    assert table.enter("c", "home", 3.0) == "b"
 
 
 def test_a_full_network_of_busy_connections_takes_no_more() -> None:
     table: ConnectionTable[str] = ConnectionTable(limit=10, limit_per_network=2)
     for name in ("a", "b"):
-        table.enter(name, "home")
-        table.became_active(name)
-    assert table.enter("c", "home") == "c"
-    assert table.enter("d", "elsewhere") is None
+        table.enter(name, "home", 1.0)
+        table.works(name)
+    assert table.enter("c", "home", 2.0) == "c"
+    assert table.enter("d", "elsewhere", 2.0) is None
 
 
 def test_a_full_server_closes_the_longest_silent_of_all() -> None:
     table: ConnectionTable[str] = ConnectionTable(limit=3, limit_per_network=2)
-    for name in ("a", "b", "c"):
-        table.enter(name, name)
-    table.became_active("a")
-    table.became_idle("a")
-    assert table.enter("d", "d") == "b"
+    for time, name in enumerate(("a", "b", "c")):
+        table.enter(name, name, float(time))
+    table.works("a")
+    table.waits("a", 4.0)
+    assert table.enter("d", "d", 5.0) == "b"
+
+
+def test_a_full_server_takes_from_the_network_that_has_most() -> None:
+    table: ConnectionTable[str] = ConnectionTable(limit=4, limit_per_network=4)
+    table.enter("newcomer", "home", 1.0)
+    for time, name in enumerate(("x", "y", "z"), 2):
+        table.enter(name, "crowd", float(time))
+    assert table.enter("w", "elsewhere", 9.0) == "x"
+
+
+def test_a_body_that_comes_slowly_loses_its_place_before_one_that_comes_fast() -> None:
+    table: ConnectionTable[str] = ConnectionTable(limit=10, limit_per_network=2)
+    table.enter("upload", "home", 1.0)
+    table.enter("dribble", "home", 2.0)
+    table.waits("upload", 1.0 + 1e6 / connections.MIN_BYTES_PER_SECOND)
+    table.waits("dribble", 2.0 + 3 / connections.MIN_BYTES_PER_SECOND)
+    assert table.enter("new", "home", 9.0) == "dribble"
 
 
 def test_who_leaves_makes_room() -> None:
     table: ConnectionTable[str] = ConnectionTable(limit=1, limit_per_network=1)
-    table.enter("a", "home")
+    table.enter("a", "home", 1.0)
     table.leave("a")
     table.leave("a")
-    assert table.enter("b", "home") is None
+    assert table.enter("b", "home", 2.0) is None

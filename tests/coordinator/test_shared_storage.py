@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +71,16 @@ def test_objects_are_served_by_presigned_address(shared: Running) -> None:
     assert answer.status_code == 307
     assert "X-Amz-Signature" in answer.headers["location"]
     peer.snapshot(0, peer.run.blocks[0].initial_hash)
+
+
+def test_an_upload_that_nobody_speaks_of_is_deleted_after_an_hour(shared: Running) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    committed = peer.commit(peer.lend(), payload)
+    httpx2.put(committed.upload.url, content=payload).raise_for_status()
+    resources = shared.coordinator.resources
+    put = time.time()  # the storage has a clock of its own
+    resources.unneeded.sweep_uploads(put)
+    assert resources.blobs.size(upload_key(committed.update_id)) == len(payload)
+    resources.unneeded.sweep_uploads(put + 3700)
+    assert resources.blobs.size(upload_key(committed.update_id)) is None

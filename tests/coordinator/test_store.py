@@ -9,7 +9,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from blocktrain.coordinator.storage.store import Store, Table
-from blocktrain.errors import StorageError
+from blocktrain.errors import DamagedError, StorageError
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -32,3 +32,27 @@ def test_a_database_that_does_not_answer_is_the_operators(tmp_path: Path) -> Non
     store = Store(f"sqlite:///{tmp_path / 'no' / 'such' / 'folder.sqlite'}")
     with pytest.raises(StorageError, match="does not answer"):
         store.migrate()
+
+
+@pytest.mark.parametrize("damage", ["header", "page"])
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "coordinator.sqlite"
+    store = Store(f"sqlite:///{path}")
+    store.migrate()
+    store.close()
+    content = bytearray(path.read_bytes())
+    if damage == "header":
+        content[:16] = b"not a database.."
+    else:
+        content[4096:8192] = bytes(4096)
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"coordinator.sqlite is damaged .*put back a backup"):
+        Store(f"sqlite:///{path}").migrate()
+
+
+def test_damage_met_while_reading_is_named_too(tmp_path: Path) -> None:
+    """As `ledger verify` does, which migrates nothing."""
+    path = tmp_path / "coordinator.sqlite"
+    path.write_bytes(b"SQLite format 3\0" + b"\xff" * 8192)
+    with pytest.raises(DamagedError, match="damaged"), Store(f"sqlite:///{path}").read() as session:
+        session.connection()

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from blocktrain.cli.reference import all_verbs
+from blocktrain.client.coordinator import RequestRefused
+from blocktrain.errors import DamagedError, StorageError
+from blocktrain.wire.messages import ErrorReason
 from tests.docs.pages import ROOT
 
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
@@ -34,6 +37,19 @@ def test_a_unit_starts_the_program_with_options_that_exist(unit: Path) -> None:
     assert program == PROGRAM
     assert options_exist(words)
     assert "RestartPreventExitStatus=2" in unit.read_text()
+    # Unquoted and without braces, systemd splits it into words; without a value it is no word at all.
+    assert words[-1] == "$ARGS"
+    (example,) = re.findall(r"^# ARGS=(.*)$", unit.read_text(), re.MULTILINE)
+    assert options_exist([words[0], *shlex.split(example)])
+
+
+def test_a_service_is_started_again_after_a_failure_and_not_after_misuse() -> None:
+    """What is not up yet is a failure; what only a person can change is misuse."""
+    assert (StorageError.exit_code, DamagedError.exit_code) == (1, 2)
+    for reason in (ErrorReason.BANNED, ErrorReason.INVITE_REQUIRED, ErrorReason.NOT_LISTED):
+        assert RequestRefused(403, reason, "no", None).exit_code == 2
+    for reason in (ErrorReason.UNAVAILABLE, ErrorReason.ADDRESS_FULL):
+        assert RequestRefused(403, reason, "not now", None).exit_code == 1
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")

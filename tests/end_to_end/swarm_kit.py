@@ -163,9 +163,9 @@ class Kit:
         self.programs.append(program)
         return program
 
-    def worker(self, url: str, name: str = "worker") -> Program:
+    def worker(self, url: str, name: str = "worker", *more: str) -> Program:
         options = ["--data-dir", str(self.folder / name), "--device", "cpu", "--corpus", self.corpus]
-        return self.start(name, ["worker", "--coordinator", url, *options])
+        return self.start(name, ["worker", "--coordinator", url, *options, *more])
 
     def close(self) -> None:
         for program in self.programs:

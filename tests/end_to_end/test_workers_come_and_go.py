@@ -128,6 +128,23 @@ def test_ctrl_c_hands_the_lease_back_and_another_text_is_refused(
     assert "this machine's text is not the run's" in stranger.text()
 
 
+def test_a_worker_pauses_resumes_and_leaves_by_its_user_s_terms(kit: Kit, text: Path) -> None:
+    coordinator = Coordinator(kit, tiny_recipe(text, swarm={**SPARSE, "steps_per_round": 20})).start()
+    worker = kit.worker(coordinator.url, "worker", "--max-rounds", "2", "--max-up", "50", "--max-down", "50")
+    first_line(worker, r"train block=0.*")
+    worker.send(signal.SIGUSR1)
+    first_line(worker, r"paused: asked to by SIGUSR1.*")
+    kinds = [entry.kind for entry in coordinator.ledger()]
+    assert kinds.count("return") + kinds.count("commit") >= kinds.count("assign"), (
+        "nothing is held in a pause"
+    )
+    worker.send(signal.SIGUSR2)
+    first_line(worker, r"resumed")
+    assert worker.wait(60) == 0, worker.text()
+    assert re.search(r"leaving: \d+ rounds are done, as --max-rounds asks\n", worker.text())
+    assert re.search(r"\ncontributed [2-9] updates \(.*\), [\d,]+ steps in .* MB down\n$", worker.text())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_joining_at_round_fifty_counts_in_its_first_round(kit: Kit, text: Path) -> None:

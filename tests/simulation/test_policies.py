@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from torch import Tensor
 
-from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.errors import RecipeError
 from blocktrain.simulation.networks import NETWORKS
 from blocktrain.simulation.run import Simulation, participation
@@ -22,7 +23,10 @@ def same(left: Weights, right: Weights) -> bool:
 
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeScenario) -> None:
-    first, second, other = (Simulation(make_scenario("bad-edge", policy, seed)).run() for seed in (5, 5, 6))
+    swarm = {"rounds": 3}
+    first, second, other = (
+        Simulation(make_scenario("bad-edge", policy, seed, swarm=swarm)).run() for seed in (5, 5, 6)
+    )
     assert first == second
     assert first != other
 
@@ -30,7 +34,7 @@ def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeSce
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_every_network_runs_to_the_last_round(network: str, policy: str, make_scenario: MakeScenario) -> None:
-    report = Simulation(make_scenario(network, policy)).run()
+    report = Simulation(make_scenario(network, policy, model={"blocks": 1}, swarm={"rounds": 2})).run()
     assert report["ce"][-1]["round"] == report["rounds"]
     assert 0 <= report["participation"] <= report["merged_share"]
     assert report["wall_seconds"] > 0
@@ -64,7 +68,11 @@ def test_drop_loses_what_is_late(make_scenario: MakeScenario) -> None:
     (state,) = simulation.coordinator.blocks
     late = [update for _, update, outcome, _ in revealed if outcome is Outcome.REFUSED]
     assert late
-    assert all(one.age == 0 and one.weight == 1.0 for merge in state.merges for one in merge.inputs)
+    assert all(
+        one.base_version == merge.version - 1 and one.weight == 1.0
+        for merge in state.merges
+        for one in merge.inputs
+    )
     merged = {one.payload_hash for merge in state.merges for one in merge.inputs}
     assert not merged & {update.payload_hash for update in late}
     empty = [merge.version for merge in state.merges if not merge.inputs]
@@ -83,6 +91,7 @@ def watch_reveals(simulation: Simulation) -> list[Revealed]:
 
     def reveal(worker: int, update: PendingUpdate):  # type: ignore[no-untyped-def]
         verdict = judge(worker, update)
+        assert verdict is not None
         seen.append((worker, update, verdict.outcome, verdict.weight))
         return verdict
 
@@ -135,7 +144,7 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
     sending = [worker.logic for worker in workers]
     simulation.clock.run(until=lambda: not any(logic.sending for logic in sending))
     assert any(outcome is Outcome.LATE for _, _, outcome, _ in revealed)
-    layout = simulation.coordinator.layouts[0]
+    layout = simulation.coordinator.blocks[0].layout
     for worker in workers:
         held = worker.logic.blocks[0].feedback
         for sender, update, _, weight in revealed:
@@ -150,9 +159,9 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
 
 
 def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
+    dense = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3})).run()
     for codec in ("sign", "sparse:16"):
-        report = Simulation(make_scenario("wan-mid", "carry", swarm={"codec": codec})).run()
-        dense = Simulation(make_scenario("wan-mid", "carry")).run()
+        report = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3, "codec": codec})).run()
         assert report["bytes_up"] < dense["bytes_up"] / 3
 
 
@@ -160,26 +169,29 @@ def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
 def test_blocks_that_hear_others_train_beside_the_heads_of_their_time(
     make_scenario: MakeScenario, policy: str
 ) -> None:
-    scenario = make_scenario("mild", policy, objective={"kind": "chain", "hint_probability": 0.0})
+    swarm = {"rounds": 3}
+    scenario = make_scenario(
+        "mild", policy, objective={"kind": "chain", "hint_probability": 0.0}, swarm=swarm
+    )
     simulation = Simulation(scenario)
     lent = []
-    lend = simulation.coordinator.lend
+    assignments = simulation.coordinator.service.assignments
+    lend = assignments.lend
 
-    def noted(worker: int, offer: Offer) -> Assignment:
-        heads = {b: state.head.hash for b, state in enumerate(simulation.coordinator.blocks)}
-        assignment = lend(worker, offer)
+    def noted(*arguments: Any) -> Assignment:
+        heads = {block: state.head.hash for block, state in enumerate(simulation.coordinator.blocks)}
+        assignment = lend(*arguments)
         lent.append(assignment)
-        assert {one.block: one.hash for one in assignment.frozen} == (
-            {0: heads[0]} if assignment.block else {}
-        )
+        named = {one.block: one.hash for one in assignment.frozen}
+        assert named == ({0: heads[0]} if assignment.block else {})
         return assignment
 
-    simulation.coordinator.lend = noted  # type: ignore[method-assign]
+    assignments.lend = noted  # type: ignore[method-assign, assignment]
     report = simulation.run()
     versions = {one.version for assignment in lent for one in assignment.frozen}
     assert max(versions) > 0
     assert report["rounds"] == scenario.swarm.rounds
-    independent = Simulation(make_scenario("mild", policy)).run()
+    independent = Simulation(make_scenario("mild", policy, swarm=swarm)).run()
     assert report["bytes_down"] > independent["bytes_down"]
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from blocktrain.cli.options import KeyOption, SourceArgument, check_source
-from blocktrain.local.terminal import write
 
 
 def chat(
@@ -25,6 +24,7 @@ def chat(
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
     from blocktrain.client.gateway import GatewayClient
+    from blocktrain.local.terminal import write
 
     check_source(checkpoint, url)
     # A chat outgrows any context, so the oldest text slides out; a refusal in the middle of it would help

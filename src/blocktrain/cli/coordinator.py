@@ -11,7 +11,6 @@ import typer
 from blocktrain.cli.options import RecipeArgument, SetOption, TrackOption, log_to_stderr
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.errors import UserError
-from blocktrain.tracking.trackers import recording
 
 
 def coordinator(
@@ -43,6 +42,7 @@ def coordinator(
 ) -> None:
     """Assign blocks to workers, merge their updates, keep the ledger. Goes on where it stopped."""
     from blocktrain.coordinator.main import Tls, run_coordinator
+    from blocktrain.tracking.trackers import recording
 
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     # Alembic reports every look at the schema, at each start.

@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from blocktrain.errors import DataError, StoppedError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
 
 PLAIN_SECONDS = 10.0
 MAX_PROCESSES = 32
@@ -86,7 +87,7 @@ def prepare(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = min(cores, MAX_PROCESSES)
     try:
-        with ByteProgress(Console(stderr=True)).shown() as progress:
+        with ByteProgress(_console()).shown() as progress:
             make_dataset(options, out, processes=processes, watch=progress.moved)
     except KeyboardInterrupt:
         raise StoppedError("stopped; the same command goes on from there") from None
@@ -111,7 +112,7 @@ def verify(folder: FolderArgument) -> None:
     entries = [entry for split in SPLITS for entry in manifest.split(split)]
     width = manifest.dtype.itemsize
     total, done, problems = sum(entry.tokens * width for entry in entries), 0, []
-    with ByteProgress(Console(stderr=True)).shown() as progress:
+    with ByteProgress(_console()).shown() as progress:
         for entry in entries:
             try:
                 check_shard(folder / entry.name, entry, manifest)
@@ -148,10 +149,10 @@ def train(
     from blocktrain.files import write_whole
 
     reading = Reading(field=field, document_start=_unescaped(document_start))
-    with ByteProgress(Console(stderr=True)).shown() as progress:
+    with ByteProgress(_console()).shown() as progress:
         texts = sampled_documents(find_sources(sources), reading, max_bytes, progress.moved)
     learned = sum(map(len, texts))
-    Console(stderr=True).print(f"learning {vocabulary} tokens from {learned / 1e6:.1f} MB", highlight=False)
+    _console().print(f"learning {vocabulary} tokens from {learned / 1e6:.1f} MB", highlight=False)
     content = train_bpe((text.decode() for text in texts), vocabulary)
     made = FileTokenizer(content, str(out))
     with writing(out):
@@ -188,6 +189,9 @@ def _print_info(folder: Path, *, as_json: bool) -> None:
             )
         )
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("", "shards", "documents", "tokens", "bytes", "bytes/token")
     for split, (shards, tokens, documents, size) in rows.items():
         cells = (f"{shards:,}", f"{documents:,}", f"{tokens:,}", f"{size:,}", f"{size / tokens:.3f}")
@@ -203,10 +207,18 @@ def _print_info(folder: Path, *, as_json: bool) -> None:
     console.print(f"dataset {manifest.identity}", soft_wrap=True)
 
 
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
 class ByteProgress:
     """Bytes done, rate and time left of one step after another: a bar on a terminal, else plain lines."""
 
     def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
         self.console = console
         self.step = ""
         self.begun = (0.0, 0)

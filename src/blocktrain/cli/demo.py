@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from blocktrain.cli.options import DeviceOption
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stopping
-from blocktrain.training.storage import write_json
 
 
 def demo(
@@ -22,7 +20,10 @@ def demo(
     ] = False,
 ) -> None:
     """Train with four workers and an attacker, verify, serve and sample, on this machine in three minutes."""
+    from rich.console import Console
+
     from blocktrain.local.demo import MARKER, Demo, clear_earlier_demo
+    from blocktrain.training.storage import write_json
 
     recipe = load_recipe(find_recipe("demo"))
     clear_earlier_demo(out, recipe.name)

@@ -7,18 +7,17 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from blocktrain.cli.options import WORKER_DATA_DIR, DeviceOption
-from blocktrain.doctor import findings, machine
-from blocktrain.doctor.findings import Finding, Severity, worst
 from blocktrain.errors import BlocktrainError
 
-STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+if TYPE_CHECKING:
+    from blocktrain.doctor.findings import Finding
+
+STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def doctor(
@@ -37,6 +36,8 @@ def doctor(
 
     Exit code 0: fit (perhaps with warnings); 1: something must be mended; 2: misuse.
     """
+    from blocktrain.doctor import findings
+
     found = about_machine(device, data_dir.expanduser(), coordinator)
     if coordinator is not None:
         found += about_run(coordinator, device, corpus)
@@ -45,12 +46,14 @@ def doctor(
 
         found.append(findings.about_stage(read_stage(stage)))
     show(found, as_json=as_json)
-    if worst(found) is Severity.ERROR:
+    if findings.worst(found) is findings.Severity.ERROR:
         # Warnings do not count: scripts stop only for what must be mended.
         raise typer.Exit(1)
 
 
 def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Finding]:
+    from blocktrain.doctor import findings, machine
+
     device = machine.read_device(device_name)
     return [
         *findings.about_versions(machine.read_versions()),
@@ -64,6 +67,8 @@ def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Fin
 
 
 def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
+    from blocktrain.doctor import findings, machine
+    from blocktrain.doctor.findings import Finding, Severity
     from blocktrain.doctor.network import read_certificate, read_coordinator
 
     reading, run = read_coordinator(url, time.time)
@@ -88,6 +93,11 @@ def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
 
 
 def show(found: list[Finding], *, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from blocktrain.doctor.findings import Severity, worst
+
     summary = worst(found)
     if as_json:
         listed = [finding.to_dict() for finding in found]
@@ -96,7 +106,7 @@ def show(found: list[Finding], *, as_json: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in found:
         word = finding.severity.name.lower()
-        line = Text.assemble((f"{word:<8}", STYLES[finding.severity]), f"{finding.topic}: {finding.found}")
+        line = Text.assemble((f"{word:<8}", STYLES[word]), f"{finding.topic}: {finding.found}")
         console.print(line)
         if finding.cause is not None:
             console.print(Text(f"        cause:  {finding.cause}"))

@@ -6,18 +6,17 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from blocktrain.cli.options import CheckpointArgument, DeviceOption
-from blocktrain.data.corpora import read_text
 from blocktrain.errors import DataError
-from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
-from blocktrain.training.device import find_device
-from blocktrain.training.evaluation import Evaluator
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from blocktrain.training.checkpoint import Checkpoint
 
 
 def evaluate(
@@ -28,7 +27,13 @@ def evaluate(
     draws: Annotated[int | None, typer.Option("--draws", min=1, help="Noise draws for euler.")] = None,
 ) -> None:
     """Score a text: cross entropy of each block and of both compositions."""
-    content = read_text(text)
+    from rich.console import Console
+
+    from blocktrain.data.corpora import read_text
+    from blocktrain.training.checkpoint import load_checkpoint
+    from blocktrain.training.device import find_device
+
+    content = read_text(text, "--text names a file to score, any UTF-8 text")
     if len(content) < 2:
         raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
     loaded = load_checkpoint(checkpoint, find_device(device))
@@ -40,6 +45,8 @@ def evaluate(
 
 
 def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dict[str, Any]:
+    from blocktrain.training.evaluation import Evaluator
+
     config = checkpoint.recipe.evaluation
     config = dataclasses.replace(config, noise_draws=draws or config.noise_draws)
     evaluator = Evaluator(checkpoint.objective, checkpoint.codebook_VD, config, seed=checkpoint.recipe.seed)
@@ -61,6 +68,8 @@ def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dic
 
 
 def _table(result: dict[str, Any], text: Path) -> Table:
+    from rich.table import Table
+
     table = Table(title=f"cross entropy on {text} ({result['scored_tokens']:,} tokens scored)")
     table.add_column("model")
     for column in ("nats/byte", "perplexity", "bits/byte"):

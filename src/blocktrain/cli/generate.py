@@ -12,11 +12,6 @@ import typer
 
 from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source
 from blocktrain.errors import UserError
-from blocktrain.local.terminal import write, write_bytes
-from blocktrain.model.generation import LocalModel
-from blocktrain.model.generation import generate as generate_tokens
-from blocktrain.training.checkpoint import load_checkpoint
-from blocktrain.training.device import find_device
 
 
 def generate(
@@ -52,6 +47,12 @@ def generate(
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None
+    from blocktrain.local.terminal import write_bytes
+    from blocktrain.model.generation import LocalModel
+    from blocktrain.model.generation import generate as generate_tokens
+    from blocktrain.training.checkpoint import load_checkpoint
+    from blocktrain.training.device import find_device
+
     loaded = load_checkpoint(checkpoint, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
@@ -68,6 +69,7 @@ def generate(
 def generate_from_url(url: str, key: str | None, fields: Mapping[str, Any]) -> None:
     """The prompt and its continuation on stdout as they come, the cost on stderr."""
     from blocktrain.client.gateway import GatewayClient
+    from blocktrain.local.terminal import write
 
     usage: Mapping[str, Any] = {}
     with GatewayClient(url, key) as client:

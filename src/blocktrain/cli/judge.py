@@ -9,7 +9,6 @@ import typer
 
 from blocktrain.cli.options import CoordinatorOption, CorpusOption, DeviceOption
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.training.device import find_device
 
 
 def judge(
@@ -26,6 +25,7 @@ def judge(
     from blocktrain.client.traffic import Traffic
     from blocktrain.judge.judge import Judge
     from blocktrain.threads import Stopped
+    from blocktrain.training.device import find_device
     from blocktrain.wire.identity import load_or_create
 
     stop = stop_on_signals()

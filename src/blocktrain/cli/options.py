@@ -29,6 +29,15 @@ TrackOption = Annotated[
     typer.Option("--track", help="Also send metrics.jsonl's numbers there; needs its package; repeatable."),
 ]
 
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, help="Processor threads for the arithmetic; default: one per core."),
+]
+NiceOption = Annotated[
+    int,
+    typer.Option("--nice", min=0, max=19, help="Let other programs go first: 0 not at all, 19 always."),
+]
+
 # Of a coordinator's workers, judges and operator.
 CoordinatorOption = Annotated[
     str, typer.Option("--coordinator", help="Address of the run, http(s)://HOST[:PORT].")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,6 @@ from blocktrain.cli.options import (
     PortOption,
     log_to_stderr,
 )
-from blocktrain.local.launcher import LaunchConfig, Launcher
 from blocktrain.local.processes import stopping
 
 
@@ -38,6 +38,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
+    from blocktrain.local.launcher import LaunchConfig, Launcher
+
     log_to_stderr()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
@@ -69,3 +71,5 @@ def serve(
             launcher.watch(stop)
         finally:
             launcher.end()
+    if logs is None:  # only after an end that was asked for: a failure's message points to its logs
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.simulation.networks import NETWORKS
-from blocktrain.training.device import find_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class NetworkName(StrEnum):
@@ -44,13 +44,22 @@ def simulate(
         typer.Option(help="drop: the litepaper's fixed deadline, late work is lost. carry: ours."),
     ] = PolicyName.CARRY,
     seed: Annotated[int, typer.Option(min=0, help="Of the network's weather and of the training.")] = 0,
+    judge: Annotated[
+        bool,
+        typer.Option(
+            "--judge", help="Judge updates and guard merges as the recipe's [trust] says; else all count."
+        ),
+    ] = False,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Rounds between two scores.")] = 1,
     device: DeviceOption = "cpu",
     set_: SetOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
     """Train a small swarm in virtual time: how a network and a policy change the loss."""
+    from rich.console import Console
+
     from blocktrain.simulation.run import Scenario, ScoredRound, Simulation
+    from blocktrain.training.device import find_device
 
     scenario = Scenario(
         recipe=load_recipe(find_recipe(recipe), set_),
@@ -59,6 +68,7 @@ def simulate(
         seed=seed,
         evaluate_every=evaluate_every,
         device=find_device(device),
+        judged=judge,
     )
     # Progress on stderr, so that `--json > report.json` holds the report alone.
     console = Console(stderr=True)
@@ -79,6 +89,8 @@ def simulate(
 
 
 def report_table(report: dict[str, Any]) -> Table:
+    from rich.table import Table
+
     table = Table("", "", show_header=False, box=None, pad_edge=False)
     blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
     rows = {
@@ -87,6 +99,7 @@ def report_table(report: dict[str, Any]) -> Table:
         "participation (on time)": f"{report['participation']:.1%}",
         "merged at any age": f"{report['merged_share']:.1%}",
         "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
+        "refused updates": ", ".join(f"{why}: {n}" for why, n in report["refused_for"].items()) or "none",
         "rounds without an update": str(report["empty_rounds"]),
         "virtual wall time": f"{report['wall_seconds']:.0f} s",
         "time spent computing": f"{report['computing_share']:.1%}",

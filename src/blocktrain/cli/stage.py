@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import DeviceOption, log_to_stderr, read_token
-from blocktrain.training.device import find_device
 
 
 def stage(
@@ -33,6 +32,7 @@ def stage(
     from blocktrain.serving.stage.main import parse_blocks, run_stage
     from blocktrain.serving.stage.stage import StageConfig
     from blocktrain.serving.transport import Address
+    from blocktrain.training.device import find_device
     from blocktrain.wire.identity import load_or_create
 
     # On stderr: stdout carries the one line with the address.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 
 def status(
@@ -13,6 +12,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
 ) -> None:
     """Show how a run is doing."""
+    from rich.console import Console
+
     from blocktrain.client.coordinator import public_client
     from blocktrain.local.status_view import status_tables
 

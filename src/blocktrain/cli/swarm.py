@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, TrackOption
+from blocktrain.cli.options import (
+    DeviceOption,
+    NiceOption,
+    RecipeArgument,
+    SetOption,
+    ThreadsOption,
+    TrackOption,
+)
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.tracking.trackers import recording
+from blocktrain.starting import limit_processor
 
 
 def swarm(
@@ -24,11 +30,20 @@ def swarm(
     device: DeviceOption = "auto",
     set_: SetOption = [],  # noqa: B006
     track: TrackOption = [],  # noqa: B006
+    threads: ThreadsOption = None,
+    nice: NiceOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report on stdout.")] = False,
 ) -> None:
-    """Run a coordinator and its workers on this machine, to a checkpoint and a report."""
+    """Run a coordinator and its workers on this machine, to a checkpoint and a report.
+
+    `--threads` counts for each worker; without it they share the cores evenly.
+    """
+    limit_processor(threads, nice)  # inherited by the coordinator and the workers
+    from rich.console import Console
+
     from blocktrain.local.assembly import save_final_checkpoint
     from blocktrain.local.swarm import SwarmOptions, run_swarm
+    from blocktrain.tracking.trackers import recording
 
     # Absolute: the coordinator is another process and need not share our folder.
     file = find_recipe(recipe).absolute()

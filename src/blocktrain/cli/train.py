@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption, TrackOption
+from blocktrain.cli.options import (
+    DeviceOption,
+    NiceOption,
+    RecipeArgument,
+    SetOption,
+    ThreadsOption,
+    TrackOption,
+)
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.local.terminal import TrainingProgress
-from blocktrain.tracking.curves import draw_curves
-from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
-from blocktrain.training.device import find_device
-from blocktrain.training.local import LocalRun
-from blocktrain.training.report import TrainingReport
+from blocktrain.starting import limit_processor
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from blocktrain.training.report import TrainingReport
 
 
 def train(
@@ -28,16 +33,32 @@ def train(
     set_: SetOption = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     track: TrackOption = [],  # noqa: B006
+    threads: ThreadsOption = None,
+    nice: NiceOption = 0,
 ) -> None:
     """Train every block alone, then the end-to-end reference, and report both."""
+    limit_processor(threads, nice)
+    from rich.console import Console
+
+    from blocktrain.local.terminal import TrainingProgress
+    from blocktrain.tracking.curves import draw_curves
+    from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
+    from blocktrain.training.device import find_device
+    from blocktrain.training.local import LocalRun
+    from blocktrain.training.memory import check_fits
+    from blocktrain.training.setup import Setup
+
     resolved = load_recipe(find_recipe(recipe), set_)
+    chosen = find_device(device)
+    check_fits(Setup.of(resolved), chosen)
     console = Console(stderr=True)
     with (
         recording(out, track, resolved.name, resolved.to_dict()) as recorder,
         TrainingProgress(console) as progress,
     ):
         observer = RecordedSteps(progress, recorder)
-        run = LocalRun(resolved, out, find_device(device), observer, stop_on_signals())
+        run = LocalRun(resolved, out, chosen, observer, stop_on_signals())
+        progress.plan({unit.name: len(unit.block.layers) for unit in run.units})
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)
@@ -51,6 +72,8 @@ def train(
 
 def results_table(report: TrainingReport) -> Table:
     """Everything scored on the same held-out text, best composed model last but one."""
+    from rich.table import Table
+
     scores = report.scores
     table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out bytes")
     table.add_column("model")

@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import WORKER_DATA_DIR, CoordinatorOption, CorpusOption, DeviceOption
+from blocktrain.cli.options import (
+    WORKER_DATA_DIR,
+    CoordinatorOption,
+    CorpusOption,
+    DeviceOption,
+    NiceOption,
+    ThreadsOption,
+)
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.training.device import find_device
+from blocktrain.starting import limit_processor
+
+BYTES_PER_MBIT = 1e6 / 8
 
 
 def worker(
@@ -29,9 +38,32 @@ def worker(
     cache_gb: Annotated[
         float, typer.Option(help="Disk space for text, snapshots and payloads.", min=0.1)
     ] = 4.0,
+    max_up: Annotated[
+        float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)
+    ] = None,
+    max_down: Annotated[
+        float | None,
+        typer.Option("--max-down", metavar="MBIT", help="Receive at most so many Mbit/s.", min=0.05),
+    ] = None,
+    hours: Annotated[
+        str | None,
+        typer.Option(metavar="FROM-UNTIL", help="Work at these times of the day only: 22-7, 22:30-06:15."),
+    ] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(help="Leave after so many hours of work; pauses do not count.", min=0.01)
+    ] = None,
+    max_rounds: Annotated[int | None, typer.Option(help="Leave after so many updates.", min=1)] = None,
+    threads: ThreadsOption = None,
+    nice: NiceOption = 0,
 ) -> None:
-    """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely."""
+    """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely.
+
+    SIGUSR1 pauses it, SIGUSR2 resumes it.
+    """
+    limit_processor(threads, nice)
+    from blocktrain.training.device import find_device
     from blocktrain.worker.program import WorkerOptions, run_worker
+    from blocktrain.worker.shifts import Contribution, Shifts, Terms, parse_hours
 
     options = WorkerOptions(
         coordinator=coordinator,
@@ -42,5 +74,21 @@ def worker(
         corpus=corpus,
         invite=invite,
         label=label,
+        max_up=max_up and max_up * BYTES_PER_MBIT,
+        max_down=max_down and max_down * BYTES_PER_MBIT,
     )
-    run_worker(options, stop_on_signals())
+    terms = Terms(
+        hours=parse_hours(hours) if hours else None,
+        max_seconds=max_hours and 3600 * max_hours,
+        max_rounds=max_rounds,
+    )
+    given = Contribution()
+    shifts = Shifts(
+        terms, given, lambda stop: run_worker(options, stop, given), lambda line: typer.echo(line, err=True)
+    )
+    shifts.obey_signals()
+    try:
+        shifts.run(stop_on_signals())
+    finally:
+        if given.steps or given.verdicts:
+            typer.echo(given.sentence(), err=True)

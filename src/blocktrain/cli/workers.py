@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from blocktrain.cli.options import CoordinatorOption, DataDirOption, UrlArgument
 from blocktrain.errors import UserError
@@ -30,6 +28,9 @@ def list_workers(
     coordinator: UrlArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Standing and contribution of every worker."""
+    from rich.console import Console
+    from rich.table import Table
+
     from blocktrain.client.coordinator import public_client
 
     answer = public_client(coordinator).workers()

@@ -63,6 +63,8 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 HINT_SECONDS = 10.0
 """Silence of a coordinator that has never answered, after which the client says what may be wrong."""
 PUBLIC_ATTEMPTS = 4
+ASK_THE_OPERATOR = {"banned", "invite_required", "not_listed", "not_operator", "not_judge", "corpus_mismatch"}
+"""Refusals that the same command gets again: exit code 2, so that systemd does not repeat it every 10 s."""
 # What a proxy or a starting server says. Everything else is an answer, and asking again would not change it.
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
@@ -85,12 +87,18 @@ class RequestRefused(WireError):
     def __init__(self, status: int, reason: str, message: str, remedy: str | None, code: str = "") -> None:
         super().__init__(f"{message}{'; ' + remedy if remedy else ''}")
         self.status, self.reason = status, reason
+        if reason in ASK_THE_OPERATOR:
+            self.exit_code = UserError.exit_code
         self.code = code
         """How an OpenAI-compatible gateway names the reason; empty from a coordinator."""
 
 
 class NotCoordinator(UserError):
     """Something answers at this address, and it is not a coordinator."""
+
+
+class UntrustedCertificate(UserError):
+    """The coordinator's certificate cannot be checked here; that does not change by trying again."""
 
 
 class _TryAgain(Exception):
@@ -297,6 +305,10 @@ class CoordinatorClient:
                 # RuntimeError: `reconnect` closed the client that this request was using.
                 attempt += 1
                 why = str(error) or type(error).__name__
+                if self._may_hint and "CERTIFICATE_VERIFY_FAILED" in why:
+                    # Only where nothing has answered yet: later it may be a renewal that went wrong, and
+                    # a worker of weeks waits for the operator to mend it.
+                    raise UntrustedCertificate(untrusted_certificate(self.url, why)) from None
                 if self.stop.is_set() and attempts is None:
                     raise Stopped("the worker is stopping") from None
                 if attempts is not None and attempt >= attempts:
@@ -365,13 +377,26 @@ def public_client(
     return CoordinatorClient(url, identity, Traffic(), stop, report, attempts)
 
 
+def untrusted_certificate(url: str, why: str) -> str:
+    if "self-signed" in why or "self signed" in why:
+        cause = "is self-signed, so nothing proves whose it is"
+    elif "expired" in why:
+        cause = "has expired (or this machine's date is wrong)"
+    else:
+        cause = f"cannot be checked ({why})"
+    return (
+        f"{url} answers, but its certificate {cause}; get the certificate from the operator and set "
+        f"SSL_CERT_FILE to it, or ask for one of a public authority (`blocktrain doctor --coordinator {url}`)"
+    )
+
+
 def what_may_be_wrong(url: str, error: Exception) -> str:
     """Likely cause, from the kind of failure, for an address that never answered."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     tried = f"tried {'TLS' if secure else 'plain HTTP'} to port {port_of(parts)} of {parts.hostname}"
     other = f"{'http' if secure else 'https'}://{parts.netloc}"
-    if secure and "SSL" in str(error) and "CERTIFICATE" not in str(error).upper():
+    if secure and "SSL" in str(error):
         found = f"which speaks no TLS; is it {other}"
     elif isinstance(error, httpx2.RemoteProtocolError):
         found = f"which closed the connection without an answer; try {other}, or is it another program's port"

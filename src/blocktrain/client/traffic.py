@@ -34,10 +34,38 @@ class Spent(StrEnum):
     WAITING = "waiting"
 
 
-class Traffic:
-    """Running totals; safe to add to from every thread."""
+class Pace:
+    """At most so many bytes per second over all connections; None has no limit.
 
-    def __init__(self) -> None:
+    What was moved is paid for afterwards, by waiting: a reader that does not read slows its sender down,
+    since TCP stops at a full window. Half a second of silence may be made up for.
+    """
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._paid_until = 0.0
+        self._lock = threading.Lock()
+
+    def debt_seconds(self, num_bytes: int, now: float) -> float:
+        """How long to wait after moving `num_bytes` at `now`."""
+        if self.bytes_per_second is None:
+            return 0.0
+        with self._lock:
+            begin = max(self._paid_until, now - SAVED_UP_SECONDS)
+            self._paid_until = begin + num_bytes / self.bytes_per_second
+            return max(0.0, self._paid_until - now)
+
+    def moved(self, num_bytes: int) -> None:
+        debt = self.debt_seconds(num_bytes, time.monotonic())
+        if debt > 0:
+            time.sleep(debt)
+
+
+class Traffic:
+    """Running totals, and the pace its user allows; safe to add to from every thread."""
+
+    def __init__(self, *, max_up: float | None = None, max_down: float | None = None) -> None:
+        self.up_pace, self.down_pace = Pace(max_up), Pace(max_down)
         self._lock = threading.Lock()
         self._up: Counter[str] = Counter()
         self._down: Counter[str] = Counter()
@@ -104,14 +132,21 @@ class CountingStream(httpcore2.NetworkStream):
         self._stream, self._traffic = stream, traffic
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        data = self._stream.read(max_bytes, timeout)
+        paced = self._traffic.down_pace.bytes_per_second is not None
+        data = self._stream.read(min(max_bytes, PACED_BYTES) if paced else max_bytes, timeout)
         self._traffic.count_down(len(data))
+        self._traffic.down_pace.moved(len(data))
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        # Counted after it went out: a write that fails moved nothing we know of.
-        self._stream.write(buffer, timeout)
-        self._traffic.count_up(len(buffer))
+        paced = self._traffic.up_pace.bytes_per_second is not None
+        size = PACED_BYTES if paced else max(1, len(buffer))
+        for start in range(0, len(buffer), size):
+            piece = buffer[start : start + size]
+            self._stream.write(piece, timeout)
+            # Counted after it went out: a write that fails moved nothing we know of.
+            self._traffic.count_up(len(piece))
+            self._traffic.up_pace.moved(len(piece))
 
     def close(self) -> None:
         self._stream.close()
@@ -158,3 +193,6 @@ class CountingTransport(httpx2.HTTPTransport):
 
 
 KEEPALIVE_SECONDS = 60.0
+PACED_BYTES = 16 * 1024
+"""Moved between two waits: a second at 128 kbit/s."""
+SAVED_UP_SECONDS = 0.5

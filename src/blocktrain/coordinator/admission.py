@@ -7,7 +7,6 @@ hashing; what they get is probation.
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session
 from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.storage.store import InviteRow, WorkerRow
+from blocktrain.listening import network_name
 from blocktrain.wire.messages import ChallengeAnswer, ErrorReason, JoinRequest
 from blocktrain.wire.tokens import CHALLENGE_SECONDS, challenge, is_challenge, is_stamp, read_invite
 
@@ -32,19 +32,6 @@ def listed_ids(path: Path) -> frozenset[str]:
     except (OSError, UnicodeDecodeError):
         return frozenset()
     return frozenset(line.split("#")[0].strip() for line in text.splitlines()) - {""}
-
-
-def network_name(address: str) -> str:
-    """What counts as one place: an IPv4 address or an IPv6 /64."""
-    try:
-        found = ipaddress.ip_address(address.split("%")[0])
-    except ValueError:
-        return address
-    # ::ffff:1.2.3.4 is that IPv4 address, seen through a socket that takes both. Of IPv6 one home or host has
-    # a whole /64 for itself, so counting single addresses would count nothing.
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    plain = mapped or found
-    return str(plain if plain.version == 4 else ipaddress.ip_network((plain, 64), strict=False))
 
 
 def network_of(address: str, secret: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from dataclasses import replace
 
 from sqlalchemy import and_, or_, select
@@ -18,9 +17,11 @@ from blocktrain.coordinator.decisions.scheduling import (
     Pause,
     WorkerView,
     next_assignment,
+    pause_after_giving_up,
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import (
+    keep_or_ban,
     keep_standing,
     present_worker,
     refuse_banned,
@@ -34,13 +35,14 @@ from blocktrain.coordinator.storage.queries import (
     block_row,
     frozen_heads,
     frozen_of,
+    given_up,
     lock_run,
     open_round,
     round_facts,
     seats,
 )
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
-from blocktrain.validation.reputation import after_withholding
+from blocktrain.validation.reputation import after_giving_up, after_withholding
 from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
@@ -134,6 +136,7 @@ class Assignments:
                 assignment = session.get(AssignmentRow, update.assignment_id)
                 assert assignment is not None
                 self._free(session, assignment, AssignmentState.WITHHELD, now)
+                self._mark_giving_up(session, worker, now)
 
             # A round that passed its deadline with nothing to merge may be tried again by a worker that it
             # refused: nobody else has brought anything, and the block must not stop (small judged runs did,
@@ -159,6 +162,8 @@ class Assignments:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
                 return self._message(lease, block, open_round(session, run, block, now), now)
+            if (pause := pause_after_giving_up(given_up(session, worker_id, now), now)) is not None:
+                return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
                 blocks = session.scalars(
@@ -178,7 +183,16 @@ class Assignments:
                     return Wait(seconds=decision.seconds, reason=decision.reason)
                 block = block_row(session, decision.block, lock=True)
                 if block.version == versions[decision.block]:
-                    return self._lend(session, worker, block, decision, now)
+                    return self.lend(session, worker, block, decision, now)
+
+    def _mark_giving_up(self, session: Session, worker: WorkerRow, now: float) -> None:
+        """A bad mark for an assignment that was given up where the worker may give up no more."""
+        resources, trust = self._resources, self._resources.run.recipe.trust
+        session.flush()
+        pause = pause_after_giving_up(given_up(session, worker.worker_id, now), now)
+        if pause is not None and trust.judge != "off":
+            standing = after_giving_up(standing_of(worker))
+            keep_or_ban(session, resources.ledger, worker, standing, trust, pause.reason, now)
 
     def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
         """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
@@ -216,7 +230,7 @@ class Assignments:
             for block, version in versions.items()
         ]
 
-    def _lend(
+    def lend(
         self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
     ) -> Assignment:
         """Write the lease down: its text, its frozen snapshots, the steps it takes for an absent replica."""
@@ -252,7 +266,7 @@ class Assignments:
 
         frozen = frozen_heads(session, run, offer.block)
         row = AssignmentRow(
-            assignment_id=secrets.token_hex(16),
+            assignment_id=self._resources.new_id(),
             worker_id=name,
             block=offer.block,
             round=offer.round,
@@ -331,7 +345,7 @@ class Assignments:
             ):
                 # It runs ahead into a round that only its own second try at the open one can open.
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
-                self._free(session, row, AssignmentState.RETURNED, now)
+                self._free(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
@@ -350,6 +364,7 @@ class Assignments:
             if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
             self._free(session, row, AssignmentState.RETURNED, now)
+            self._mark_giving_up(session, worker, now)
             if _open_lease(session, worker_id, None) is None:
                 worker.block = None
         self._resources.changes.notify()

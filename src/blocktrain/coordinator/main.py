@@ -15,21 +15,19 @@ from types import FrameType
 import uvicorn
 
 from blocktrain.config import load_recipe
+from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
-from blocktrain.coordinator.http.connections import limited_protocol
 from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import make_display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import open_text
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
+from blocktrain.wire.messages import ErrorAnswer, ErrorBody, ErrorReason
 
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-MAX_CONNECTIONS = 2000
-OTHER_FILES = 200
-"""Open files that are no connections: database, blobs, bodies being received."""
 DRAIN_SECONDS = 20
 KEEP_ALIVE_SECONDS = 75
 
@@ -41,15 +39,17 @@ class Tls:
     certificate: Path
     key: Path
 
-    def check(self) -> None:
-        """Tell what is wrong with the files before a run is opened for them."""
+    def context(self) -> ssl.SSLContext:
+        """Tells what is wrong with the files, so it is made before a run is opened for them."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key)
         except (OSError, ssl.SSLError) as error:
             raise UserError(
                 f"cannot use --tls-cert {self.certificate} with --tls-key {self.key}: "
                 f"{error.strerror or error}; expected PEM files that belong together"
             ) from None
+        return context
 
 
 class CoordinatorServer(uvicorn.Server):
@@ -91,7 +91,7 @@ def run_coordinator(
     # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
     # take minutes.
     if tls is not None:
-        tls.check()
+        tls.context()
     listener = open_port(host, port)
     text = open_text(recipe)
     display = make_display(gateway, reference, text.sha256)
@@ -114,7 +114,7 @@ def make_server(
 ) -> CoordinatorServer:
     config = uvicorn.Config(
         create_app(coordinator),
-        http=limited_protocol(max_connections()),
+        http=limited_protocol(max_connections(), _explain, tls=None if tls is None else tls.context()),
         ws="none",
         log_config=None,
         access_log=False,
@@ -122,26 +122,14 @@ def make_server(
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
     )
     return CoordinatorServer(config, coordinator, ready)
 
 
-def max_connections() -> int:
-    """As many as this process may have files open for, once it has asked the system for enough."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return MAX_CONNECTIONS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + OTHER_FILES
-    if soft < wanted and soft != resource.RLIM_INFINITY:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - OTHER_FILES))
+def _explain(status: int, message: str) -> str:
+    """What a connection is told that never became a request."""
+    reason = ErrorReason.TOO_SLOW if status == 408 else ErrorReason.INVALID_MESSAGE
+    return ErrorAnswer(error=ErrorBody(reason=reason, message=message)).model_dump_json(exclude_none=True)
 
 
 def main(arguments: Sequence[str]) -> None:

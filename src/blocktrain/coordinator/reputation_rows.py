@@ -11,10 +11,11 @@ import logging
 
 from sqlalchemy.orm import Session
 
+from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BanRow, WorkerRow
-from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, Standing, after_silence
+from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, Standing, after_silence, deserves_ban
 from blocktrain.wire.messages import ErrorReason, Receipt
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,25 @@ def ban(session: Session, ledger: Ledger, worker_id: str, reason: str, seconds: 
     session.flush()
     log.warning("banned worker=%s seconds=%.0f reason=%r", worker_id, seconds, reason)
     return ledger.append(session, now, "ban", {"worker_id": worker_id, "reason": reason, "until": row.until})
+
+
+def keep_or_ban(
+    session: Session,
+    ledger: Ledger,
+    worker: WorkerRow,
+    standing: Standing,
+    trust: TrustConfig,
+    last: str,
+    now: float,
+) -> None:
+    """Write a standing, and the ban that follows from it where its rating is too low."""
+    if deserves_ban(standing, trust.ban_below):
+        reason = f"rating {standing.rating:.2f} after {standing.verdicts} verdicts, last: {last}"
+        ban(session, ledger, worker.worker_id, reason, trust.ban_seconds, now)
+        # After the ban it begins again as a newcomer, on probation.
+        standing = dataclasses.replace(standing, good=0.0, bad=0.0, good_verdicts=0)
+        worker.established = False
+    keep_standing(worker, standing)
 
 
 def refuse_banned(session: Session, worker_id: str, now: float) -> None:

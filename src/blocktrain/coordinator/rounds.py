@@ -108,7 +108,7 @@ class Rounds:
             except Exception as error:  # whoever needs it will fail in words; here nobody does
                 log.error("cannot load the head of block %d: %s", block, error)
 
-    def close(self) -> None:
+    def shut_down(self) -> None:
         self._threads.shutdown()
 
     def close_due(self) -> bool:
@@ -118,10 +118,11 @@ class Rounds:
             # A cheap look without a lock first; the claim looks again.
             with resources.store.read() as session:
                 due = open_round(session, resources.run, block_row(session, block), resources.clock()).close
-            closed = (due and self._close(block)) or closed
+            closed = (due and self.close(block)) or closed
         return closed
 
-    def _close(self, block: int) -> bool:
+    def close(self, block: int) -> bool:
+        """Close the block's round if it is due; whether it was."""
         started = time.perf_counter()
         claim = self._claim(block)
         if claim is None:

@@ -31,6 +31,7 @@ from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import NonceRow, Store
+from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
@@ -96,6 +97,8 @@ class Coordinator:
         self._threads.start("heads", self.rounds.load_heads)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
         repeat("nonces", self._sweep, pause_seconds=SWEEP_SECONDS)
+        self.resources.unneeded.find(self.resources.clock())
+        repeat("payloads", self.resources.unneeded.delete_next, changes=changes)
         # Low priority: on a small host requests and merges go first.
         if self._scoring is not None:
             repeat("scoring", self._scoring.score_due, low_priority=True)
@@ -111,7 +114,7 @@ class Coordinator:
         if self._merging is not None:
             self._merging.join()
         self._threads.join(PATIENCE_SECONDS)
-        self.rounds.close()
+        self.rounds.shut_down()
         self.resources.store.close()
 
     def remember(self, request: VerifiedRequest) -> None:
@@ -132,9 +135,10 @@ class Coordinator:
         return self.reports.status(self.metrics.traffic("up"), self.metrics.traffic("down"))
 
     def _sweep(self) -> bool:
-        """Forget nonces whose requests are too old to be replayed."""
+        """Forget nonces whose requests are too old to be replayed, and uploads nobody spoke of again."""
         with self.resources.store.write() as session:
             session.execute(delete(NonceRow).where(NonceRow.forget_after < self.resources.clock()))
+        self.resources.unneeded.sweep_uploads(self.resources.clock())
         return False
 
 
@@ -174,9 +178,10 @@ def opened(
             blobs,
             Ledger(identity),
             WeightCache(run, blobs),
+            UnneededPayloads(store, blobs),
             clock,
-            publish(text, data_dir, blobs),
             secret_of(identity, "judging"),
+            text=publish(text, data_dir, blobs),
         )
         # Judges elsewhere bring their own; the guard of a merge is the coordinator's in any case.
         trust, display = recipe.trust, display or Display()

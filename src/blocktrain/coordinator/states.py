@@ -15,7 +15,9 @@ class AssignmentState(StrEnum):
     LEASED = "leased"
     COMMITTED = "committed"
     RETURNED = "returned"
-    """By the worker, or by a coordinator that wants an earlier round trained first."""
+    """By the worker."""
+    RECALLED = "recalled"
+    """By a coordinator that wants an earlier round trained first; never counted against the worker."""
     WITHHELD = "withheld"
     """Committed and never revealed."""
     REFUSED = "refused"
@@ -39,10 +41,15 @@ WAITING = (UpdateState.ACCEPTED, UpdateState.LATE)
 COUNTED = (*WAITING, UpdateState.MERGED)
 
 _AFTER_ASSIGNMENT: Mapping[AssignmentState, tuple[AssignmentState, ...]] = {
-    AssignmentState.LEASED: (AssignmentState.COMMITTED, AssignmentState.RETURNED),
+    AssignmentState.LEASED: (
+        AssignmentState.COMMITTED,
+        AssignmentState.RETURNED,
+        AssignmentState.RECALLED,
+    ),
     # Never back to leased: what was committed is in the ledger.
     AssignmentState.COMMITTED: (AssignmentState.WITHHELD, AssignmentState.REFUSED),
     AssignmentState.RETURNED: (),
+    AssignmentState.RECALLED: (),
     AssignmentState.WITHHELD: (),
     AssignmentState.REFUSED: (),
 }

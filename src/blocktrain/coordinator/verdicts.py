@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.reputation_rows import ban, keep_standing, standing_of
+from blocktrain.coordinator.reputation_rows import keep_or_ban, standing_of
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.queries import recent_scores
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
-from blocktrain.validation.reputation import after_verdict, deserves_ban, on_probation, penalties_paused
+from blocktrain.validation.reputation import after_verdict, on_probation, penalties_paused
 from blocktrain.validation.ruling import Ruling, age_ruling
 
 
@@ -74,13 +73,7 @@ def settle(
         paused = penalties_paused(recent_scores(session, row.block, established=True))
         standing = after_verdict(standing_of(worker), ruling.mark, compared, paused=paused)
         worker.established = worker.established or not on_probation(standing, trust.probation_verdicts)
-        if deserves_ban(standing, trust.ban_below):
-            reason = f"rating {standing.rating:.2f} after {standing.verdicts} verdicts, last: {row.reason}"
-            ban(session, ledger, worker.worker_id, reason, trust.ban_seconds, now)
-            # After the ban it begins again as a newcomer, on probation.
-            standing = dataclasses.replace(standing, good=0.0, bad=0.0, good_verdicts=0)
-            worker.established = False
-        keep_standing(worker, standing)
+        keep_or_ban(session, ledger, worker, standing, trust, row.reason, now)
 
     # Only what is in the database may be told: a transaction that fails has ruled on nothing.
     @event.listens_for(session, "after_commit", once=True)
@@ -88,4 +81,5 @@ def settle(
         resources.metrics.verdict(ruling.outcome, ruling.reason)
         if not ruling.counts:
             resources.weights.forget(row.block, row.payload_hash)
+            resources.unneeded.add(row.payload_hash)
         resources.changes.notify()

@@ -128,15 +128,15 @@ def _read(config: DataConfig) -> tuple[bytes, bytes | None]:
     return read_text(path), None
 
 
-def read_text(path: Path) -> bytes:
+def read_text(
+    path: Path, hint: str = "a run's text is named by --set data.corpus=FILE, FOLDER, hf:NAME or builtin"
+) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file; expected UTF-8 text")
         text = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(
-            f"no text at {path}; a run's text is named by --set data.corpus=FILE, FOLDER, hf:NAME or builtin"
-        ) from None
+        raise DataError(f"no text at {path}; {hint}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     if not text:
@@ -204,7 +204,8 @@ def _hugging_face(name: str) -> tuple[bytes, bytes | None]:
         from datasets import load_dataset
     except ImportError:
         raise DataError(
-            "hf: corpora need the extra: pip install -e '.[datasets]' in the source folder"
+            "hf: corpora need the extra: pip install 'blocktrain[datasets]', or pip install -e "
+            "'.[datasets]' in the source folder"
         ) from None
     name, _, configuration = name.partition(":")
     try:

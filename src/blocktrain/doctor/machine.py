@@ -18,13 +18,13 @@ from blocktrain.doctor.findings import Device, Disk, Need, Tcp, Versions
 from blocktrain.errors import DeviceError
 from blocktrain.training.cost import estimated_training_bytes
 from blocktrain.training.device import find_device
+from blocktrain.training.memory import free_memory, number_in
 from blocktrain.training.setup import Setup
 
 MEASURED_RECIPES = ("demo", "wikitext-2", "litepaper", "swarm-t7")
 """Blocks of 0.1 to 6 GB, smallest first."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 TCP_SETTINGS = Path("/proc/sys/net/ipv4")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def read_versions() -> Versions:
@@ -36,41 +36,9 @@ def read_device(name: str) -> Device:
         device = find_device(name)
     except DeviceError as error:
         return Device(name, "", None, None, problem=str(error))
-    if device.type == "cuda":
-        return Device(str(device), torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device))
-    free, total = system_memory()
-    description = f"{os.cpu_count()} cores, {platform.machine()}"
-    return Device(str(device), description, free, total)
-
-
-def system_memory() -> tuple[int | None, int | None]:
-    """Free and total bytes; a container's limit counts where it is lower."""
-    try:
-        total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        total = None
-    # Not MemFree: the page cache counts as used there, and a machine that has read a corpus looks full.
-    free = _meminfo("MemAvailable") or total
-    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    if limit is not None and used is not None and (free is None or limit - used < free):
-        return max(0, limit - used), limit
-    return free, total
-
-
-def _meminfo(key: str) -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == key:
-                return 1024 * int(value.split()[0])
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _number(path: Path) -> int | None:
-    text = _line(path)
-    return int(text) if text is not None and text.isdigit() else None
+    on_gpu = device.type == "cuda"
+    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    return Device(str(device), torch.cuda.get_device_name(device) if on_gpu else cores, *free_memory(device))
 
 
 def _line(path: Path) -> str | None:
@@ -110,7 +78,7 @@ def read_file_limit() -> int | None:
 
 
 def read_tcp() -> Tcp:
-    idle = _number(TCP_SETTINGS / "tcp_slow_start_after_idle")
+    idle = number_in(TCP_SETTINGS / "tcp_slow_start_after_idle")
     return Tcp(_line(TCP_SETTINGS / "tcp_congestion_control"), None if idle is None else bool(idle))
 
 

@@ -22,7 +22,12 @@ from cryptography import x509
 from pydantic import ValidationError
 
 from blocktrain.client.address import checked_url, port_of
-from blocktrain.client.coordinator import CoordinatorClient, RequestRefused, public_client
+from blocktrain.client.coordinator import (
+    CoordinatorClient,
+    RequestRefused,
+    UntrustedCertificate,
+    public_client,
+)
 from blocktrain.client.run import load_run_text, run_setup
 from blocktrain.doctor.findings import Certificate, CoordinatorReading, Need, StageProbe
 from blocktrain.doctor.machine import need_of
@@ -64,7 +69,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
         except ValidationError as error:
             problem = f"its answer does not fit protocol 1 ({error.errors()[0]['msg']})"
             return CoordinatorReading(url, None, problem, "other"), None
-        except WireError as error:
+        except (WireError, UntrustedCertificate) as error:
             return CoordinatorReading(url, "tls" if "SSL" in str(error) else "answer", str(error)), None
     # The server read its clock somewhere within the round trip: its middle is wrong by half of it at most.
     skew = run.server_time - (begun + seconds / 2)

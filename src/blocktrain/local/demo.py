@@ -134,7 +134,8 @@ class Demo:
             swarm.close()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        # A terminal breaks a long line inside words; rich breaks it between them. In a file lines stay whole.
+        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def train_end_to_end(self) -> tuple[float, list[tuple[int, float]]]:
         """The reference: the same layers in one piece, as many steps as each block gets; and its curve."""

@@ -46,7 +46,8 @@ def status_tables(status: StatusAnswer) -> Group:
     workers = Table(
         "worker", "on", "block", "step", "loss", "verdicts", "up", "down", box=None, pad_edge=False
     )
-    for worker in status.workers:
+    # The coordinator lists who was seen last first, which changes at every look.
+    for worker in sorted(status.workers, key=lambda one: (one.label, one.worker_id)):
         workers.add_row(
             # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),

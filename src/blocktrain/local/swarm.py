@@ -225,6 +225,7 @@ def _run(
         # Taken before the workers end: the time to the result, not the time to put everything away.
         seconds = time.monotonic() - started
         swarm.end_workers()
+        console.print("all rounds are done; scoring the final model on all held-out text", highlight=False)
         final = finish(client, status, options.out / "checkpoint")
         # Once more: the last verdicts and byte counts come in while workers end.
         ended = client.status()

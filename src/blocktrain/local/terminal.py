@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -47,6 +48,8 @@ class TrainingProgress:
         self.console = console
         self.tasks: dict[str, TaskID] = {}
         self.begun: dict[str, tuple[float, int]] = {}
+        self.costs: dict[str, float] = {}
+        self.done: dict[str, int] = {}
         self.last_line = 0.0
         self.bars: Progress | None = None
         if console.is_terminal:
@@ -58,6 +61,7 @@ class TrainingProgress:
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[run_left]}"),
                 console=console,
             )
 
@@ -72,10 +76,29 @@ class TrainingProgress:
         if self.bars is not None:
             self.bars.stop()
 
+    def plan(self, costs: Mapping[str, float]) -> None:
+        """What one step of each unit costs beside the others: a reference has the layers of all blocks."""
+        self.costs = dict(costs)
+
+    def run_left(self, now: float, total: int) -> float | None:
+        """Seconds left for everything planned, from what this process has done so far."""
+        made = {unit: self.done[unit] - first for unit, (_, first) in self.begun.items()}
+        spent = sum(self.costs.get(unit, 0) * steps for unit, steps in made.items())
+        if not spent:
+            return None
+        ahead = sum(cost * (total - self.done.get(unit, 0)) for unit, cost in self.costs.items())
+        return ahead / spent * (now - min(start for start, _ in self.begun.values()))
+
     def started(self, unit: str, step: int, total: int) -> None:
+        self.done[unit] = step
+        if step >= total:  # a resumed run that had finished this unit
+            self.message(f"{unit}: all {total} steps are done")
+            return
         self.begun[unit] = (time.monotonic(), step)
         if self.bars is not None:
-            self.tasks[unit] = self.bars.add_task(unit, total=total, completed=step, ce="  …  ", rate="")
+            self.tasks[unit] = self.bars.add_task(
+                unit, total=total, completed=step, ce="  …  ", rate="", run_left=""
+            )
         else:
             where = f" from step {step}" if step else ""
             self.console.print(f"training {unit}: {total} steps{where}", highlight=False)
@@ -83,14 +106,17 @@ class TrainingProgress:
     def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
         now = time.monotonic()
         start, first = self.begun[unit]
+        self.done[unit] = step
+        run_left = self.run_left(now, total)
+        told = "" if run_left is None else f"run_left={run_left:.0f}s"
         # The rate counts the steps of this process only: a resumed run did the others earlier.
         rate = _per_second(tokens * (step - first) / max(now - start, 1e-9))
         if self.bars is not None:
-            self.bars.update(self.tasks[unit], completed=step, ce=f"{ce:.3f}", rate=rate)
+            self.bars.update(self.tasks[unit], completed=step, ce=f"{ce:.3f}", rate=rate, run_left=told)
         elif now - self.last_line >= PLAIN_LINE_SECONDS or step == total:
             self.last_line = now
             left = (now - start) / max(step - first, 1) * (total - step)
-            line = f"  {unit} step={step}/{total} loss={ce:.3f} rate={rate} left={left:.0f}s"
+            line = f"  {unit} step={step}/{total} loss={ce:.3f} rate={rate} left={left:.0f}s {told}"
             self.console.print(line, highlight=False)
 
     def message(self, text: str) -> None:

@@ -16,6 +16,7 @@ class VirtualClock:
 
     def at(self, time: float, action: Action) -> None:
         """Call `action` at `time`; a time that has passed means as soon as possible."""
+        # The number orders events of one moment, so a run repeats itself; actions cannot be compared.
         self._created += 1
         heapq.heappush(self._events, (max(time, self.now), self._created, action))
 

@@ -1,349 +1,363 @@
-"""The coordinator's side of a simulated run: the real decisions and the real merge, in virtual time.
+"""A real coordinator in virtual time: its own services, called one after the other, on tables in memory.
 
-What a database row, a blob or a request is to the service is a value here; scheduling, deadlines,
-admission and merging are the service's own functions. One thing is added: under `drop` a deadline that
-passes with nothing to merge uses up a round, as in the litepaper, where the number of rounds is fixed and
-the old snapshot stays.
+Scheduling, commits, verdicts, the judge, the guard, rounds and merges are the coordinator's own code, so that
+a rule cannot mean one thing in a run and another in a simulation. There are no threads, no HTTP and no disk.
+Made up here: heartbeats (a machine that is there is heard at every moment), waking up at deadlines, and one
+rule of the litepaper (`_use_up_round`).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import dataclasses
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import func, select
+from sqlalchemy import update as sql_update
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
-from blocktrain.config import SwarmConfig, TrustConfig
-from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal
-from blocktrain.coordinator.decisions.rounds import (
-    HISTORY_ARRIVALS,
-    OpenRound,
-    RoundFacts,
-    extra_steps,
-    own_share,
-    round_state,
-    starts_clock,
-)
-from blocktrain.coordinator.decisions.scheduling import (
-    BlockView,
-    Done,
-    Offer,
-    Pause,
-    WorkerView,
-    next_assignment,
-)
+from blocktrain.config import Recipe
+from blocktrain.coordinator.decisions.rounds import round_state
+from blocktrain.coordinator.decisions.scheduling import Offer
+from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.storage.queries import COUNTED_NORMS
-from blocktrain.model.objective import Objective
+from blocktrain.coordinator.reputation_rows import present_worker
+from blocktrain.coordinator.resources import Resources
+from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.service import POLL_SECONDS, Coordinator
+from blocktrain.coordinator.states import UpdateState
+from blocktrain.coordinator.storage.blobs import Blobs
+from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.queries import block_row, live_assignments, round_facts
+from blocktrain.coordinator.storage.store import (
+    AssignmentRow,
+    BlockRow,
+    MergeRow,
+    SnapshotRow,
+    Store,
+    Table,
+    UpdateRow,
+    WorkerRow,
+)
+from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
+from blocktrain.coordinator.storage.weights import WeightCache
+from blocktrain.data.dataset import RunText
+from blocktrain.errors import BlocktrainError
+from blocktrain.ids import derive_seed
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.networks import Machine
-from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
-from blocktrain.training.snapshot import snapshot_hash
-from blocktrain.training.update import Weights
-from blocktrain.validation.ruling import Ruling, age_ruling
-from blocktrain.wire.codec import decode
+from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Assignment, CommitRequest, FrozenSnapshot, Outcome, StandIn
+from blocktrain.wire.identity import Identity, WorkerId
+from blocktrain.wire.messages import (
+    Assignment,
+    AssignmentRequest,
+    CommitRequest,
+    HeartbeatRequest,
+    JoinRequest,
+    MergeRecord,
+    Outcome,
+    Verdict,
+)
+from blocktrain.wire.tokens import secret_of
 from blocktrain.worker.block_progress import PendingUpdate
 
-UNJUDGED = TrustConfig(judge="off")
+MAX_VAIN_DEADLINES = 20
+"""Deadlines of one round that pass while a judge refuses all that comes; in virtual time nobody would stop a
+run that goes on so."""
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """An update that waits for the next merge."""
-
-    worker: int
-    update: PendingUpdate
-    verdict: Ruling
-    norm: float
-    tensors: Weights
-
-    @property
-    def update_id(self) -> str:
-        return content_hash(f"{self.update.assignment_id}/{self.update.payload_hash}".encode())
-
-
-@dataclass(frozen=True)
-class Merged:
-    """What is remembered of an update that was merged."""
-
-    worker: int
-    payload_hash: str
-    age: int
-    weight: float
-    norm: float
-
-
-@dataclass(frozen=True)
-class Merge:
-    """What made a version: nothing, where a round of `drop` passed without an update."""
-
-    version: int
-    closed: float
-    reason: str
-    inputs: tuple[Merged, ...]
+class SimulationError(BlocktrainError):
+    """A simulated run that cannot go on."""
 
 
 @dataclass
-class BlockState:
+class SimulatedBlock:
+    """What anybody may read of a block."""
+
+    layout: Layout
     head: Base
-    begun: float | None = None
-    pending: list[Accepted] = field(default_factory=list)
-    merges: list[Merge] = field(default_factory=list)
-    shards: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Round to worker to data shard."""
-    stand_in_shards: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    begun_at: dict[int, float | None] = field(default_factory=dict)
-    """Round to its beginning, once it is closed."""
-    offsets: list[tuple[int, float]] = field(default_factory=list)
-    """Base version and seconds from the beginning of its round, in order of arrival."""
-    own_seconds: dict[int, float] = field(default_factory=dict)
-    """The last such seconds of a worker."""
-    used_bases: set[tuple[int, int]] = field(default_factory=set)
-    """Worker and base version of every commit."""
-    verdicts: list[tuple[int, Ruling]] = field(default_factory=list)
-    """Age and verdict of every update that arrived."""
+    merges: list[MergeRecord] = field(default_factory=list)
+    """Without inputs where a round of `drop` passed without an update."""
+    closed: list[float] = field(default_factory=list)
+    """Virtual time of each merge."""
+
+
+class SimulatedCoordinator:
+    def __init__(
+        self,
+        recipe: Recipe,
+        text: RunText,
+        clock: VirtualClock,
+        machines: Sequence[Machine],
+        *,
+        judged: bool,
+    ) -> None:
+        self.clock, self.machines, self.swarm, self.judged = clock, machines, recipe.swarm, judged
+        judge: Literal["coordinator", "off"] = "coordinator" if judged else "off"
+        # Nobody has to be kept out of a simulation: no invitations, no hashing for a stamp.
+        trust = dataclasses.replace(recipe.trust, judge=judge, admission="open", stamp_bits=0)
+        recipe = dataclasses.replace(recipe, trust=trust)
+        # Updates are added up in the order of their ids, which depend on the run's and the assignments': both
+        # must be the same in every run with this seed, or the last bits of a merge of three would differ.
+        seed = content_hash(str(derive_seed("simulated coordinator", recipe.seed)).encode())
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed)))
+        numbers = count()
+        store, blobs = Store("sqlite://"), Blobs.from_url("memory://")
+        # The tables of this version at once: running every migration would take longer than a small run.
+        Table.metadata.create_all(store.engine)
+        run = open_run(store, blobs, identity, recipe, text, clock.now)
+        self.resources = Resources(
+            run,
+            store,
+            blobs,
+            Ledger(identity),
+            WeightCache(run, blobs),
+            UnneededPayloads(store, blobs),
+            lambda: clock.now,
+            secret_of(identity, "judging"),
+            new_id=lambda: f"{next(numbers):032x}",
+        )
+        scorer = Scorer(recipe, text) if judged else None
+        self.service = Coordinator(self.resources, None, scorer, Path(), Display())
+        self.blocks = [
+            SimulatedBlock(Layout.of(layout), self._base(layout.block, 0, layout.initial_hash))
+            for layout in run.layouts
+        ]
+        self.worker_ids = [WorkerId(f"{index:032x}") for index in range(len(machines))]
+        for worker_id in self.worker_ids:
+            request = JoinRequest(corpus_sha256=text.sha256)
+            self.service.assignments.join(worker_id, bytes(32), request)
+        self.watchers: list[Callable[[int], None]] = []
+        """Told of every new head."""
+        self._woken_at: set[tuple[int, float]] = set()
+        self._vain_deadlines: Counter[tuple[int, int]] = Counter()
+        """Block and version to the deadlines that passed there with nothing to merge."""
+        self._heard_at = -1.0
+
+    def _base(self, block: int, version: int, snapshot_hash: str) -> Base:
+        return Base(version, snapshot_hash, self.resources.weights.snapshot(block, snapshot_hash))
 
     @property
-    def version(self) -> int:
-        return self.head.version
+    def finished(self) -> bool:
+        return all(block.head.version >= self.swarm.rounds for block in self.blocks)
 
-    def running_median(self) -> float | None:
-        norms = [one.norm for merge in reversed(self.merges) for one in merge.inputs][:COUNTED_NORMS]
-        return statistics.median(norms) if norms else None
+    def num_assigned(self) -> int:
+        with self.resources.store.read() as session:
+            return session.scalar(select(func.count()).select_from(AssignmentRow)) or 0
 
+    def refusals(self) -> dict[str, int]:
+        """Updates that were refused, at their arrival or by judge or guard, by reason."""
+        with self.resources.store.read() as session:
+            rows = session.execute(
+                select(UpdateRow.reason, func.count())
+                .where(UpdateRow.state == UpdateState.REFUSED)
+                .group_by(UpdateRow.reason)
+                .order_by(UpdateRow.reason)
+            )
+            return {str(reason): number for reason, number in rows}
 
-@dataclass
-class SimulatedCoordinator:
-    swarm: SwarmConfig
-    layouts: Sequence[Layout]
-    clock: VirtualClock
-    blocks: list[BlockState]
-    machines: Sequence[Machine]
-    objective: Objective
-    seats: dict[int, int] = field(default_factory=dict)
-    """Worker to the block it is on."""
-    watchers: list[Callable[[int], None]] = field(default_factory=list)
-    """Told of every new head."""
+    # --- requests; a machine that was banned is refused, and waits
 
-    # --- asking
+    def ask(self, worker: int, request: AssignmentRequest) -> Assignment | None:
+        """An assignment, or None where there is nothing to do now."""
+        self._hear()
+        try:
+            answer = self.service.assignments.ask(self.worker_ids[worker], request)
+        except Refusal:
+            return None
+        if not isinstance(answer, Assignment):
+            return None
+        # It may have started its round's clock, and cannot have closed the round: no need to look.
+        if answer.deadline is not None:
+            self._wake(answer.block, answer.deadline)
+        return answer
 
-    def next_decision(self, worker: int, holding: Mapping[int, int]) -> Offer | Pause | Done:
-        view = WorkerView(current_block=self.seats.get(worker), holding=holding)
-        return next_assignment(view, [self._view(worker, b) for b in range(len(self.blocks))], self.swarm)
+    def lend(self, worker: int, block: int) -> Assignment | None:
+        """The open round of this block, whatever the scheduler would choose: the litepaper's seats are
+        fixed."""
+        self._hear()
+        now = self.clock.now
+        try:
+            with self.resources.store.write() as session:
+                row = present_worker(session, self.worker_ids[worker], now)
+                locked = block_row(session, block, lock=True)
+                offer = Offer(block, locked.version, "its block's next round")
+                assignment = self.service.assignments.lend(session, row, locked, offer, now)
+        except Refusal:
+            return None
+        assert assignment.deadline is not None
+        self._wake(block, assignment.deadline)
+        return assignment
 
-    def _view(self, worker: int, block: int) -> BlockView:
-        state = self.blocks[block]
-        used = (round_ for round_, shards in state.shards.items() if worker in shards)
-        return BlockView(
-            block=block,
-            version=state.version,
-            seats=len(self._live(block, without=worker)),
-            used_rounds=frozenset(round_ for round_ in used if round_ >= state.version),
-        )
+    def cancels(self, worker: int, update: PendingUpdate) -> bool:
+        """What the next heartbeat's answer says of an assignment."""
+        beat = partial(self.service.assignments.heartbeat, self.worker_ids[worker], update.assignment_id)
+        try:
+            return beat(HeartbeatRequest(step=update.step)).cancel
+        except Refusal:
+            return True
 
-    def _live(self, block: int, without: int | None = None) -> set[int]:
-        """Workers on a block whose lease has not lapsed."""
-        return {
-            worker
-            for worker, seat in self.seats.items()
-            if seat == block
-            and worker != without
-            and self.machines[worker].away_seconds(self.clock.now) < self.swarm.lease_seconds
-        }
-
-    def lend(self, worker: int, offer: Offer) -> Assignment:
-        state, now = self.blocks[offer.block], self.clock.now
-        if offer.round == state.version and starts_clock(self._facts(offer.block), str(worker)):
-            state.begun = now
-        self.seats[worker] = offer.block
-        shards = state.shards[offer.round]
-        taken = {*shards.values(), *state.stand_in_shards[offer.round]}
-        free = (shard for shard in count(offer.block, len(self.blocks)) if shard not in taken)
-        shards[worker] = next(free)
-        self._await_deadline(offer.block)
-        steps = self._stand_in(worker, offer)
-        stand_in = StandIn(shard=next(free), steps=steps) if steps else None
-        if stand_in is not None:
-            state.stand_in_shards[offer.round].add(stand_in.shard)
-        return self._assignment(worker, offer, shards[worker], stand_in)
-
-    def _stand_in(self, worker: int, offer: Offer) -> int:
-        facts, own = self._facts(offer.block), self.blocks[offer.block].own_seconds.get(worker)
-        round_ = self._round(offer.block)
-        return extra_steps(facts, round_, str(worker), offer.round, own, self.swarm, self.clock.now)
-
-    def _assignment(self, worker: int, offer: Offer, shard: int, stand_in: StandIn | None) -> Assignment:
-        head = self.blocks[offer.block].head
-        return Assignment(
-            assignment_id=content_hash(f"{offer.block}/{offer.round}/{worker}".encode())[:32],
-            block=offer.block,
-            round=offer.round,
-            base_version=head.version,
-            base_hash=head.hash,
-            shard=shard,
-            first_step=offer.round * self.swarm.steps_per_round,
-            steps=self.swarm.steps_per_round + (0 if stand_in is None else stand_in.steps),
-            stand_in=stand_in,
-            total_steps=self.swarm.total_steps,
-            deadline=None,
-            deadline_reason="",
-            lease_seconds=self.swarm.lease_seconds,
-            heartbeat_seconds=self.swarm.lease_seconds / 3,
-            server_time=self.clock.now,
-            reason=offer.reason,
-            frozen=tuple(self._frozen(offer)),
-        )
-
-    def _frozen(self, offer: Offer) -> Iterator[FrozenSnapshot]:
-        """The heads of the blocks that the objective needs for this round's steps."""
-        for block in self.objective.upstream(offer.block):
-            head = self.blocks[block].head
-            yield FrozenSnapshot(block=block, version=head.version, hash=head.hash)
-
-    # --- commit and reveal
-
-    def commit(self, worker: int, update: PendingUpdate) -> Refusal | None:
-        state, layout = self.blocks[update.block], self.layouts[update.block]
+    def commit(self, worker: int, update: PendingUpdate) -> bool:
+        """Whether the coordinator will have it."""
         assert update.base is not None
-        base = (worker, update.base.version)
-        view = AssignmentView(
-            block=update.block,
-            round=update.round,
-            returned=False,
-            committed_hash=None,
-            payload_bytes=layout.payload_bytes,
-            base_version=update.base.version,
-            base_used=base in state.used_bases,
-            head_version=state.version,
-        )
+        self._hear()
         request = CommitRequest(
             payload_hash=update.payload_hash,
             payload_bytes=len(update.payload),
             base_hash=update.base.hash,
+            loss=update.loss,
         )
-        refusal = commit_refusal(view, request)
-        if refusal is None:
-            state.used_bases.add(base)
-        return refusal
-
-    def reveal(self, worker: int, update: PendingUpdate) -> Ruling:
-        """The verdict on a payload that has arrived."""
-        state, layout, now = self.blocks[update.block], self.layouts[update.block], self.clock.now
-        assert update.assignment is not None
-        assert update.base is not None
-        age = state.version - update.base.version
-        verdict = age_ruling(age, self.swarm, finished=state.version >= self.swarm.rounds)
-        state.verdicts.append((age, verdict))
-        begun = state.begun if age == 0 else state.begun_at.get(update.base.version)
-        if begun is not None:
-            stand_in = update.assignment.stand_in
-            share = own_share(0 if stand_in is None else stand_in.steps, self.swarm)
-            state.offsets.append((update.base.version, max(0.0, now - begun) * share))
-            state.own_seconds[worker] = state.offsets[-1][1]
-        if verdict.outcome is not Outcome.REFUSED:
-            tensors = decode(layout.codec, layout.schema, update.payload)
-            norm = update_norm(layout.codec, tensors, update.base.weights)
-            state.pending.append(Accepted(worker, update, verdict, norm, tensors))
-        self._await_deadline(update.block)
-        return verdict
-
-    # --- closing rounds
-
-    def _facts(self, block: int) -> RoundFacts:
-        state = self.blocks[block]
-
-        def workers(outcome: Outcome) -> frozenset[str]:
-            return frozenset(str(one.worker) for one in state.pending if one.verdict.outcome is outcome)
-
-        earlier = [offset for version, offset in state.offsets if version < state.version]
-        return RoundFacts(
-            version=state.version,
-            begun=state.begun,
-            live=frozenset(map(str, self._live(block))),
-            on_time=workers(Outcome.ACCEPTED),
-            late=workers(Outcome.LATE),
-            history=earlier[-HISTORY_ARRIVALS:],
-            this_round=[offset for version, offset in state.offsets if version == state.version],
-        )
-
-    def _round(self, block: int) -> OpenRound:
-        """As the service decides, but the deadline of `drop` stays: an empty round is used up."""
-        found = round_state(self._facts(block), self.swarm, UNJUDGED, self.clock.now)
-        begun = self.blocks[block].begun
-        if self.swarm.policy != "drop" or begun is None:
-            return found
-        return replace(found, deadline=begun + self.swarm.drop_deadline_seconds)
-
-    def _await_deadline(self, block: int) -> None:
-        """Close the block's round if it is due; otherwise look again when its deadline passes."""
-        state = self.blocks[block]
-        if state.version >= self.swarm.rounds or self._close_if_due(block):
-            return
-        deadline = self._round(block).deadline
-        if deadline is not None and deadline > self.clock.now:
-            version = state.version
-            self.clock.at(deadline, lambda: self._passed(block, version))
-
-    def _passed(self, block: int, version: int) -> None:
-        if self.blocks[block].version == version:
-            self._await_deadline(block)
-
-    def _close_if_due(self, block: int) -> bool:
-        closing = self._round(block)
-        passed = closing.deadline is not None and self.clock.now >= closing.deadline
-        if closing.close:
-            self._close(block, closing.reason)
-        elif self.swarm.policy == "drop" and passed:
-            self._close(block, "deadline passed with nothing: the old snapshot stays")
-        else:
+        try:
+            self.service.updates.commit(self.worker_ids[worker], update.assignment_id, request)
+        except Refusal:
             return False
         return True
 
-    def _close(self, block: int, reason: str) -> None:
-        state, now = self.blocks[block], self.clock.now
-        inputs = sorted(state.pending, key=lambda one: one.update_id)
-        weights = self._merged(state, inputs) if inputs else state.head.weights
-        merged = tuple(_merged(one, state.version) for one in inputs)
-        state.pending = []
-        state.begun_at[state.version] = state.begun
-        state.head = Base(state.version + 1, snapshot_hash(weights), weights)
-        state.merges.append(Merge(state.version, now, reason, merged))
-        state.begun = now if state.shards[state.version] else None
+    def reveal(self, worker: int, update: PendingUpdate) -> Verdict | None:
+        """The verdict on a payload that has arrived; the judge takes no virtual time."""
+        self._hear()
+        updates, worker_id = self.service.updates, self.worker_ids[worker]
+        try:
+            expected = updates.expect(worker_id, update.payload_hash, len(update.payload))
+            verdict = updates.reveal(expected, io.BytesIO(update.payload), update.payload_hash)
+        except Refusal:
+            return None
+        # In a real run a round waits for its judge anyway; here nobody else is served meanwhile.
+        while self.judged and self.service.judging.judge_next():
+            pass
+        if verdict.outcome is Outcome.PENDING:
+            verdict = updates.verdict(worker_id, update.payload_hash)
+        self._look(update.block)
+        return verdict
+
+    def _hear(self) -> None:
+        """Write down what heartbeats would have said: when each machine was last there."""
+        now = self.clock.now
+        if now == self._heard_at:
+            return
+        self._heard_at = now
+        with self.resources.store.write() as session:
+            # Only requests read it, so it is written before each of them and not at every heartbeat.
+            session.execute(sql_update(WorkerRow).values(last_seen=now))
+            for worker_id, machine in zip(self.worker_ids, self.machines, strict=True):
+                if away := machine.away_seconds(now):
+                    session.execute(
+                        sql_update(WorkerRow)
+                        .where(WorkerRow.worker_id == worker_id)
+                        .values(last_seen=now - away)
+                    )
+
+    # --- rounds
+
+    def _look(self, block: int) -> None:
+        """Close the block's round if it is due, tell of its new head, and look again when its deadline
+        passes."""
+        state, now, drop = self.blocks[block], self.clock.now, self.swarm.policy == "drop"
+        while state.head.version < self.swarm.rounds:
+            with self.resources.store.read() as session:
+                facts = round_facts(session, block_row(session, block), self.swarm, now)
+            found = round_state(facts, self.swarm, self.resources.run.recipe.trust, now)
+            deadline = found.deadline
+            if drop and facts.begun is not None:
+                deadline = facts.begun + self.swarm.drop_deadline_seconds
+            passed = deadline is not None and deadline <= now
+            if found.close:
+                self.service.rounds.close(block)
+            elif drop and passed:
+                self._use_up_round(block)
+            else:
+                if deadline is not None and not passed:
+                    self._wake(block, deadline)
+                elif deadline is not None and self.judged:
+                    # The deadline is re-set from the next moment on, when a real coordinator looks again.
+                    self._wake(block, now + POLL_SECONDS)
+                return
+            if not self._tell_of_new_heads(block):
+                self._tell(block)  # the guard left nothing over: the round begins again, for all
+
+    def _wake(self, block: int, at: float) -> None:
+        if (block, at) not in self._woken_at:
+            self._woken_at.add((block, at))
+            self.clock.at(at, partial(self._deadline_passed, block, self.blocks[block].head.version))
+
+    def _deadline_passed(self, block: int, version: int) -> None:
+        if self.blocks[block].head.version != version:
+            return
+        self._hear()
+        self._look(block)
+        if self.judged and self.blocks[block].head.version == version:
+            # A refused worker may try its round again when the deadline was re-set; it must ask to know.
+            self._tell(block)
+            self._vain_deadlines[block, version] += 1
+            if self._vain_deadlines[block, version] > MAX_VAIN_DEADLINES:
+                found = ", ".join(f"{reason}: {number}" for reason, number in self.refusals().items())
+                raise SimulationError(
+                    f"block {block} does not get past version {version}: {MAX_VAIN_DEADLINES} deadlines "
+                    f"passed with nothing to merge; refused so far: {found or 'nothing'}. Rounds that are "
+                    "too short show no gain to a judge: raise swarm.steps_per_round or trust.compute_share"
+                )
+
+    def _use_up_round(self, block: int) -> None:
+        """The litepaper's rule: under `drop` a deadline that passes with nothing to merge uses up a round,
+        and the old snapshot stays, for the number of rounds is fixed. A real coordinator re-sets the
+        deadline."""
+        now = self.clock.now
+        with self.resources.store.write() as session:
+            row = block_row(session, block, lock=True)
+            record = MergeRecord(
+                block=block,
+                version=row.version + 1,
+                base_hash=row.head_hash,
+                result_hash=row.head_hash,
+                codec=self.swarm.codec,
+                alpha=self.swarm.outer_lr,
+                inputs=(),
+            )
+            session.add(
+                MergeRow(
+                    block=block,
+                    version=record.version,
+                    record=record.model_dump_json(),
+                    report="{}",
+                    begun=row.begun,
+                    closed=now,
+                )
+            )
+            session.add(
+                SnapshotRow(block=block, version=record.version, hash=row.head_hash, num_bytes=0, made=now)
+            )
+            row.version = record.version
+            # As after a merge: workers that ran ahead are at work on the next round already.
+            row.begun = now if live_assignments(session, block, row.version) else None
+
+    def _tell_of_new_heads(self, block: int) -> bool:
+        state = self.blocks[block]
+        with self.resources.store.read() as session:
+            version = session.scalar(select(BlockRow.version).where(BlockRow.block == block))
+            if version == state.head.version:
+                return False
+            rows = session.scalars(
+                select(MergeRow)
+                .where(MergeRow.block == block, MergeRow.version > state.head.version)
+                .order_by(MergeRow.version)
+            ).all()
+        for row in rows:
+            # One after the other, so that watchers see every version.
+            state.merges.append(MergeRecord.model_validate_json(row.record))
+            state.closed.append(row.closed)
+            state.head = self._base(block, row.version, state.merges[-1].result_hash)
+            self._tell(block)
+        return True
+
+    def _tell(self, block: int) -> None:
         for watcher in self.watchers:
-            self.clock.at(now, partial(watcher, block))
-        self._await_deadline(block)
-
-    def _merged(self, state: BlockState, inputs: Sequence[Accepted]) -> Weights:
-        codec = self.layouts[0].codec
-        scales = clip_scales(codec, [one.norm for one in inputs], state.running_median())
-        values = [_merge_input(one, scale, state.head) for one, scale in zip(inputs, scales, strict=True)]
-        return merge_updates(codec, state.head.weights, values, self.swarm.outer_lr)
-
-    @property
-    def finished(self) -> bool:
-        return all(state.version >= self.swarm.rounds for state in self.blocks)
-
-
-def _merge_input(one: Accepted, scale: float, head: Base) -> MergeInput:
-    own_base = one.update.base
-    assert own_base is not None
-    return MergeInput(
-        update_id=one.update_id,
-        weight=one.verdict.weight,
-        scale=scale,
-        tensors=one.tensors,
-        base=None if own_base.version == head.version else own_base.weights,
-    )
-
-
-def _merged(one: Accepted, version: int) -> Merged:
-    update = one.update
-    assert update.base is not None
-    age = version - update.base.version
-    return Merged(one.worker, update.payload_hash, age, one.verdict.weight, one.norm)
+            self.clock.at(self.clock.now, partial(watcher, block))

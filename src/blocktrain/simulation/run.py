@@ -14,29 +14,20 @@ from typing import Any, Literal
 
 import torch
 
-from blocktrain.client.run import Layout
-from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe, SwarmConfig
 from blocktrain.data.batches import open_batches
 from blocktrain.data.corpora import open_text
-from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block
 from blocktrain.simulation.clock import VirtualClock
-from blocktrain.simulation.coordinator import BlockState, SimulatedCoordinator
+from blocktrain.simulation.coordinator import SimulatedCoordinator, SimulationError
 from blocktrain.simulation.networks import STANDS_FOR_PARAMETERS, Machine, Network
 from blocktrain.simulation.workers import CarryWorker, DropWorker, Site
 from blocktrain.training.evaluation import Evaluation, Evaluator
 from blocktrain.training.setup import Setup, with_swarm_schedule
-from blocktrain.training.snapshot import load_into, schema_of, snapshot_hash, tensors_of
-from blocktrain.wire.codec import CodecSpec, frame_length
+from blocktrain.training.snapshot import load_into
 from blocktrain.worker.training import LocalTraining
 
 Policy = Literal["drop", "carry"]
-
-
-class SimulationError(BlocktrainError):
-    """A simulated run that cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +41,9 @@ class Scenario:
     evaluate_every: int = 1
     """Rounds between two scores; the last round is always scored."""
     device: torch.device = torch.device("cpu")
+    judged: bool = False
+    """With the recipe's judge, guard, probation and bans. Off by default, even where the recipe names a
+    judge: the published tables are about networks and policies alone."""
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -83,55 +77,43 @@ Watcher = Callable[[ScoredRound], None]
 
 class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
-        self.scenario, self.watch = scenario, watch
-        self.recipe = scenario.seeded_recipe
-        self.text = open_text(self.recipe)
-        self._build_training()
+        self.scenario, self.watch, device = scenario, watch, scenario.device
+        self.recipe = recipe = scenario.seeded_recipe
+        self.text = open_text(recipe)
+        setup = Setup.of_swarm(recipe, self.text.manifest.vocabulary)
+        codebook, shards = setup.codebook().to(device), open_batches(recipe, self.text, device)
+        self.evaluator = Evaluator(setup.objective, codebook(), recipe.evaluation, seed=recipe.seed)
+        self.assembled = [setup.initial(b).to(device).eval() for b in range(recipe.model.blocks)]
+
         self.clock = VirtualClock()
-        self.coordinator = self._build_coordinator()
-        self.sites = [self._site(index) for index in range(scenario.num_workers)]
-        self.workers = [self._worker(site) for site in self.sites]
-        self.scored: list[ScoredRound] = []
-
-    # --- building
-
-    def _build_training(self) -> None:
-        recipe, device = self.recipe, self.scenario.device
-        self.setup = Setup.of_swarm(recipe, self.text.manifest.vocabulary)
-        self.objective = self.setup.objective
-        self.codebook = self.setup.codebook().to(device)
-        self.shards = open_batches(recipe, self.text, device)
-        self.evaluator = Evaluator(self.objective, self.codebook(), recipe.evaluation, seed=recipe.seed)
-        self.assembled = [self._build_block(b).eval() for b in range(recipe.model.blocks)]
-
-    def _build_block(self, block: int) -> Block:
-        return self.setup.initial(block).to(self.scenario.device)
-
-    def _build_coordinator(self) -> SimulatedCoordinator:
-        swarm, network, seed = self.scenario.swarm, self.scenario.network, self.scenario.seed
-        states, layouts, codec = [], [], CodecSpec.parse(swarm.codec)
-        for index, block in enumerate(self.assembled):
-            weights, schema = tensors_of(block), schema_of(block)
-            first = Base(0, snapshot_hash(weights), weights)
-            states.append(BlockState(first))
-            layouts.append(Layout(index, codec, schema, frame_length(codec, schema), first.hash))
-        machines = [Machine(network, seed, index) for index in range(self.scenario.num_workers)]
-        return SimulatedCoordinator(swarm, layouts, self.clock, states, machines, self.objective)
-
-    def _site(self, index: int) -> Site:
-        return Site(
-            index=index,
-            machine=self.coordinator.machines[index],
-            clock=self.clock,
-            coordinator=self.coordinator,
-            training=LocalTraining(self.setup, self.shards, self.codebook, self.scenario.device),
-            stands_for=self.scenario.stands_for,
+        machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
+        self.coordinator = SimulatedCoordinator(
+            dataclasses.replace(recipe, swarm=scenario.swarm),
+            self.text,
+            self.clock,
+            machines,
+            judged=scenario.judged,
         )
-
-    def _worker(self, site: Site) -> CarryWorker | DropWorker:
-        if self.scenario.policy == "carry":
-            return CarryWorker(site)
-        return DropWorker(site, site.index % self.recipe.model.blocks)
+        # Text and codebook are shared by all workers; each has weights and an optimizer of its own.
+        self.sites = [
+            Site(
+                index=index,
+                machine=machine,
+                clock=self.clock,
+                coordinator=self.coordinator,
+                training=LocalTraining(setup, shards, codebook, device),
+                stands_for=scenario.stands_for,
+            )
+            for index, machine in enumerate(machines)
+        ]
+        # The litepaper's workers have fixed seats; ours go where the scheduler sends them.
+        self.workers: list[CarryWorker | DropWorker] = [
+            CarryWorker(site)
+            if scenario.policy == "carry"
+            else DropWorker(site, site.index % recipe.model.blocks)
+            for site in self.sites
+        ]
+        self.scored: list[ScoredRound] = []
 
     # --- running
 
@@ -140,7 +122,7 @@ class Simulation:
         for worker in self.workers:
             worker.start()
         if not self.clock.run(until=lambda: self.coordinator.finished):
-            versions = ", ".join(str(state.version) for state in self.coordinator.blocks)
+            versions = ", ".join(str(state.head.version) for state in self.coordinator.blocks)
             raise SimulationError(f"nothing is left to happen with blocks at versions {versions}")
         self._score_if_due()
         return self.report()
@@ -149,16 +131,14 @@ class Simulation:
         self._score_if_due()
 
     def _score_if_due(self) -> None:
-        round_ = min(state.version for state in self.coordinator.blocks)
+        round_ = min(state.head.version for state in self.coordinator.blocks)
         due = round_ % self.scenario.evaluate_every == 0 or self.coordinator.finished
+        # Blocks do not wait for one another: a round's model exists when its slowest block has closed it.
         if due and round_ > (self.scored[-1].round if self.scored else 0):
-            self._score(round_)
-
-    def _score(self, round_: int) -> None:
-        found = self.score()
-        blocks = tuple(score.ce for score in found.blocks)
-        self.scored.append(ScoredRound(round_, self.clock.now, found.consensus.ce, blocks))
-        self.watch(self.scored[-1])
+            found = self.score()
+            blocks = tuple(score.ce for score in found.blocks)
+            self.scored.append(ScoredRound(round_, self.clock.now, found.consensus.ce, blocks))
+            self.watch(self.scored[-1])
 
     def score(self) -> Evaluation:
         """The heads, composed, on the held-out text."""
@@ -167,6 +147,7 @@ class Simulation:
         config = self.recipe.evaluation
         pool = self.text.first_tokens("pooling", config.pooling_bytes)
         valid = self.text.first_tokens("held_out", config.max_bytes)
+        # Pooling weights are fitted on text of their own, so the score is of text that nothing has seen.
         weights = self.evaluator.fit_weights(self.assembled, pool)
         return self.evaluator.score(self.assembled, weights, valid, euler=False)
 
@@ -174,10 +155,13 @@ class Simulation:
 
     def report(self) -> dict[str, Any]:
         scenario, states = self.scenario, self.coordinator.blocks
-        merged = [one for state in states for merge in state.merges for one in merge.inputs]
-        assigned = sum(len(shards) for state in states for shards in state.shards.values())
-        wall = max(merge.closed for state in states for merge in state.merges)
-        ages = Counter(one.age for one in merged)
+        merges = [merge for state in states for merge in state.merges]
+        merged = [one for merge in merges for one in merge.inputs]
+        # A merge into version v was due on base v - 1; an older base makes the update that much late.
+        ages = Counter(merge.version - 1 - one.base_version for merge in merges for one in merge.inputs)
+        # The run ends with the last merge; what is still being trained or sent then is in no table.
+        wall = max(closed for state in states for closed in state.closed)
+        refused = self.coordinator.refusals()
         return {
             "name": scenario.recipe.name,
             "network": scenario.network.name,
@@ -192,13 +176,13 @@ class Simulation:
             "ce": [dataclasses.asdict(one) for one in self.scored],
             "participation": participation(ages[0], scenario.swarm.rounds, scenario.num_workers),
             "merged_share": participation(len(merged), scenario.swarm.rounds, scenario.num_workers),
-            "assigned": assigned,
+            "assigned": self.coordinator.num_assigned(),
             "ages": {str(age): ages[age] for age in sorted(ages)},
             "weight_merged": sum(one.weight for one in merged),
-            "empty_rounds": sum(not merge.inputs for state in states for merge in state.merges),
-            "refused": sum(
-                verdict.outcome.value == "refused" for state in states for _, verdict in state.verdicts
-            ),
+            "empty_rounds": sum(not merge.inputs for merge in merges),
+            "judged": scenario.judged,
+            "refused": sum(refused.values()),
+            "refused_for": refused,
             "wall_seconds": wall,
             "computing_share": sum(site.seconds_computing for site in self.sites) / wall / len(self.sites),
             "bytes_up": sum(site.num_bytes["up"] for site in self.sites),

@@ -22,13 +22,11 @@ from torch import Tensor
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base, snapshot_route
-from blocktrain.coordinator.decisions.scheduling import Offer
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import Machine
 from blocktrain.training.update import Weights
-from blocktrain.validation.ruling import Ruling, age_ruling
-from blocktrain.wire.messages import Assignment, Outcome
+from blocktrain.wire.messages import Assignment, Verdict
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate
 from blocktrain.worker.logic import WorkerLogic, may_step, own_steps
 from blocktrain.worker.training import LocalTraining
@@ -51,8 +49,12 @@ class Site:
     """Block to the version that is here as a frozen one; version 0 comes from the seed."""
     seconds_computing: float = 0.0
 
+    @property
+    def worker_id(self) -> str:
+        return self.coordinator.worker_ids[self.index]
+
     def layout(self, block: int) -> Layout:
-        return self.coordinator.layouts[block]
+        return self.coordinator.blocks[block].layout
 
     def payload_bytes(self, block: int) -> float:
         return self.layout(block).payload_bytes * self.stands_for / self.layout(block).schema.num_values
@@ -62,8 +64,9 @@ class Site:
 
     def fetched_bytes(self, block: int, held: int, wanted: int) -> float:
         """By the cheaper way: others' payloads of the merges in between, or the whole snapshot."""
+        # A worker has its own payloads; only the others' must be fetched.
         merges = self.coordinator.blocks[block].merges[held:wanted]
-        others = sum(one.worker != self.index for merge in merges for one in merge.inputs)
+        others = sum(one.worker_id != self.worker_id for merge in merges for one in merge.inputs)
         chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block, wanted)
         rebuild, _ = snapshot_route(
             wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
@@ -88,9 +91,10 @@ class Site:
         seconds = self.machine.down_seconds(num_bytes) if num_bytes else 0.0
         self.clock.at(self.machine.done_at(self.clock.now, seconds), action)
 
-    def upload(self, update: PendingUpdate, done: Callable[[Ruling | None], None]) -> None:
+    def upload(self, update: PendingUpdate, done: Callable[[Verdict | None], None]) -> None:
         """Commit, then reveal; `done` gets the verdict, or None if the commit was refused."""
-        if self.coordinator.commit(self.index, update) is not None:
+        # A refused commit costs a round trip and no payload.
+        if not self.coordinator.commit(self.index, update):
             self.clock.at(self.clock.now + self.machine.network.latency_seconds, lambda: done(None))
             return
         num_bytes = self.payload_bytes(update.block)
@@ -118,6 +122,7 @@ class TimedSteps:
     def allow(self, steps: int) -> float:
         """May go on until `steps` are taken; returns when that will be."""
         self.catch_up()
+        # It was waiting for a snapshot: the time that passed meanwhile was no training.
         if self.update.step == self.allowed:
             self._since, self._taken_then = self.site.clock.now, self.update.step
         self.allowed = steps
@@ -126,6 +131,7 @@ class TimedSteps:
     def catch_up(self) -> None:
         """Take the steps that are due by now."""
         worked = self.site.machine.worked_seconds(self._since, self.site.clock.now)
+        # The small number keeps a step that ends at this very moment from being lost to rounding.
         due = min(self.allowed, self._taken_then + math.floor(worked / self._seconds + 1e-6))
         while self.update.step < due:
             self.site.training.step(self.update)
@@ -150,10 +156,11 @@ class DropWorker:
         if block != self.block or head.version >= coordinator.swarm.rounds or head.version <= self._round:
             return
         self._round = head.version
-        offer = Offer(self.block, head.version, "its block's next round")
-        update = PendingUpdate.of(coordinator.lend(self.site.index, offer))
-        assert update.assignment is not None
-        update.frozen, num_bytes = self.site.bring(update.assignment, whole=True)
+        assignment = coordinator.lend(self.site.index, self.block)
+        if assignment is None:
+            return
+        update = PendingUpdate.of(assignment)
+        update.frozen, num_bytes = self.site.bring(assignment, whole=True)
         num_bytes += self.site.snapshot_bytes(self.block, head.version)
         self.site.after_download(num_bytes, partial(self._begin, update, head))
 
@@ -202,16 +209,15 @@ class CarryWorker:
     def _ask(self) -> None:
         if self._steps is not None or not self.logic.should_ask(self.site.clock.now):
             return
-        coordinator, request = self.site.coordinator, self.logic.request()
-        holding = {int(block): version for block, version in request.holding.items()}
-        decision = coordinator.next_decision(self.site.index, holding)
-        if not isinstance(decision, Offer):
+        coordinator = self.site.coordinator
+        assignment = coordinator.ask(self.site.index, self.logic.request())
+        update = None if assignment is None else self.logic.lent(assignment)
+        if update is None:
             return
-        update = self.logic.lent(coordinator.lend(self.site.index, decision))
-        assert update is not None
         assert update.assignment is not None
         update.frozen, num_bytes = self.site.bring(update.assignment, whole=False)
         base = coordinator.blocks[update.block].head
+        # Nothing to fetch: the local weights are further than any snapshot.
         if update.block in self.logic.blocks and not update.frozen:
             self._begin(update, base)
             return
@@ -233,6 +239,7 @@ class CarryWorker:
         logic.begin_next(self.site.clock.now)
         progress, before = logic.blocks[block], training.progress
         if before is not progress:
+            # Unfinished progress in the block that is left goes to error feedback; its optimizer is kept.
             if before is not None:
                 before.abandon(training.weights())
                 self._left_optimizers[before.block] = training.optimizer_state()
@@ -258,6 +265,7 @@ class CarryWorker:
             )
             for step in range(assignment.steps)
         )
+        # Allowed in two parts at most: up to the run-ahead bound, and the rest when the snapshot is here.
         if allowed > steps.allowed:
             at = steps.allow(allowed)
             if allowed == assignment.steps:
@@ -296,7 +304,7 @@ class CarryWorker:
             self.logic.blocks[update.block].form(update)
             self.site.upload(update, partial(self._judged, update))
 
-    def _judged(self, update: PendingUpdate, verdict: Ruling | None) -> None:
+    def _judged(self, update: PendingUpdate, verdict: Verdict | None) -> None:
         progress = self.logic.blocks[update.block]
         self._catch_up(progress)
         progress.judged(update, verdict)
@@ -309,14 +317,13 @@ class CarryWorker:
     # --- new snapshots
 
     def _new_head(self, block: int) -> None:
-        steps, coordinator = self._steps, self.site.coordinator
-        if steps is not None:
-            # What a heartbeat's answer says; the progress stays in the local weights, for the next update.
-            age = coordinator.blocks[steps.update.block].version - steps.update.round
-            if age_ruling(age, coordinator.swarm).outcome is Outcome.REFUSED:
-                steps.catch_up()
-                self.logic.cancel(steps.update)
-                self._steps = None
+        steps = self._steps
+        here = steps is not None and steps.update.block == block
+        if steps is not None and here and self.site.coordinator.cancels(self.site.index, steps.update):
+            # The progress stays in the local weights, and is part of the next update.
+            steps.catch_up()
+            self.logic.cancel(steps.update)
+            self._steps = None
         if block in self.logic.blocks:
             self.site.clock.at(self.site.clock.now + IDLE_WATCH_SECONDS, partial(self._look, block))
         self._ask()
@@ -333,7 +340,9 @@ class CarryWorker:
     def _fetched(self, progress: BlockProgress, head: Base) -> None:
         self._fetching.discard(progress.block)
         merges = self.site.coordinator.blocks[progress.block].merges[progress.base.version : head.version]
-        mine = {one.payload_hash for merge in merges for one in merge.inputs if one.worker == self.site.index}
+        # Own updates in these merges are settled: their progress is part of the new snapshot.
+        inputs, worker_id = [one for merge in merges for one in merge.inputs], self.site.worker_id
+        mine = {one.payload_hash for one in inputs if one.worker_id == worker_id}
         self._catch_up(progress)
         progress.advance(head, mine)
         self._pick_up_move(progress)

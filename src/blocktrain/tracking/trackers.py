@@ -14,13 +14,15 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from blocktrain.errors import UserError
-from blocktrain.training.local import Observer
-from blocktrain.training.report import TrainingReport
-from blocktrain.training.storage import explained_errors
-from blocktrain.wire.messages import StatusAnswer
+from blocktrain.files import explained_errors
+
+if TYPE_CHECKING:  # `--help` reads `TrackerName` from here, and must not wait for torch
+    from blocktrain.training.local import Observer
+    from blocktrain.training.report import TrainingReport
+    from blocktrain.wire.messages import StatusAnswer
 
 log = logging.getLogger(__name__)
 

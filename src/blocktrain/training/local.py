@@ -41,7 +41,16 @@ from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
-from blocktrain.training.storage import read_tensors, stored_run, write_file, write_json, write_tensors
+from blocktrain.training.storage import (
+    SEAL,
+    read_tensors,
+    seal_is_broken,
+    seal_of,
+    stored_run,
+    write_file,
+    write_json,
+    write_tensors,
+)
 
 # A curve of 200 points draws well, and the loss leaves the device 200 times and not at every step, which
 # would stall CUDA.
@@ -346,11 +355,23 @@ class Group:
             "peak_bytes": self.run.memory.peak_bytes,
             "curves": {unit.name: unit.curve for unit in self.units},
         }
-        write_tensors(self.path, tensors, {"progress": json.dumps(progress)})
+        metadata = {"progress": json.dumps(progress)}
+        write_tensors(self.path, tensors, metadata | {SEAL: seal_of(tensors, metadata)})
+
+    def _start_over(self) -> str:
+        names = " and ".join(unit.name for unit in self.units)
+        return f"remove the file to train {names} again from the start, or restore it from a backup"
 
     def load(self) -> int:
         """Restore the saved state; returns the step to go on from."""
-        tensors, metadata = read_tensors(self.path)
+        try:
+            tensors, metadata = read_tensors(self.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self._start_over()}") from None
+        if seal_is_broken(tensors, metadata):
+            raise CheckpointError(
+                f"{self.path} is not what was written: the disk or a copy changed it; {self._start_over()}"
+            )
         if "progress" not in metadata:
             raise CheckpointError(f"{self.path} is not training state of this program; start a new --out")
 

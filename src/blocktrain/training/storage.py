@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,21 +13,11 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from blocktrain.errors import CheckpointError, StorageError, UserError
-from blocktrain.files import write_whole
-
-
-@contextmanager
-def explained_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, "
-            "then run again with --resume"
-        ) from error
+from blocktrain.errors import CheckpointError, UserError
+from blocktrain.files import explained_errors, write_whole
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -51,6 +42,28 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or not safetensors: {error}") from None
+
+
+SEAL = "sha256"
+"""Key in the metadata of state files. Unlike a checkpoint's files, nothing else names their hash, and a
+flipped bit in weights or momenta would go on into the run unseen."""
+
+
+def seal_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """A hash of everything in a safetensors file but its layout, which may differ between versions."""
+    digest = hashlib.sha256()
+    for key in sorted(metadata.keys() - {SEAL}):
+        digest.update(f"{key}\0{metadata[key]}\0".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def seal_is_broken(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bool:
+    """False for files of before there were seals."""
+    return SEAL in metadata and metadata[SEAL] != seal_of(tensors, metadata)
 
 
 def stored_run(path: Path) -> dict[str, Any]:

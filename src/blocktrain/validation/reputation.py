@@ -83,6 +83,11 @@ def after_withholding(standing: Standing) -> Standing:
     return replace(standing, withheld=standing.withheld + 1)
 
 
+def after_giving_up(standing: Standing) -> Standing:
+    """One assignment too many was given up without an update: a bad mark, and no verdict."""
+    return replace(standing, good=FORGETTING * standing.good, bad=FORGETTING * standing.bad + 1)
+
+
 def uptime(standing: Standing, known_seconds: float) -> float:
     """Share of the time since joining that it answered, times the share of its commits that it revealed."""
     # The first three broken commits are free: a crash between commit and payload happens to the honest.

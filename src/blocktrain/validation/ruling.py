@@ -116,12 +116,17 @@ def norm_ruling(
     return Ruling.refuse(VerdictReason.NORM, sentence, Mark.BAD if ratio > high else Mark.NEUTRAL)
 
 
-def duplicate_ruling(source: str, likeness: Likeness) -> Ruling | None:
+def duplicate_ruling(source: str, likeness: Likeness, *, same_base: bool) -> Ruling | None:
+    """Two equal updates of the same base prove nothing: assignments are public and training is deterministic,
+    so a faster machine can repeat a slow worker's step and commit first. From another base it is a copy."""
     if not likeness.is_copy:
         return None
     # The later commit is the copy, whoever was faster to send: commits are ordered before payloads are seen.
     sentence = f"{likeness.equal:.0%} of it equals update {source[:12]}, which was committed before"
-    return Ruling.refuse(VerdictReason.DUPLICATE, sentence, Mark.BAD)
+    if same_base:
+        sentence += " from the same snapshot; who was first depends on others, so the rating stays"
+    mark = Mark.NEUTRAL if same_base else Mark.BAD
+    return Ruling.refuse(VerdictReason.DUPLICATE, sentence, mark)
 
 
 def required_standard_errors(recent_scores: Sequence[float]) -> float:
@@ -147,7 +152,8 @@ def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, 
     # Asymmetric on purpose: three errors to count, two to be called harm. Of 36 updates of noise with the
     # honest norm, 29 were harm and 7 no gain; none passed (attack 4).
     if gain.is_loss(FINAL_STANDARD_ERRORS):
-        return Ruling.refuse(VerdictReason.HARMFUL, sentence, bad)
+        others = "; others were merged since its base, so the rating stays" if late else ""
+        return Ruling.refuse(VerdictReason.HARMFUL, sentence + others, bad)
     # Between the two it is noise: it does not count, and it is not held against the worker.
     needed = f"; to count it must fall by more than {required:.1f} standard errors (longer rounds show more)"
     return Ruling.refuse(VerdictReason.NO_GAIN, sentence + needed)

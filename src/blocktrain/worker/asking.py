@@ -67,6 +67,7 @@ class Asking:
             try:
                 answer = self.client.ask(logic.request())
             except RequestRefused as refusal:
+                # The coordinator was restored from an older copy, or never knew us: neither ends a worker.
                 if refusal.reason == "not_joined":
                     self.membership.join()
                 elif logic.current is not None and refusal.reason in UNKNOWN_REASONS:
@@ -88,6 +89,7 @@ class Asking:
         """As long as asked, but not longer than until the block moves on, which is what is waited for."""
         current, seconds = self.logic.current, min(max(answer.seconds, TICK_SECONDS), LONGEST_PAUSE_SECONDS)
         if current is None or current.state is not PendingState.ASSIGNED:
+            # While it trains ahead, waiting for the next assignment is no news.
             self.view.waiting(answer.reason)
         progress = None if current is None else self.logic.blocks.get(current.block)
         if progress is None:
@@ -114,6 +116,7 @@ class Asking:
                     f"{what}; that was so {MAX_DECLINED} times: ask the operator to restore the snapshots"
                 ) from None
             self.view.line(f"declined {what}; asking for another assignment")
+            # Only a courtesy: an assignment that is not handed back lapses with its lease.
             with contextlib.suppress(BlocktrainError):
                 self.client.hand_back(assignment.assignment_id)
             self.logic.cancel(update)
@@ -126,6 +129,7 @@ class Asking:
         while not logic.stop.wait(TICK_SECONDS):
             slept = slept_seconds(wall=time.time() - wall, monotonic=time.monotonic() - monotonic)
             wall, monotonic = time.time(), time.monotonic()
+            # Connections from before a sleep look alive and are not; our leases may have lapsed.
             if slept is not None:
                 self.view.line(f"woke after {slept:.0f} s asleep; opening new connections")
                 self.client.reconnect()

@@ -201,6 +201,7 @@ class BlockProgress:
         the feedback, so delivering it again would return that share twice.
         """
         with self.changed:
+            # Killed while encoding, a worker has no payload yet, so the feedback must still be whole on disk.
             feedback = self._feedback
             if self._being_encoded is not None:
                 feedback = fold_back(feedback, self._being_encoded)
@@ -225,6 +226,7 @@ class BlockProgress:
     def begin(self) -> Weights:
         """The weights to start from: the snapshot, and updates on their way if there are any."""
         with self.changed:
+            # The weights to start from contain every move so far.
             self._move, self._move_is_new = None, False
             newest = self._newest()
         return newest.now()
@@ -273,6 +275,7 @@ class BlockProgress:
         with self.changed:
             origin, local = self._newest().now(), self._marked(weights).now()
             delta = difference(origin, local)
+            # A diverged block must not poison the feedback: one NaN in it would be in every later update.
             if not is_same(origin, local) and is_finite(delta):
                 self._feedback = fold_back(self._feedback, delta)
 
@@ -287,6 +290,7 @@ class BlockProgress:
         """
         with self.changed:
             base, origin = self._base, self._origin(update)
+            # Taken out under the lock: a share that returns meanwhile belongs to the next update.
             feedback, self._being_encoded, self._feedback = self._feedback, self._feedback, None
         encoded = encode_update(
             self.layout.codec,
@@ -366,6 +370,7 @@ class BlockProgress:
                 base, merged = base or self._base, set(merged)
                 settled, given_up = 0, []
                 for update in self._pending:
+                    # It has no payload yet, so no merge can hold it.
                     if update.state is PendingState.TRAINED:
                         break
                     if update.state is not PendingState.GONE and update.payload_hash not in merged:
@@ -381,6 +386,7 @@ class BlockProgress:
             returned = [self._delta(update) for update in given_up]
             with self.changed:
                 self._pending = self._pending[settled:]
+                # Marks move along, or an update formed later would take back what others did to the block.
                 for update in self._pending:
                     update.weights = update.weights.moved(shift)
                 self._move = MovedWeights(shift) if self._move is None else self._move.moved(shift)

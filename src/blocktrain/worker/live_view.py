@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.client.traffic import Traffic
+from blocktrain.worker.shifts import Contribution
 
 SHOWN_LINES = 8
 LINE_SECONDS = 5.0
@@ -33,6 +34,7 @@ class PlainView:
         self.loss: float | None = None
         self.note = "starting"
         self.verdicts: Counter[str] = Counter()
+        self.given = Contribution()
         self._lock = threading.Lock()
         self._shown_at = 0.0
 
@@ -51,6 +53,7 @@ class PlainView:
         print(text, file=self.stream, flush=True)
 
     def waiting(self, reason: str) -> None:
+        # Asked every second, a waiting worker would otherwise say the same thing every second.
         if self.note != reason:
             self.note = reason
             self.line(f"wait reason={reason!r}")
@@ -62,6 +65,7 @@ class PlainView:
     def stepped(self, step: int, loss: float | None) -> None:
         self.step, self.loss = step, self.loss if loss is None else loss
         now = time.monotonic()
+        # A step may take milliseconds; a log of every one would be larger than the snapshots.
         if now - self._shown_at >= LINE_SECONDS:
             self._shown_at = now
             self._still_training()
@@ -77,6 +81,7 @@ class PlainView:
 
     def judged(self, block: int, round_: int, outcome: str, age: int, sentence: str) -> None:
         self.verdicts[outcome] += 1
+        self.given.verdicts[outcome] += 1
         self.line(f"verdict block={block} round={round_} outcome={outcome} age={age} reason={sentence!r}")
 
     def rebased(self, block: int, version: int) -> None:
@@ -95,6 +100,8 @@ class LiveView(PlainView):
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A worker that was refused has nothing to show, and its panel would hide the sentence that says why.
+        self._live.transient = self.block is None and not self._lines
         self._live.stop()
 
     def _write(self, text: str) -> None:
@@ -123,6 +130,7 @@ class LiveView(PlainView):
 
 def open_view(worker: str, traffic: Traffic) -> PlainView:
     console = Console(stderr=True)
+    # A table that redraws itself makes a mess of a log file.
     return LiveView(worker, traffic, console) if console.is_terminal else PlainView(worker, traffic)
 
 

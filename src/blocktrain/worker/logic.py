@@ -63,6 +63,7 @@ def asks_for_next(*, steps_done: int, steps: int, elapsed_seconds: float) -> boo
     """
     if steps_done >= steps or steps_done >= PREFETCH_SHARE * steps:
         return True
+    # Before the first step nobody knows how long one takes.
     if not steps_done:
         return False
     return elapsed_seconds / steps_done * (steps - steps_done) <= PREFETCH_SECONDS
@@ -132,6 +133,7 @@ class WorkerLogic:
     def lent(self, assignment: Assignment) -> PendingUpdate | None:
         """The coordinator lent an assignment; None if it is the one in hand, lent a second time."""
         with self.changed:
+            # The coordinator repeats an open lease, as its first answer may have been lost on the way.
             if self.current is not None and self.current.assignment == assignment:
                 return None
             self.preparing = PendingUpdate.of(assignment)
@@ -222,6 +224,7 @@ class WorkerLogic:
 
     def next_to_send(self) -> PendingUpdate | None:
         with self.changed:
+            # Oldest first: a later update is formed against the mark of the one before it.
             self.sending = self._unsent.popleft() if self.can_send() else self.sending
             return self.sending
 
@@ -255,6 +258,7 @@ class WorkerLogic:
         """Let go of a block that was left, once nothing of it is on its way; whether it is gone."""
         with self.changed:
             used = {one.block for one in (self.current, self.next, self.preparing) if one is not None}
+            # An update on its way needs its block: a late share of it may still return as error feedback.
             if block in used or self.blocks[block].pending():
                 return False
             del self.blocks[block]

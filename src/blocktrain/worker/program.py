@@ -32,6 +32,7 @@ from blocktrain.data.batches import open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -43,6 +44,7 @@ from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
 from blocktrain.worker.sending import Sending
+from blocktrain.worker.shifts import Contribution
 from blocktrain.worker.state import StateFolder, saving_is_due
 from blocktrain.worker.training import LocalTraining
 from blocktrain.worker.watching import Watching
@@ -70,10 +72,16 @@ class WorkerOptions:
     """Token from the operator, where the run asks for one."""
     label: str = ""
     """A name for people, shown on the coordinator's dashboard."""
+    max_up: float | None = None
+    """Bytes per second that it may send; None has no limit."""
+    max_down: float | None = None
 
 
-def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
-    """Train until the run is finished or `stop` is set."""
+def run_worker(
+    options: WorkerOptions, stop: threading.Event, contribution: Contribution | None = None
+) -> None:
+    """Train until the run is finished or `stop` is set; what was given is added to `contribution`."""
+    given = contribution or Contribution()
     try:
         TypeAdapter(messages.Label).validate_python(options.label)
     except ValidationError:
@@ -81,7 +89,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
             f"--label {options.label!r}: expected at most 64 letters, digits, spaces and . _ : ( ) / @ + -"
         ) from None
     identity = load_or_create(options.key or options.data_dir / "key.pem")
-    traffic = Traffic()
+    traffic = Traffic(max_up=options.max_up, max_down=options.max_down)
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
@@ -89,6 +97,7 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run)
+            check_fits(setup, options.device)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             cache = BlobCache(state.folder / "cache", options.cache_bytes)
             with state.locked():
@@ -97,11 +106,14 @@ def run_worker(options: WorkerOptions, stop: threading.Event) -> None:
                     text = FetchedText(client, run, cache, view.line)
                 else:
                     text = load_run_text(setup, run, options.corpus)
-                worker = Worker(options, client, view, state, cache, setup, text, run)
+                worker = Worker(options, client, view, state, cache, setup, text, run, given)
                 try:
                     worker.train()
                 finally:
                     worker.close()
+                    given.computing_seconds += traffic.seconds()[Spent.COMPUTING.value]
+                    given.bytes_up += sum(traffic.bytes_up().values())
+                    given.bytes_down += sum(traffic.bytes_down().values())
 
 
 @contextlib.contextmanager
@@ -133,7 +145,9 @@ class Worker:
         setup: Setup,
         text: RunText,
         run: RunAnswer,
+        given: Contribution,
     ) -> None:
+        self.given = view.given = given
         self.client, self.view, self.state, self.traffic = client, view, state, client.traffic
         self.stop, device = client.stop, options.device
         batches = open_batches(setup.recipe, text, device)
@@ -167,6 +181,7 @@ class Worker:
     def train(self) -> None:
         with unless_stopped(self.stop, f"joining {self.client.url}"):
             self.membership.join()
+        # Before the first assignment: its error feedback depends on what becomes of these.
         for layout in self.snapshots.layouts:
             self.sending.deliver_leftovers(layout.block)
         self.threads.start("asking", self.asking.run)
@@ -212,6 +227,7 @@ class Worker:
                 self.logic.wait(lambda: progress.base.version >= update.round, TICK_SECONDS)
                 waited += time.monotonic() - before
                 continue
+            # Between two steps, where nobody else touches the weights.
             if training.pick_up_move(update):
                 waited += time.monotonic() - before
             loss = training.step(update)
@@ -219,7 +235,9 @@ class Worker:
                 update.loss = float(loss) if torch.isfinite(loss) else None
                 read_at = time.monotonic()
             self.view.stepped(update.step, update.loss)
+        # A cancellation that comes after this line is seen by `_finish`, under the lock.
         goes_on = self._goes_on(update)
+        self.given.steps += update.step
         mean_loss = training.mean_loss(update) if goes_on else math.nan
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
         self.traffic.add_seconds(Spent.WAITING, waited)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base, Snapshots
-from blocktrain.client.traffic import Traffic
 from blocktrain.threads import Stopped
 from blocktrain.wire import messages
 from blocktrain.wire.messages import Account, CommitRequest, Outcome, Verdict
@@ -50,6 +49,7 @@ class Sending:
             assert update is not None
             progress = self.logic.blocks[update.block]
             progress.form(update)
+            # Payload first: a note on disk without its payload could not be delivered after a kill.
             self.snapshots.keep_payload(update.payload_hash, update.payload)
             self.state.save_progress(progress)
             self._deliver(progress, update)
@@ -87,6 +87,7 @@ class Sending:
             loss=update.loss,
             account=self._account(),
         )
+        # Every request may be repeated: the coordinator knows a commit and a payload by their hashes.
         verdict: Verdict | None = None
         while verdict is None:
             try:
@@ -118,11 +119,15 @@ class Sending:
             age = max(0, verdict.head_version - update.base.version)
             self.view.judged(update.block, update.round, verdict.outcome.value, age, verdict.sentence)
             if is_discarded(verdict.outcome, verdict.reason):
+                # What was trained ahead builds on the discarded update; the next heartbeat calls it off.
                 self.logic.hurry_heartbeats()
 
     def _account(self) -> Account:
         """What was spent since the last account."""
-        totals = _totals(self.client.traffic)
+        traffic = self.client.traffic
+        totals: dict[str, float] = dict(traffic.seconds())
+        totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
+        totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
         spent = {key: value - self._accounted.get(key, 0) for key, value in totals.items()}
         self._accounted = totals
         up, down = (
@@ -136,10 +141,3 @@ class Sending:
             up=messages.ByteCounts(**up),
             down=messages.ByteCounts(**down),
         )
-
-
-def _totals(traffic: Traffic) -> dict[str, float]:
-    totals: dict[str, float] = dict(traffic.seconds())
-    totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
-    totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
-    return totals

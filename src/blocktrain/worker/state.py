@@ -14,15 +14,15 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import safetensors.numpy
 import safetensors.torch
+import torch
 from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from blocktrain.client.snapshots import Base
-from blocktrain.errors import StorageError
+from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.files import locked_file, write_whole
+from blocktrain.training.storage import SEAL, read_tensors, seal_is_broken, seal_of
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Receipt
 from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
@@ -71,6 +71,7 @@ class StateFolder:
 
     def save_progress(self, progress: BlockProgress) -> None:
         """From any thread; the lock keeps an older moment from overwriting a newer one."""
+        # Both are read inside the lock: two threads that save at once write moments in order.
         with self._saving:
             self.save_feedback(progress.block, *progress.kept())
 
@@ -89,7 +90,8 @@ class StateFolder:
                 )
             )
         metadata = {"outbox": _Outbox(updates=entries).model_dump_json()}
-        self._write(f"block-{block}.feedback", safetensors.numpy.save(feedback or {}, metadata))
+        tensors = {name: torch.from_numpy(array) for name, array in (feedback or {}).items()}
+        self._write_tensors(f"block-{block}.feedback", tensors, metadata)
 
     def load_feedback(self, block: int) -> tuple[Weights | None, list[PendingUpdate]]:
         """Error feedback, and updates that an earlier process had formed (without payload and weights)."""
@@ -97,16 +99,17 @@ class StateFolder:
         if not path.exists():
             return None, []
         try:
-            with safe_open(path, "numpy") as file:
-                outbox = _Outbox.model_validate_json((file.metadata() or {}).get("outbox", "{}"))
-                feedback = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, ValidationError, OSError) as error:
+            tensors, metadata = self._read_tensors(path)
+            outbox = _Outbox.model_validate_json(metadata.get("outbox", "{}"))
+            feedback = {name: tensor.numpy() for name, tensor in tensors.items()}
+        except (CheckpointError, ValidationError) as error:
             self.report(f"error feedback in {path} is damaged ({error}); starting without")
             return None, []
         updates = [
             PendingUpdate(
                 assignment_id=entry.assignment_id,
                 block=block,
+                # The file has no round, and none is needed: the assignment is known by its id.
                 round=entry.base_version,
                 state=PendingState.FORMED,
                 loss=entry.loss,
@@ -120,15 +123,15 @@ class StateFolder:
     # --- optimizer, snapshot, the rest
 
     def save_optimizer(self, block: int, tensors: dict[str, Tensor]) -> None:
-        self._write(f"block-{block}.optimizer", safetensors.torch.save(tensors))
+        self._write_tensors(f"block-{block}.optimizer", tensors, {})
 
     def load_optimizer(self, block: int) -> dict[str, Tensor] | None:
         path = self.folder / f"block-{block}.optimizer"
         if not path.exists():
             return None
         try:
-            return dict(safetensors.torch.load_file(path))
-        except (SafetensorError, OSError) as error:
+            return self._read_tensors(path)[0]
+        except CheckpointError as error:
             self.report(f"optimizer state in {path} is damaged ({error}); starting without")
             return None
 
@@ -163,6 +166,16 @@ class StateFolder:
 
     def save_report(self, report: dict[str, object]) -> None:
         self._write("report.json", json.dumps(report, indent=1).encode())
+
+    def _write_tensors(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        sealed = metadata | {SEAL: seal_of(tensors, metadata)}
+        self._write(name, safetensors.torch.save(tensors, sealed))
+
+    def _read_tensors(self, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors, metadata = read_tensors(path)
+        if seal_is_broken(tensors, metadata):
+            raise CheckpointError("it is not what was written")
+        return tensors, metadata
 
     def _write(self, name: str, content: bytes) -> None:
         path = self.folder / name

@@ -68,6 +68,7 @@ class LocalTraining:
                 others.append(self._frozen_blocks[block])
             self.trainer.freeze(others)
             self._frozen = hashes
+        # Features of frozen blocks are computed for many steps at once: not for more than will be taken.
         self.trainer.window_end = update.assignment.first_step + own_steps(update.assignment)
         self._losses = torch.zeros((), device=self.device)
 
@@ -75,6 +76,7 @@ class LocalTraining:
         """One step of an update; its loss, on the device."""
         assert update.assignment is not None
         loss = self.trainer.step(*batch_of(update.assignment, update.step))
+        # Added up on the device: reading each loss would make a GPU wait for Python.
         self._losses += loss
         update.step += 1
         return loss
@@ -86,6 +88,7 @@ class LocalTraining:
         smaller the share of the move that is applied at once.
         """
         assert self.progress is not None
+        # In rounds: finished updates that the snapshot lacks, and the done share of the one under way.
         ahead = float(len(self.progress.pending()))
         if update is not None and update.assignment is not None:
             ahead += update.step / update.assignment.steps

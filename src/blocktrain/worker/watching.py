@@ -95,12 +95,14 @@ class Watching:
                 changed_at = time.monotonic()
             if (formed := progress.num_formed()) != known:
                 known, changed_at = formed, time.monotonic()
+            # The longer nothing happens, the less a late look matters: a quarter of the wait, at most 2 s.
             pause = watch_seconds(waiting=formed > 0, quiet_seconds=time.monotonic() - changed_at)
             self.logic.wait(lambda: progress.num_formed() > known, pause)  # noqa: B023
 
     def _look(self, progress: BlockProgress) -> bool:
         """Whether there was a new head."""
         block, before = progress.block, progress.base
+        # One small request; merges and payloads are asked for only when there is something new.
         if self.snapshots.client.block(block).head_version <= before.version:
             return False
         base, merges = self.snapshots.newest(block, before)

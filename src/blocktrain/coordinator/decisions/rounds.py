@@ -16,6 +16,9 @@ FEW_ARRIVALS = 4
 """Below this many observations a quantile means nothing; twice the slowest is used."""
 HISTORY_ARRIVALS = 32
 """How many of the latest offsets of a block count."""
+DEADLINE_STEP = 2.0
+"""A round is at most this many times as long, or as short, as the arrivals before its last round ask for.
+Six workers that revealed minutes late moved a deadline from 8 s to over 80 s in one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,13 @@ class RoundFacts:
     judging: tuple[float, ...] = ()
     """Arrival times of updates without a verdict."""
     history: Sequence[float] = ()
-    """Offsets of earlier rounds, the latest HISTORY_ARRIVALS."""
+    """Offsets of updates that counted in earlier rounds, the latest HISTORY_ARRIVALS. Refused ones are not
+    among them: who does no work must not bend the deadlines of those who do."""
+    before: Sequence[float] = ()
+    """The same without the last round."""
     this_round: Sequence[float] = ()
-    """Offsets of the open round."""
+    """Offsets of the open round, of updates that count or, while there are none, of those that came; read
+    only where there is no history."""
     merging: bool = False
     """A merge is under way: its inputs are fixed, and what arrives now belongs to the next one."""
     claimed_until: float | None = None
@@ -95,7 +102,7 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     wanted = max(1, max(len(awaited) + moved, swarm.replicas) - given_up) + extra
 
     # The deadline; while there is nothing to merge it is re-set by whole rounds until it is ahead.
-    seconds, deadline_reason = round_seconds(facts.history, facts.this_round, swarm)
+    seconds, deadline_reason = round_seconds(facts.history, facts.this_round, swarm, facts.before)
     deadline = period_began = None
     if facts.begun is None:
         deadline_reason = f"begins with the first assignment, then {seconds:.1f} s: {deadline_reason}"
@@ -138,25 +145,34 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
 
 
 def round_seconds(
-    history: Sequence[float], this_round: Sequence[float], swarm: SwarmConfig
+    history: Sequence[float], this_round: Sequence[float], swarm: SwarmConfig, before: Sequence[float] = ()
 ) -> tuple[float, str]:
-    """Length of a round from earlier rounds' offsets; from its own where there is no history yet."""
+    """Length of a round from earlier rounds' offsets; from its own where there is no history yet. The round
+    before this one was computed from `before`."""
     if swarm.policy == "drop":
         return swarm.drop_deadline_seconds, "fixed by swarm.drop_deadline_seconds (policy drop)"
     offsets = history or this_round
     if not offsets:
         return swarm.max_deadline_seconds, "nothing has arrived yet: swarm.max_deadline_seconds"
-    if len(offsets) < FEW_ARRIVALS:
-        wanted, reason = 2 * max(offsets), f"twice the slowest of {len(offsets)} arrivals"
-    else:
-        # The slack keeps equal workers from being cut off by their own jitter.
-        wanted = quantile(offsets, swarm.deadline_quantile) * swarm.deadline_slack
-        reason = (
-            f"{swarm.deadline_quantile:.0%} of the last {len(offsets)} arrivals took at most "
-            f"{wanted / swarm.deadline_slack:.1f} s, times {swarm.deadline_slack:g}"
-        )
+    wanted, reason = _wanted_seconds(offsets, swarm)
+    if before:
+        last = _wanted_seconds(before, swarm)[0]
+        near = min(max(wanted, last / DEADLINE_STEP), last * DEADLINE_STEP)
+        if near != wanted:
+            wanted, reason = near, f"{reason}; held to {near:.1f} s, as the round before had {last:.1f} s"
     seconds = min(max(wanted, swarm.min_deadline_seconds), swarm.max_deadline_seconds)
     return seconds, reason if seconds == wanted else f"{reason}, bounded to {seconds:g} s"
+
+
+def _wanted_seconds(offsets: Sequence[float], swarm: SwarmConfig) -> tuple[float, str]:
+    """What these arrivals ask for, before any bound."""
+    if len(offsets) < FEW_ARRIVALS:
+        return 2 * max(offsets), f"twice the slowest of {len(offsets)} arrivals"
+    # The slack keeps equal workers from being cut off by their own jitter.
+    slowest = quantile(offsets, swarm.deadline_quantile)
+    share, slack = f"{swarm.deadline_quantile:.0%}", swarm.deadline_slack
+    reason = f"{share} of the last {len(offsets)} arrivals took at most {slowest:.1f} s, times {slack:g}"
+    return slowest * slack, reason
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -186,7 +202,7 @@ def extra_steps(
     known yet.
     """
     others = len(facts.live - {worker})
-    seconds_left = round_seconds(facts.history, (), swarm)[0] if facts.history else None
+    seconds_left = round_seconds(facts.history, (), swarm, facts.before)[0] if facts.history else None
     if round_ == facts.version:
         # In the open round a replica that has delivered is not missing, and only the rest of it is left.
         others += state.on_time

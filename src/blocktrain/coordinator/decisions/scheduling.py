@@ -18,6 +18,10 @@ PAUSE_SECONDS = 0.5
 FULL_SECONDS = 30.0
 """How long a worker waits where all seats are taken: seats get free when workers leave, not every round."""
 TOO_SMALL_SECONDS = 60.0
+MAX_GIVEN_UP = 10
+"""Assignments that a worker may give up without an update in GIVEN_UP_SECONDS. One that declines, restarts
+and moves gives up two or three; one that did nothing else wrote 45 ledger entries a second."""
+GIVEN_UP_SECONDS = 600.0
 ROUNDS_WORTH_A_SNAPSHOT = 4
 """With fewer rounds left, a block that has its replicas is not worth another worker's download: at the end of
 T7 such help moved 647 MB of snapshots for two updates, beside 259 MB of payloads in the whole run."""
@@ -144,6 +148,19 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
     if has_replicas and few_left and best.view.version > 0 and not at_hand:
         return Pause(PAUSE_SECONDS, f"the last rounds of block {best.view.block} have their workers")
     return _offer(best, f"block {best.view.block} has the fewest workers ({best.view.seats})")
+
+
+def pause_after_giving_up(lent: Sequence[float], now: float) -> Pause | None:
+    """How long a worker waits that has given up too much; `lent` has the times at which those assignments
+    were lent. Every one is three or four entries in a ledger that nobody can shorten."""
+    recent = sorted(at for at in lent if at > now - GIVEN_UP_SECONDS)
+    if len(recent) < MAX_GIVEN_UP:
+        return None
+    return Pause(
+        recent[-MAX_GIVEN_UP] + GIVEN_UP_SECONDS - now,
+        f"this worker gave up {len(recent)} assignments within {GIVEN_UP_SECONDS:.0f} s without an update, "
+        "as many as it may; deliver the next one",
+    )
 
 
 def _offer(one: _Candidate, reason: str) -> Offer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -27,6 +28,7 @@ from blocktrain.coordinator.metrics import CountTraffic
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.errors import StorageError
+from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import ErrorAnswer, ErrorReason
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         # Not at import: both belong to the event loop that serves.
         app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
         app.state.decoding = CapacityLimiter(DECODING_THREADS)
+        app.state.bodies = Counter[WorkerId]()
         yield
 
     # No /docs: its page would load scripts from another origin. /openapi.json is served.

@@ -23,14 +23,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from blocktrain.connections import MIN_BYTES_PER_SECOND
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import MAX_BODY_BYTES, ErrorReason
 from blocktrain.wire.signing import SignatureError, VerifiedRequest, verify_request
 
-# Slower bodies only hold connections: with 500 slow sockets open an honest round took 2.7 s (attack 14).
-MIN_BYTES_PER_SECOND = 16 * 1024
 BODY_GRACE_SECONDS = 30.0
 """A body may take this long, plus its length at the minimum rate."""
 

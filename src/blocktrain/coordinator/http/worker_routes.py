@@ -3,7 +3,9 @@ deciding and writing is the service's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
@@ -21,11 +23,15 @@ from blocktrain.coordinator.http.signed_requests import (
     received_file,
     verified,
 )
+from blocktrain.coordinator.refusals import Refusal
 from blocktrain.wire import messages
+from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import ErrorReason
 
 worker_routes = APIRouter()
 
+MAX_BODIES_PER_WORKER = 4
+"""One for each of two blocks, and one more try of each where a connection was lost."""
 OWN_ASSIGNMENT = (ErrorReason.NOT_FOUND, ErrorReason.NOT_YOURS)
 
 
@@ -130,8 +136,27 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
         async for _ in checked_body(request, signature):
             pass
         return expected.verdict
-    async with received_file(request, signature) as (file, content_hash):
-        return await _in_decoding_thread(request, service.updates.reveal, expected, file, content_hash)
+    async with _body_place(request, signature.worker_id), received_file(request, signature) as (file, found):
+        return await _in_decoding_thread(request, service.updates.reveal, expected, file, found)
+
+
+@asynccontextmanager
+async def _body_place(request: Request, worker_id: WorkerId) -> AsyncIterator[None]:
+    """Each body on its way is a file of up to a whole payload: one worker has only so many at a time."""
+    bodies: Counter[WorkerId] = request.app.state.bodies
+    if bodies[worker_id] >= MAX_BODIES_PER_WORKER:
+        raise Refusal(
+            ErrorReason.UNAVAILABLE,
+            f"{MAX_BODIES_PER_WORKER} payloads of this worker are on their way already",
+            "let one of them arrive or end, then send it again",
+        )
+    bodies[worker_id] += 1
+    try:
+        yield
+    finally:
+        bodies[worker_id] -= 1
+        if not bodies[worker_id]:
+            del bodies[worker_id]
 
 
 @worker_routes.post(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -113,8 +113,19 @@ class Blobs:
                 yield bytes(piece)
 
     def delete(self, key: str) -> None:
-        with _translated(key):
-            obstore.delete(self._store, key)
+        """Safe to repeat."""
+        try:
+            with _translated(key):
+                obstore.delete(self._store, key)
+        except BlobMissing:
+            pass
+
+    def delete_older(self, prefix: str, before: datetime) -> None:
+        with _translated(prefix):
+            for page in obstore.list(self._store, prefix):
+                for found in page:
+                    if found["last_modified"] < before:
+                        obstore.delete(self._store, found["path"])
 
     def presigned_put(self, key: str) -> str:
         return self._sign("PUT", key)

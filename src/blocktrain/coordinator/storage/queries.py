@@ -12,12 +12,13 @@ from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, OpenRound, RoundFacts, round_state
+from blocktrain.coordinator.decisions.scheduling import GIVEN_UP_SECONDS
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, UpdateState
+from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, AssignmentState, UpdateState
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, RunRow, UpdateRow, WorkerRow
-from blocktrain.wire.messages import ErrorReason, FrozenSnapshot
+from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
 COUNTED_NORMS = 32
 """Merged updates of a block whose norms make its running median."""
@@ -82,15 +83,17 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
     # What has a merge version belongs to the merge under way, no longer to the open round.
     waiting = [one for one in updates if one.state in WAITING and one.merge_version is None]
 
-    def offsets(of_round: ColumnElement[bool]) -> list[float]:
+    def offsets(*chosen: ColumnElement[bool]) -> list[float]:
         found = session.scalars(
             select(UpdateRow.offset)
-            .where(UpdateRow.block == row.block, UpdateRow.offset.is_not(None), of_round)
+            .where(UpdateRow.block == row.block, UpdateRow.offset.is_not(None), *chosen)
             .order_by(UpdateRow.revealed.desc())
             .limit(HISTORY_ARRIVALS)
         )
         return [offset for offset in found if offset is not None]
 
+    counted = UpdateRow.state.in_(COUNTED)
+    history = offsets(counted, UpdateRow.base_version < row.version)
     return RoundFacts(
         version=row.version,
         begun=row.begun,
@@ -105,8 +108,10 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
         ),
         refused=frozenset(one.worker_id for one in updates if one.state == UpdateState.REFUSED),
         judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
-        history=offsets(UpdateRow.base_version < row.version),
-        this_round=offsets(on_head),
+        history=history,
+        before=offsets(counted, UpdateRow.base_version < row.version - 1) if history else (),
+        # Where nothing counts nobody can be cut off, and a lone worker that was refused may try again soon.
+        this_round=() if history else offsets(counted, on_head) or offsets(on_head),
         merging=row.closing_version is not None,
         claimed_until=row.claim_until,
     )
@@ -133,6 +138,25 @@ def live_assignments(session: Session, block: int, round_: int) -> int:
         AssignmentRow.block == block, AssignmentRow.round == round_, AssignmentRow.state.in_(LIVE)
     )
     return session.scalar(query) or 0
+
+
+def given_up(session: Session, worker_id: str, now: float) -> list[float]:
+    """When the assignments were lent that the worker lately handed back, or spent on a commit without a
+    payload or on bytes that are no update."""
+    no_update = UpdateRow.reason.in_((VerdictReason.MALFORMED, VerdictReason.NOT_FINITE))
+    found = session.scalars(
+        select(AssignmentRow.made)
+        .outerjoin(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
+        .where(
+            AssignmentRow.worker_id == worker_id,
+            AssignmentRow.made > now - GIVEN_UP_SECONDS,
+            or_(
+                AssignmentRow.state.in_((AssignmentState.RETURNED, AssignmentState.WITHHELD)),
+                (AssignmentRow.state == AssignmentState.REFUSED) & no_update,
+            ),
+        )
+    )
+    return list(found)
 
 
 def running_median(session: Session, block: int) -> float | None:

@@ -29,11 +29,11 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from blocktrain.errors import StorageError, UserError
+from blocktrain.errors import DamagedError, StorageError, UserError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 MIGRATION_LOCK = 0x626C6F636B
@@ -285,7 +285,13 @@ class Store:
 
         with _translated(), self.engine.begin() as connection:
             # SQLite needs no lock here: the lock file of the data directory has kept others out.
-            if not self.is_sqlite:
+            if self.is_sqlite:
+                # A damaged page is met whenever it is read, perhaps after days; better before anything is
+                # lent. It reads the whole file, about a second for each GB.
+                found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+                if found != "ok":
+                    raise DamagedError(_damage(found))
+            else:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
             logging.getLogger("alembic").setLevel(logging.WARNING)
             config = Config()
@@ -347,3 +353,16 @@ def _translated() -> Iterator[None]:
     except (OperationalError, InterfaceError, PoolTimeoutError) as error:
         cause = getattr(error, "orig", None) or error
         raise StorageError(f"the database does not answer: {cause}; check disk space and URL") from error
+    except DatabaseError as error:
+        # Its subclasses are mistakes of ours in SQL or expected conflicts; SQLite raises itself for damage.
+        if type(error) is not DatabaseError:
+            raise
+        raise DamagedError(_damage(error.orig)) from error
+
+
+def _damage(found: object) -> str:
+    return (
+        f"coordinator.sqlite is damaged ({' '.join(str(found).split())}); stop the coordinator and put back "
+        "a backup of the data folder (docs/host.md), or save what can be read with "
+        "`sqlite3 coordinator.sqlite .recover`, then check it with `blocktrain ledger verify FOLDER`"
+    )

@@ -20,7 +20,7 @@ from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
 from blocktrain.serving.gateway.formats import AnswerFormat
-from blocktrain.serving.gateway.limits import GatewayLimits, Places, TooManyRequestsError
+from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
@@ -42,6 +42,8 @@ class Job:
     seed: int
     prompt_tokens: int
     include_usage: bool = False
+    client: str = ANYONE
+    """Whose share of the places it takes: a key's owner, or a network."""
     totals: Totals = field(default_factory=Totals)
 
     @property
@@ -102,7 +104,10 @@ class Answerer:
             await emit(piece)
 
         try:
-            async with self.places.taken(len(job.choices)), asyncio.timeout(self.limits.request_seconds):
+            async with (
+                self.places.taken(len(job.choices), job.client),
+                asyncio.timeout(self.limits.request_seconds),
+            ):
                 await write_choices(self.engine, job.choices, timed, job.totals)
         except TooManyRequestsError:
             self.metrics.refusals.labels("places").inc()

@@ -29,6 +29,7 @@ HTTP_WORDS: dict[int, tuple[str | None, str]] = {
     400: ("the body could not be read as JSON in UTF-8", "invalid_json"),
     404: ("no such route; the routes are listed at /openapi.json", "unknown_url"),
     405: ("this route does not take that method", "method_not_allowed"),
+    408: (None, "request_timeout"),
     413: (None, "request_too_large"),
 }
 FIELD_WORDS = {

@@ -27,13 +27,13 @@ import blocktrain
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import GenerationRequest, Mode
-from blocktrain.serving.gateway.access import AccessCheck
+from blocktrain.serving.gateway.access import CALLER, AccessCheck
 from blocktrain.serving.gateway.answering import Answerer, EventStream, Job
 from blocktrain.serving.gateway.api_errors import ApiError, as_api_error, printable
 from blocktrain.serving.gateway.chat_template import STOPS, chat_prompt
 from blocktrain.serving.gateway.choices import Choice, choice_seed
 from blocktrain.serving.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
-from blocktrain.serving.gateway.limits import GatewayLimits, Keys, TooManyRequestsError
+from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Keys, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import (
     DEFAULT_COMPLETION_TOKENS,
@@ -137,6 +137,7 @@ class Gateway:
             logprobs=body.logprobs,
             stops=body.stops,
             echo=bool(body.echo),
+            client=request.scope.get(CALLER, ANYONE),
         )
         return (
             EventStream(self.answerer, job)
@@ -154,6 +155,7 @@ class Gateway:
             max_tokens=body.token_limit,
             logprobs=top,
             stops=[*body.stops, *STOPS],
+            client=request.scope.get(CALLER, ANYONE),
         )
         return (
             EventStream(self.answerer, job)
@@ -195,6 +197,7 @@ class Gateway:
         max_tokens: int,
         logprobs: int | None,
         stops: Sequence[str],
+        client: str,
         echo: bool = False,
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
@@ -256,6 +259,7 @@ class Gateway:
             seed=seed,
             prompt_tokens=sum(lengths),
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            client=client,
         )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import hmac
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +20,9 @@ from pathlib import Path
 from blocktrain.errors import UserError
 
 ANYONE = "anyone"
+CLIENT_SHARE = 0.75
+"""Of the places that other clients leave, how many one client may have: some are left whoever comes next. Two
+requests for 128 choices that nobody read held all 256 places."""
 MAX_REMEMBERED_CALLERS = 10_000
 MIN_KEY_CHARACTERS = 8
 
@@ -44,6 +47,8 @@ class GatewayLimits:
     """Tokens of all prompts of one request, even where long prompts may slide."""
     max_logprobs: int = 20
     """Alternatives reported for each token."""
+    reader_seconds: float = 20.0
+    """An answer that its reader does not take for this long is given up, and its places with it."""
     request_seconds: float = 600.0
     """No answer takes longer; what is unfinished by then is given up."""
 
@@ -160,59 +165,87 @@ class Rates:
             raise TooManyRequestsError(f"more than {self.per_minute} requests per minute", math.ceil(wait))
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A request that waits for places."""
+
+    client: str
+    count: int
+    come: asyncio.Future[None]
+
+
 class Places:
-    """Places for generations, given out in order of arrival; a bounded number of requests may wait."""
+    """Places for generations; a bounded number of requests may wait. A client's requests get theirs in order
+    of arrival. Those of others pass a request that waits for its own client's share."""
 
     def __init__(self, limits: GatewayLimits) -> None:
         self.limits = limits
-        self.active = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._held: Counter[str] = Counter()
+        self._waiting: list[Turn] = []
+
+    @property
+    def active(self) -> int:
+        return self._held.total()
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def _fits(self, client: str, count: int) -> bool:
+        mine = self._held[client]
+        free = self.limits.max_active - (self.active - mine)
+        return mine + count <= math.ceil(CLIENT_SHARE * free)
+
     @asynccontextmanager
-    async def taken(self, count: int) -> AsyncIterator[None]:
-        """`count` places at once, or TooManyRequestsError. A request for more than all counts as all."""
-        limits, count = self.limits, min(count, self.limits.max_active)
-        # Not past those who wait, even where a small request would fit.
-        if not self._waiting and self.active + count <= limits.max_active:
-            self.active += count
-        elif len(self._waiting) >= limits.max_waiting:
-            raise TooManyRequestsError(
-                f"{self.active} generations are in progress and {len(self._waiting)} requests wait", 1
-            )
+    async def taken(self, count: int, client: str = ANYONE) -> AsyncIterator[None]:
+        """`count` places at once, or TooManyRequestsError. A request for more than a client may ever have
+        counts as that."""
+        limits = self.limits
+        count = min(count, math.ceil(CLIENT_SHARE * limits.max_active))
+        own = sum(turn.client == client for turn in self._waiting)
+        # Not past the client's own that wait, even where a small request would fit.
+        if not own and self._fits(client, count):
+            self._held[client] += count
+        elif len(self._waiting) >= limits.max_waiting or own >= math.ceil(CLIENT_SHARE * limits.max_waiting):
+            sentence = f"{self.active} generations are in progress and {len(self._waiting)} requests wait"
+            raise TooManyRequestsError(sentence, 1)
         else:
-            await self._wait(count)
+            await self._wait(client, count)
         try:
             yield
         finally:
-            self._give_back(count)
+            self._give_back(client, count)
 
-    async def _wait(self, count: int) -> None:
-        turn = (count, asyncio.get_running_loop().create_future())
+    async def _wait(self, client: str, count: int) -> None:
+        turn = Turn(client, count, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         try:
             # Not wait_for: before Python 3.12 it swallows a cancellation that meets a finished future.
             async with asyncio.timeout(self.limits.wait_seconds):
-                await turn[1]
+                await turn.come
         except (TimeoutError, asyncio.CancelledError) as error:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-                self._give_back(0)
-            elif turn[1].done() and not turn[1].cancelled():
-                self._give_back(count)  # the place was given in the same moment as the waiter went away
+                self._give_back(client, 0)
+            elif turn.come.done() and not turn.come.cancelled():
+                self._give_back(client, count)  # given in the same moment as the waiter went away
             if isinstance(error, TimeoutError):
                 sentence = f"no place became free within {self.limits.wait_seconds:g} s"
                 raise TooManyRequestsError(sentence, 2) from None
             raise
 
-    def _give_back(self, count: int) -> None:
-        """Free places go to whoever waits longest; a large request is not overtaken by small ones."""
-        self.active -= count
-        while self._waiting and self.active + self._waiting[0][0] <= self.limits.max_active:
-            wanted, turn = self._waiting.popleft()
-            if not turn.done():
-                self.active += wanted
-                turn.set_result(None)
+    def _give_back(self, client: str, count: int) -> None:
+        """Free places go to whoever waits longest and fits; within one client nobody is overtaken."""
+        self._held[client] -= count
+        if self._held[client] <= 0:
+            del self._held[client]
+        blocked: set[str] = set()
+        for turn in list(self._waiting):
+            if turn.come.done():
+                self._waiting.remove(turn)
+            elif turn.client in blocked or not self._fits(turn.client, turn.count):
+                blocked.add(turn.client)
+            else:
+                self._waiting.remove(turn)
+                self._held[turn.client] += turn.count
+                turn.come.set_result(None)

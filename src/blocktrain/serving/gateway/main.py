@@ -13,10 +13,12 @@ from pathlib import Path
 
 import uvicorn
 
+from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.gateway.api_errors import ApiError
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
 from blocktrain.serving.transport import Address
 
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
 BACKLOG = 2048
+MAX_PER_ADDRESS = 1024
+"""Connections from one network, of 2,000: a proxy or a program in front of the gateway has many."""
+CONNECTION_CODES = {400: "invalid_request", 408: "request_timeout"}
 Announce = Callable[[str], None]
 
 
@@ -40,9 +45,16 @@ class GatewayServer(uvicorn.Server):
 
 
 def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
+    connections = max_connections()
     return GatewayServer(
         uvicorn.Config(
             create_app(engine, config),
+            http=limited_protocol(
+                connections,
+                lambda status, message: ApiError(status, message, code=CONNECTION_CODES[status]).json(),
+                per_network=max(1, min(MAX_PER_ADDRESS, connections * 3 // 4)),
+                stall_seconds=config.limits.reader_seconds,
+            ),
             log_config=None,
             log_level="warning",
             access_log=False,

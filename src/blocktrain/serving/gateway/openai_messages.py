@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS, Mode
@@ -34,8 +41,13 @@ def _unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+# The first element that does not fit ends a list. Otherwise each of a million makes an error for every arm of
+# a union: `"prompt": [-1, -1, ...]` of 2 MB cost 14 s of one core and 3 GB.
+MAX_KEYS = 1024
+"""Keys of one object of a request; far more than are known, and each unknown one makes an error."""
 StopText = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
-Stops = StopText | Annotated[list[StopText], Field(max_length=16)] | None
+Stops = StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
 
@@ -47,6 +59,14 @@ def _wrong(field: str, problem: str) -> PydanticCustomError:
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, found: Any) -> Any:
+        for one in (found, *found.values()) if isinstance(found, dict) else ():
+            if isinstance(one, dict) and len(one) > MAX_KEYS:
+                raise PydanticCustomError("too_many_keys", f"an object may have {MAX_KEYS} keys")
+        return found
 
 
 class StreamOptions(StrictModel):
@@ -116,9 +136,9 @@ class SamplingRequest(StrictModel):
 class CompletionRequest(SamplingRequest):
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     """A text, a list of token ids (for a byte model: its bytes), or a list of either."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -157,7 +177,7 @@ class TextPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     """Ignored."""
     refusal: None = None
@@ -175,7 +195,7 @@ class ResponseFormat(StrictModel):
 
 
 class ChatRequest(SamplingRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     """The conversation so far, oldest first."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens to generate."""

@@ -1,0 +1,121 @@
+"""The program's first second: nothing heavy is loaded for it, Ctrl-C ends it, and threads are set in time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import blocktrain
+from tests.cli.program import ENVIRONMENT, run_program
+
+HEAVY = ("torch", "numpy", "httpx2", "cryptography", "fastapi", "sqlalchemy", "rich")
+HELP_SECONDS = 0.4
+
+
+def run_python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("OMP", "GOMP"))}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["worker", "--help"], ["train", "--help"]])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom blocktrain.cli.main import app\n"
+        f"sys.argv = ['blocktrain', *{arguments!r}]\n"
+        "try:\n    app()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        f"print('loaded', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = run_python(script)
+    assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
+
+
+def test_help_takes_less_than_the_promised_processor_time() -> None:
+    """The best of three, since other processes on the core cost time too."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run_program("--help").code == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < HELP_SECONDS
+
+
+def test_the_version_is_an_option_too_and_shells_complete() -> None:
+    assert run_program("--version").out.strip() == blocktrain.__version__
+    assert "--install-completion" in run_program("--help").out
+
+
+def test_ctrl_c_while_a_module_loads_ends_with_one_line(tmp_path: Path) -> None:
+    """A module that, as torch does in places, catches everything while it is loaded."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "raise ImportError('went on')\n"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])}
+    done = subprocess.run(
+        [sys.executable, "-m", "blocktrain", "evaluate", "nothing", "--text", "nothing"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "blocktrain: interrupted\n")
+
+
+def test_ctrl_c_in_a_verb_ends_with_one_line() -> None:
+    script = (
+        "import os, signal, sys\nfrom blocktrain.cli.main import app, main\n"
+        "@app.command()\ndef patience() -> None:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['blocktrain', 'patience']\nmain()"
+    )
+    done = run_python(script)
+    assert (done.returncode, done.stderr) == (130, "blocktrain: interrupted\n")
+
+
+def test_threads_do_not_spin_unless_the_user_says_so() -> None:
+    script = (
+        "import os\nfrom blocktrain.starting import prepare\nprepare()\n"
+        "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    assert run_python(script).stdout.split() == ["PASSIVE", "0"]
+    assert run_python(script, OMP_WAIT_POLICY="ACTIVE").stdout.split() == ["ACTIVE", "None"]
+
+
+@pytest.mark.parametrize("first", ["", "import torch"])
+def test_threads_and_nice_reach_torch_and_the_system(first: str) -> None:
+    script = (
+        f"{first}\nimport os\nfrom blocktrain.starting import limit_processor\nlimit_processor(1, 3)\n"
+        "import torch\nprint(torch.get_num_threads(), os.nice(0) >= 3, os.environ['OMP_NUM_THREADS'])"
+    )
+    assert run_python(script).stdout.split() == ["1", "True", "1"]
+
+
+def test_a_thread_inside_torch_does_not_abort_the_end() -> None:
+    """As scoring does when a coordinator is told to stop; without `leave` this ends with SIGABRT."""
+    script = (
+        "import threading, torch\nfrom blocktrain.starting import leave\n"
+        "begun = threading.Event()\n"
+        "def burn():\n"
+        "    x = torch.randn(2000, 64)\n"
+        "    while True:\n"
+        "        x = torch.softmax(x @ x[:64], -1)\n"
+        "        begun.set()\n"
+        "threading.Thread(target=burn, daemon=True).start()\nbegun.wait(60)\n"
+        "print('bye')\nleave(3)"
+    )
+    done = run_python(script, OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "bye\n", "")
