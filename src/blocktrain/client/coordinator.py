@@ -354,7 +354,8 @@ class CoordinatorClient:
                 raise _failure(response, _bounded(response, MAX_ANSWER_BYTES))
             # A server without ranges answers 200 and starts over; so must the file.
             resumed = response.status_code == 206
-            with target.open("ab" if resumed else "wb") as file:
+            # Unbuffered: what has come is there for the next start, also after a kill.
+            with target.open("ab" if resumed else "wb", buffering=0) as file:
                 for piece in response.iter_raw():
                     if self.stop.is_set():
                         raise Stopped("the worker is stopping")
