@@ -35,7 +35,7 @@ class Cost:
     host_bytes: int
     flops: int
     seconds: float
-    """Of a step, without the first round, which compiles."""
+    """Seconds of a step, without the first round, which compiles."""
 
 
 def recipe_of(arguments: argparse.Namespace, kind: str) -> Recipe:

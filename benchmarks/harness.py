@@ -114,7 +114,7 @@ def evaluate(checkpoint: Path, text: bytes, num_pages: int, num_endings: int) ->
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder, pages, endings)
-        export(checkpoint, folder / "exported")
+        export(str(checkpoint), folder / "exported")
         engine = LocalEngine(checkpoint)
         with background_gateway(engine) as url:
             results = run_lm_eval(folder, url, engine.model.name, engine.model.context)

@@ -61,7 +61,7 @@ class Options:
     out: Path
 
     def overrides(self, *more: str) -> list[str]:
-        """Of a shipped recipe; what was given on the command line comes last."""
+        """Settings over a shipped recipe; what was given on the command line comes last."""
         return [*more, *_corpus(self.corpus), *self.settings]
 
 

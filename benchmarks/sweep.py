@@ -122,7 +122,7 @@ class Judge:
 
     @torch.no_grad()
     def nats_per_byte(self, prompts_NP: Tensor, written_NW: Tensor) -> list[float]:
-        """Of each continuation, given its prompt."""
+        """The loss of each continuation, given its prompt."""
         text = torch.cat([prompts_NP, written_NW], dim=1)
         with autocast(text.device):
             logits = self.block(text[:, :-1], self.codebook).logits_BTV

@@ -1,4 +1,4 @@
-"""Recipes: what is shipped loads, what is misspelt is named, and who overrules whom."""
+"""Recipes: what is shipped loads, what is misspelt is named, and what overrules what."""
 
 from __future__ import annotations
 

@@ -78,6 +78,6 @@ def some_noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def prose(num_bytes: int, seed: int = 0) -> bytes:
-    """Words in an order fixed for ever: something to learn, the same on every machine."""
+    """Words in an order that never changes: something to learn, the same on every machine."""
     order = hashlib.shake_128(f"prose {seed}".encode()).digest(num_bytes // 2)
     return b" ".join(WORDS[byte % len(WORDS)] for byte in order)[:num_bytes]

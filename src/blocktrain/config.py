@@ -255,7 +255,7 @@ class SwarmConfig:
     drop_deadline_seconds: float = 60.0
     """Fixed deadline (tau) of the policy `drop`."""
     lease_seconds: float = 30.0
-    """A worker not heard of for this long is no longer waited for."""
+    """A worker that sent nothing for this long is no longer waited for."""
     max_lead: int = 4
     """Rounds a worker may take its own block ahead of the stalest before it is moved there."""
     run_ahead: float = 0.25
@@ -398,6 +398,75 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
+
+
+CHANGEABLE: Mapping[str, str] = {
+    "name": "shown on pages and in reports",
+    "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
+    "swarm.replicas": "how many updates a round waits for, from the next round on",
+    "swarm.policy": "what becomes of late updates, from the next round on",
+    "swarm.age_decay": "weight of updates that arrive late from now on",
+    "swarm.deadline_quantile": "deadlines from the next round on",
+    "swarm.deadline_slack": "deadlines from the next round on",
+    "swarm.min_deadline_seconds": "deadlines from the next round on",
+    "swarm.max_deadline_seconds": "deadlines from the next round on",
+    "swarm.drop_deadline_seconds": "deadlines from the next round on",
+    "swarm.lease_seconds": "how long a silent worker is waited for",
+    "swarm.max_lead": "when a worker is sent to a block that is behind",
+    "swarm.stand_in": "how much of its time a lone worker fills with an absent one's steps",
+    "swarm.evaluate_every_seconds": "how often the model is scored",
+    "trust.admission": "who may join from now on; who has joined stays",
+    "trust.stamp_bits": "the stamp of workers that join from now on",
+    "trust.judge": "who judges from now on",
+    "trust.guard": "whether merges from now on are guarded",
+    "trust.compute_share": "how much text an update is scored on",
+    "trust.norm_low": "which updates are refused from now on",
+    "trust.norm_high": "which updates are refused from now on",
+    "trust.probation_verdicts": "how long newcomers are on probation",
+    "trust.judge_lease_seconds": "how long a silent judge keeps an update",
+    "trust.judge_patience_seconds": "how long a round waits for a verdict",
+    "trust.max_workers_per_address": "how many may join from one address from now on",
+    "trust.max_workers_per_block": "seats of a block; who sits there stays",
+    "trust.ban_below": "when a worker is banned from now on",
+    "trust.ban_seconds": "length of bans from now on",
+}
+"""Settings that may differ when a coordinator is started again on its run, and what changing them does.
+
+Only the coordinator reads these. Everything else is either in weights and ledger already, or was read by
+workers when they joined."""
+
+FIXED: Mapping[str, str] = {
+    "seed": "first weights and codebook were drawn from it",
+    "model": "the weights have that shape",
+    "objective": "the weights were trained for that",
+    "data": "every worker has that text and vocabulary",
+    "training": "workers that have joined train with it",
+    "evaluation": "scores before and after could not be compared",
+    "swarm": "workers that have joined, and the updates in the ledger, depend on it",
+    "trust": "judges that have begun use it",
+}
+"""Why the other settings, by section, may not change in a run."""
+
+
+def refused_changes(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """A sentence for each changed setting that a run does not take."""
+    return [
+        f"{key} was {old!r} and is {new!r} ({FIXED[key.split('.')[0]]})"
+        for key, (old, new) in changed.items()
+        if key not in CHANGEABLE
+    ]
+
+
+def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as it is written down, with dotted settings put in; the given one stays as it is."""
+    result: dict[str, Any] = json.loads(json.dumps(recipe))
+    for dotted, value in settings.items():
+        *sections, key = dotted.split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return result
 
 
 # A wheel has the recipes beside this file, a source checkout at its top.

@@ -44,7 +44,7 @@ MAX_CONNECTIONS = 2000
 OTHER_FILES = 200
 """Open files that are no connections: database, blobs, bodies being received."""
 LOGGED_PER_MINUTE = 10
-"""Of one message of asyncio's. A server out of descriptors wrote 136 MB of them in a minute."""
+"""How often one asyncio message is logged. A server out of descriptors wrote 136 MB of them in a minute."""
 
 Connection = TypeVar("Connection")
 Explain = Callable[[int, str], str]

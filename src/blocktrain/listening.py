@@ -21,6 +21,24 @@ def open_port(host: str, port: int) -> socket.socket:
     return opened
 
 
+def lan_address() -> str | None:
+    """This machine's address for others on its network; None where it is on none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: the kernel only chooses the route, and with it the address that others see.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def url_for_others(opened: socket.socket, scheme: str = "http") -> str:
+    """Where other machines reach it, as far as this one can tell."""
+    host, port = opened.getsockname()[:2]
+    address = lan_address() if host in ("0.0.0.0", "::") else None
+    return url_of(opened, scheme) if address is None else f"{scheme}://{address}:{port}"
+
+
 def url_of(opened: socket.socket, scheme: str = "http") -> str:
     """Where a client on this machine reaches it; 0.0.0.0 and :: mean every address and cannot be opened."""
     host, port = opened.getsockname()[:2]

@@ -58,7 +58,7 @@ SOCKETS = 500
 
 @dataclass
 class Scene:
-    """One round of a warm run: honest workers with their leases, and attackers for whom the round is open."""
+    """One round of a warm run: honest workers with their leases, and attackers to which the round is open."""
 
     warm: Warm
     running: Swarm

@@ -3,7 +3,7 @@
 Attackers see what the honest workers send before they send anything, are first to send, and agree among
 themselves. They replace nobody: the run to compare with has the same honest workers and nobody else. It has
 no judge and no guard either: what these cost honest workers counts as harm too, and the guard's own luck with
-them does not (it draws anew in each run; a run of three honest workers was once 0.04 lower after a round in
+them does not (it draws again in each run; a run of three honest workers was once 0.04 lower after a round in
 which it happened to leave one out). Who is banned comes back under a new name.
 """
 
@@ -137,12 +137,12 @@ class Ending:
     """Compute of judging and guarding, as a share of what was judged."""
     bans: int = 0
     reputations: tuple[float, ...] = ()
-    """Of the attackers, as they are called at the end."""
+    """The attackers' ratings at the end."""
     scales: tuple[tuple[float, ...], ...] = ()
     """By which the updates of each merge were clipped."""
 
     def rise_over(self, alone: Ending) -> tuple[float, ...]:
-        """Of held-out loss over the run without attackers, after every round."""
+        """Held-out loss above that of the run without attackers, after every round."""
         return tuple(mine - theirs for mine, theirs in zip(self.losses, alone.losses, strict=True))
 
     def backdoor_loss(self, training: Training) -> float:

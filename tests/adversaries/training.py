@@ -1,6 +1,6 @@
 """What honest workers do and everybody measures: deltas trained from a snapshot, and held-out loss.
 
-A delta follows from the snapshot, the shard and the steps alone (the optimizer begins anew each round, as a
+A delta follows from the snapshot, the shard and the steps alone (the optimizer begins afresh each round, as a
 newcomer's does), so equal runs give equal bytes and nothing is trained twice.
 """
 
@@ -70,7 +70,7 @@ class Training:
         return module
 
     def held_out_loss(self, weights: Tensors) -> float:
-        """Of a run of one block, over the whole held-out text, in nats per byte."""
+        """Loss of a run of one block over the whole held-out text, in nats per byte."""
         return self.loss_on(weights, self.corpus.valid)
 
     def loss_on(self, weights: Tensors, text: bytes) -> float:

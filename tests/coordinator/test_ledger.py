@@ -76,7 +76,7 @@ def test_a_missing_inserted_or_reordered_entry_is_named(history: History) -> Non
 
 
 def rewritten(entries: list[LedgerEntry], identity: Identity) -> list[LedgerEntry]:
-    """The same entries, chained anew and signed by somebody else."""
+    """The same entries, chained again and signed by somebody else."""
     head, done = GENESIS_HASH, []
     for number, entry in enumerate(entries):
         core: dict[str, Any] = {

@@ -250,6 +250,25 @@ def test_a_late_update_is_carried_at_a_decayed_weight(local: Place) -> None:
         assert running.coordinator.status().ages == {"0": 2, "1": 1}
 
 
+def test_a_late_update_of_full_weight_is_still_late_once_it_is_merged(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1, replicas=2, rounds=9, max_age=2, age_decay=1.0)) as running:
+        fast, slow = running.peer(), running.peer()
+        stale = slow.lend()
+        fast.deliver(fast.lend(), seed=1)
+        running.advance(1000)
+        running.wait_for_version(0, 1)
+        verdict = slow.deliver(stale, seed=2)
+        assert (verdict.outcome, verdict.weight) == (Outcome.LATE, 1.0)
+        fast.deliver(fast.lend(), seed=3)
+        running.advance(1000)
+        running.wait_for_version(0, 2)
+        again = slow.commit(stale, slow.payload(0, seed=2)).verdict
+        assert again is not None
+        assert again.outcome == Outcome.LATE
+        report = running.coordinator.status().reports[-1]
+        assert (report.on_time, report.late) == (1, 1)
+
+
 def test_an_update_that_is_too_old_is_refused_with_the_head_in_the_answer(local: Place) -> None:
     with local.serve(tiny_recipe(blocks=1, replicas=2, rounds=9, max_age=1)) as running:
         fast, slow = running.peer(), running.peer()

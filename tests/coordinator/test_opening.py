@@ -53,8 +53,8 @@ def test_another_recipe_is_refused_and_the_difference_named(place: Place) -> Non
     with opened(tiny_recipe(), CORPUS, place.data_dir, **options):
         pass
     with (
-        pytest.raises(UserError, match=r"swarm\.rounds was 4 and is 5"),
-        opened(tiny_recipe(rounds=5), CORPUS, place.data_dir, **options),
+        pytest.raises(UserError, match=r"swarm\.outer_lr was 1\.0 and is 0\.5 \(workers that have joined"),
+        opened(tiny_recipe(outer_lr=0.5), CORPUS, place.data_dir, **options),
     ):
         pass
 

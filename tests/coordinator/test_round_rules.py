@@ -1,4 +1,4 @@
-"""When a round closes, whom it waits for, and how long: every rule without a database."""
+"""When a round closes, who it waits for, and how long: every rule without a database."""
 
 from __future__ import annotations
 

@@ -67,9 +67,7 @@ def test_noise_is_refused_by_the_judge_in_words_the_page_repeats(
 
 def test_a_killed_coordinator_is_noticed_and_found_again(browser: Browser, mortal: Coordinator) -> None:
     with watched(browser, mortal.url) as page:
-        expect(page.page.locator("#no-workers")).to_contain_text(
-            f"blocktrain worker --coordinator {mortal.url}"
-        )
+        expect(page.page.locator("#no-workers")).to_contain_text(f"blocktrain join {mortal.url}")
         mortal.kill()
         page.wait_text("#connection", "Reconnecting")
         expect(page.page.locator("#announcements")).to_have_text("Connection lost. Trying again.")

@@ -95,7 +95,7 @@ class Runner:
             script = re.sub(rf"\b{documented}\b", str(free), script)
         script = script.replace("0.0.0.0", "127.0.0.1")
         return re.sub(
-            r"(blocktrain (?:worker|doctor|judge) --coordinator \S+)", rf"\1 {self.corpus()}", script
+            r"(blocktrain (?:join|(?:worker|doctor|judge) --coordinator) \S+)", rf"\1 {self.corpus()}", script
         )
 
     def corpus(self) -> str:

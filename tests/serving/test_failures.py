@@ -223,6 +223,25 @@ def test_a_draining_stage_hands_over_to_its_spare(checkpoint: Path, expected: li
     asyncio.run(served())
 
 
+def test_blocks_whose_last_stage_drains_are_left_out_in_time_and_asked_again_later(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, **QUICK) as c:
+            draining = c.engine.links[1]
+            draining.draining = True  # GOODBYE came, and the stage takes long to finish what it has
+            began = time.monotonic()
+            _, stats = await text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar", deadline_seconds=20)
+            assert stats.degraded_blocks == [1]
+            assert time.monotonic() - began < 10, "counted from the question, and not again at every look"
+            generation = asyncio.create_task(text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar"))
+            await until(lambda: len(c.engine.running) == 1)
+            draining.draining = False
+            draining.changed()
+            _, stats = await generation
+            assert stats.degraded_blocks == []
+
+    asyncio.run(served())
+
+
 @pytest.fixture(scope="module")
 def processes(checkpoint: Path) -> Iterator[list[StageProcess]]:
     """Stages as processes: all blocks twice."""

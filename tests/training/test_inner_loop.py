@@ -60,7 +60,7 @@ GOLDEN: dict[int | None, list[float]] = {
 
 @pytest.mark.parametrize("index", [0, None], ids=["block", "reference"])
 def test_a_short_run_has_its_golden_loss(index: int | None) -> None:
-    """Sixteen steps on text fixed for ever. A refactor that changes these numbers changed the model."""
+    """Sixteen steps on text that never changes. A refactor that changes these numbers changed the model."""
     found = losses(trainer(*GOLDEN_RECIPE, index=index), 16)
     assert [found[i] for i in (0, 3, 7, 15)] == pytest.approx(GOLDEN[index], abs=1e-3)
 
@@ -171,7 +171,7 @@ def test_features_run_through_the_frozen_blocks_in_order() -> None:
 
 
 def unknown_cross_entropy(trainer: BlockTrainer) -> float:
-    """Of targets whose context is unknown but for one byte, given their noised selves."""
+    """Cross entropy of targets whose context is unknown but for one byte, given their noised selves."""
     tokens, targets = trainer.shards.batch(7, 0)
     generator = torch.Generator().manual_seed(0)
     table, length = trainer.codebook(), tokens.shape[1]

@@ -23,7 +23,6 @@ from blocktrain.wire.codec import decode, encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import JudgeTask, Outcome, Receipt
-from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from tests.coordinator.conftest import Running
 from tests.trust.kit import Trainer, judged, judged_recipe
 from tests.validation.kit import corpus
@@ -34,20 +33,8 @@ class LocalClient(CoordinatorClient):
 
     def __init__(self, running: Running, identity: Identity) -> None:
         super().__init__(running.url, identity, Traffic(), threading.Event(), lambda _: None, attempts=2)
-        self.running = running
+        self.clock = running.clock
         self.audience = self.run().run_id
-
-    def _signature(self, method: str, path: str, body: bytes) -> dict[str, str]:
-        return sign_request(
-            self.identity,
-            method,
-            path,
-            now=self.running.clock(),
-            nonce=fresh_nonce(),
-            content_digest=body_digest(body),
-            content_length=len(body),
-            audience=self.audience,
-        )
 
 
 def test_a_judge_elsewhere_judges_and_a_dead_one_delays_only_its_own(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from blocktrain.validation.reputation import (
 from blocktrain.validation.ruling import (
     MAX_NORM,
     Mark,
+    Ruling,
     age_ruling,
     evidence_ruling,
     fading_of,
@@ -32,6 +33,7 @@ from blocktrain.validation.ruling import (
     overflow_ruling,
     probation_ruling,
     required_standard_errors,
+    reveal_ruling,
     schedule_factor,
 )
 from blocktrain.wire.messages import Outcome, VerdictReason
@@ -247,6 +249,20 @@ def test_age_decays_the_weight_until_it_is_refused() -> None:
     assert age_ruling(3, swarm).reason is VerdictReason.TOO_OLD
     assert age_ruling(1, drop).reason is VerdictReason.DROPPED
     assert age_ruling(0, swarm, finished=True).reason is VerdictReason.RUN_FINISHED
+
+
+def test_at_reveal_a_broken_frame_comes_first_then_age_then_copy_then_norm() -> None:
+    swarm = SwarmConfig(max_age=1)
+    on_time, too_old = age_ruling(0, swarm), age_ruling(2, swarm)
+    broken = Ruling.refuse(VerdictReason.MALFORMED, "broken", Mark.BAD)
+    copied = Ruling.refuse(VerdictReason.DUPLICATE, "copied", Mark.BAD)
+    small = norm_ruling(0.05, 1.0, TrustConfig())
+    assert reveal_ruling(broken, too_old, copied, small) == broken
+    refused = reveal_ruling(None, too_old, copied, small)
+    assert (refused.reason, refused.mark) == (VerdictReason.TOO_OLD, Mark.BAD)
+    assert reveal_ruling(None, on_time, copied, small) == copied
+    assert reveal_ruling(None, on_time, None, small) == small
+    assert reveal_ruling(None, on_time, None, None) == on_time
 
 
 def test_a_norm_that_could_overflow_is_refused() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import KeyOption, SourceArgument, check_source
+from blocktrain.cli.options import KeyOption, SourceArgument, check_source, opened_model
 
 
 def chat(
@@ -52,7 +51,7 @@ def chat(
 
 
 @contextmanager
-def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
+def some_gateway(checkpoint: str | None, url: str | None) -> Iterator[str]:
     """The gateway at `url`, or one in this process for a checkpoint."""
     if url is not None:
         yield url
@@ -63,7 +62,7 @@ def some_gateway(checkpoint: Path | None, url: str | None) -> Iterator[str]:
     from blocktrain.serving.gateway.main import background_gateway
 
     assert checkpoint is not None
-    with background_gateway(LocalEngine(checkpoint)) as address:
+    with opened_model(checkpoint) as folder, background_gateway(LocalEngine(folder)) as address:
         yield address
 
 

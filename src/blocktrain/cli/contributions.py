@@ -31,7 +31,10 @@ def contributions(
     if not as_csv:
         typer.echo(answer.model_dump_json(indent=1))
         return
-    columns = ["worker_id", "public_key", "merged", "merged_weight", "tokens", "gain"]
+    # Labels are what workers call themselves: no part of the signed statement, and the last column.
+    labels = {one.worker_id: one.label for one in client.workers().workers}
+    rows = [{**row, "label": labels.get(row["worker_id"], "")} for row in answer.statement["workers"]]
+    columns = ["worker_id", "public_key", "merged", "merged_weight", "tokens", "gain", "label"]
     writer = csv.DictWriter(sys.stdout, columns)
     writer.writeheader()
-    writer.writerows(answer.statement["workers"])
+    writer.writerows(rows)

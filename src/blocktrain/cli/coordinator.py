@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import RecipeArgument, SetOption, TrackOption, log_to_stderr
+from blocktrain.cli.options import (
+    FromOption,
+    RecipeArgument,
+    SetOption,
+    TrackOption,
+    log_to_stderr,
+    opened_model,
+)
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.errors import UserError
 
@@ -37,6 +45,7 @@ def coordinator(
         Path | None, typer.Option(help="Speak HTTPS with this PEM certificate (and its chain).")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's PEM key.")] = None,
+    from_: FromOption = None,
     track: TrackOption = [],  # noqa: B006
     set_: SetOption = [],  # noqa: B006
 ) -> None:
@@ -45,14 +54,18 @@ def coordinator(
     from blocktrain.tracking.trackers import recording
 
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    # Alembic reports every look at the schema, at each start.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # Alembic reports every look at the schema, uvicorn its own birth, at each start.
+    for chatter in ("alembic", "uvicorn.error"):
+        logging.getLogger(chatter).setLevel(logging.WARNING)
     if (tls_cert is None) != (tls_key is None):
         raise UserError("--tls-cert and --tls-key go together; give both or neither")
     folder, file = data_dir.expanduser(), find_recipe(recipe)
     resolved = load_recipe(file, set_)
-    # The trackers first: a missing package is told before a run is created.
-    with recording(folder, track, resolved.name, resolved.to_dict()) as recorder:
+    # The trackers before the run: a missing package is told before one is created.
+    with (
+        opened_model(from_) if from_ is not None else nullcontext() as start,
+        recording(folder, track, resolved.name, resolved.to_dict()) as recorder,
+    ):
         run_coordinator(
             file,
             set_,
@@ -65,4 +78,5 @@ def coordinator(
             reference=reference,
             tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
             watch=recorder.status,
+            start=start,
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import CheckpointArgument, DeviceOption
+from blocktrain.cli.options import DeviceOption, ModelArgument, opened_model
 from blocktrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoint: CheckpointArgument,
+    checkpoint: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="UTF-8 text to score.")],
     json_: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     device: DeviceOption = "auto",
@@ -36,7 +36,8 @@ def evaluate(
     content = read_text(text, "--text names a file to score, any UTF-8 text")
     if len(content) < 2:
         raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
-    loaded = load_checkpoint(checkpoint, find_device(device))
+    with opened_model(checkpoint) as folder:
+        loaded = load_checkpoint(folder, find_device(device))
     result = score_text(loaded, content, draws)
     if json_:
         print(json.dumps(result, indent=2))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import CheckpointArgument
+from blocktrain.cli.options import ModelArgument, opened_model
 from blocktrain.errors import BlocktrainError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class UploadError(BlocktrainError):
 
 
 def export(
-    checkpoint: CheckpointArgument,
+    checkpoint: ModelArgument,
     to: Annotated[Path, typer.Option("--to", help="Folder to write; must be new or empty.")],
     report: Annotated[
         Path | None,
@@ -44,9 +44,10 @@ def export(
 
     # First: an hour of writing should not end at a missing login.
     hub = logged_in_hub() if upload is not None else None
-    described = Description.of(read_config(checkpoint), checkpoint)
-    numbers = find_report(checkpoint, report, described)
-    export_checkpoint(checkpoint, to, model_card(described.recipe, described.corpus_sha256, numbers))
+    with opened_model(checkpoint) as folder:
+        described = Description.of(read_config(folder), folder)
+        numbers = find_report(folder, report, described)
+        export_checkpoint(folder, to, model_card(described.recipe, described.corpus_sha256, numbers))
     typer.echo(f"exported {checkpoint} to {to}" + ("" if numbers else " (no report beside it)"))
     if hub is not None and upload is not None:
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
 from blocktrain.errors import UserError
 
 
@@ -53,7 +53,8 @@ def generate(
     from blocktrain.training.checkpoint import load_checkpoint
     from blocktrain.training.device import find_device
 
-    loaded = load_checkpoint(checkpoint, find_device(device))
+    with opened_model(checkpoint) as folder:
+        loaded = load_checkpoint(folder, find_device(device))
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
     text = os.fsencode(prompt)

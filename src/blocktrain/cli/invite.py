@@ -1,4 +1,4 @@
-"""`blocktrain invite`: tokens that let workers join a closed run."""
+"""`blocktrain invite`: the lines that let friends join a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,27 @@ def invite(
     data_dir: DataDirOption,
     hours: Annotated[float, typer.Option(help="How long it may be used.", min=0.01)] = 168.0,
     count: Annotated[int, typer.Option(help="How many to print, one a line.", min=1, max=1000)] = 1,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Where friends reach the coordinator; default: where it was started last."),
+    ] = None,
+    token: Annotated[bool, typer.Option("--token", help="Only tokens, for `worker --invite`.")] = False,
 ) -> None:
-    """Print invitations, each good for one worker; pass it on as `blocktrain worker --invite`."""
+    """Print `blocktrain join LINK`, each for one worker: it carries address, token and certificate."""
+    from blocktrain.client.address import RunLink
+    from blocktrain.coordinator.operator_notes import kept_address
     from blocktrain.wire.tokens import make_invite
 
     # No request: the signature is the invitation, and the coordinator learns of it when it is used.
-    identity = operator_key(data_dir)
-    for _ in range(count):
-        typer.echo(make_invite(identity, time.time() + 3600 * hours))
+    identity, folder = operator_key(data_dir), data_dir.expanduser()
+    tokens = [make_invite(identity, time.time() + 3600 * hours) for _ in range(count)]
+    if token:
+        typer.echo("\n".join(tokens))
+        return
+    if address is not None:
+        place = RunLink.parse(address)
+    else:
+        url, pin = kept_address(folder)
+        place = RunLink(url, pin=pin)
+    for one in tokens:
+        typer.echo(f"blocktrain join {RunLink(place.url, one, place.pin)}")

@@ -16,6 +16,7 @@ import typer
 
 import blocktrain
 from blocktrain.cli.chat import chat
+from blocktrain.cli.checkpoint import checkpoint
 from blocktrain.cli.contributions import contributions
 from blocktrain.cli.coordinator import coordinator
 from blocktrain.cli.data import data_verbs
@@ -23,10 +24,12 @@ from blocktrain.cli.demo import demo
 from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate
 from blocktrain.cli.export import export
+from blocktrain.cli.finish import finish
 from blocktrain.cli.gateway import gateway
 from blocktrain.cli.generate import generate
 from blocktrain.cli.import_ import import_
 from blocktrain.cli.invite import invite
+from blocktrain.cli.join import join
 from blocktrain.cli.judge import judge
 from blocktrain.cli.ledger import ledger_verbs
 from blocktrain.cli.serve import serve
@@ -59,7 +62,10 @@ app.command()(chat)
 app.command()(stage)
 app.command()(gateway)
 app.command()(coordinator)
+app.command()(join)
 app.command()(worker)
+app.command()(checkpoint)
+app.command()(finish)
 app.command()(swarm)
 app.command()(status)
 app.command()(judge)

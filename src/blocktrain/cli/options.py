@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +18,22 @@ RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe file, or the name of one in recipes/, such as demo.")
 ]
 CheckpointArgument = Annotated[Path, typer.Argument(help="A checkpoint folder (with config.json).")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A checkpoint folder, or a coordinator's address or data folder.")
+]
+RunArgument = Annotated[str, typer.Argument(help="A coordinator's address or data folder.")]
 UrlArgument = Annotated[str, typer.Argument(help="Address of the run.")]
 
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one recipe value; repeatable.")
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="MODEL",
+        help="Begin with these weights: a checkpoint folder, or a coordinator's address or data folder.",
+    ),
 ]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, mps, or auto for the best one here.")
@@ -38,7 +52,7 @@ NiceOption = Annotated[
     typer.Option("--nice", min=0, max=19, help="Let other programs go first: 0 not at all, 19 always."),
 ]
 
-# Of a coordinator's workers, judges and operator.
+# Shared by the verbs of workers, judges and the operator.
 CoordinatorOption = Annotated[
     str, typer.Option("--coordinator", help="Address of the run, http(s)://HOST[:PORT].")
 ]
@@ -50,7 +64,7 @@ DataDirOption = Annotated[
 ]
 WORKER_DATA_DIR = Path("~/.blocktrain/worker")
 
-# Of `gateway` and `serve`, which starts one.
+# Shared by `gateway` and by `serve`, which starts one.
 HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for every one.")]
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
 KeysOption = Annotated[
@@ -67,21 +81,37 @@ OriginOption = Annotated[
     list[str], typer.Option("--origin", help="A web page's origin that may call from a browser; repeatable.")
 ]
 
-# Of `generate` and `chat`, which take a checkpoint or a gateway.
-SourceArgument = Annotated[Path | None, typer.Argument(help="A checkpoint folder, without --url.")]
+# Shared by `generate` and `chat`, which take a checkpoint or a gateway.
+SourceArgument = Annotated[
+    str | None,
+    typer.Argument(help="A checkpoint folder, or a coordinator's address or data folder; without --url."),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option("--key", envvar="BLOCKTRAIN_API_KEY", help="Your key, where the gateway asks for one."),
 ]
 
 
-def check_source(checkpoint: Path | None, url: str | None) -> None:
+def check_source(checkpoint: str | None, url: str | None) -> None:
     if (checkpoint is None) == (url is None):
         raise UserError(
             "give either a checkpoint folder or --url, for instance runs/demo/checkpoint (made by "
             "`blocktrain train demo --out runs/demo`) or --url http://127.0.0.1:8000 (served by "
             "`blocktrain serve`)"
         )
+
+
+@contextmanager
+def opened_model(place: str) -> Iterator[Path]:
+    """The checkpoint folder at a place, or the newest model of the run there."""
+    folder = Path(place).expanduser()
+    if (folder / "config.json").exists():
+        yield folder
+        return
+    from blocktrain.local.assembly import checkpoint_at  # a plain checkpoint needs no database
+
+    with checkpoint_at(place, lambda line: typer.echo(line, err=True)) as found:
+        yield found
 
 
 def read_token(path: Path | None) -> str | None:

@@ -12,20 +12,21 @@ import typer
 
 from blocktrain.cli.gateway import gateway_config
 from blocktrain.cli.options import (
-    CheckpointArgument,
     HostOption,
     KeysOption,
     LimitOption,
+    ModelArgument,
     OriginOption,
     OverflowOption,
     PortOption,
     log_to_stderr,
+    opened_model,
 )
 from blocktrain.local.processes import stopping
 
 
 def serve(
-    checkpoint: CheckpointArgument,
+    checkpoint: ModelArgument,
     stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Stage processes.")] = 3,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
@@ -47,16 +48,16 @@ def serve(
     options += ["--keys", str(keys)] if keys is not None else []
     # Not removed at the end: the logs are what is left when something went wrong.
     folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
-    config = LaunchConfig(
-        checkpoint=checkpoint,
-        num_stages=stages,
-        logs=folder,
-        host=host,
-        port=port,
-        gateway_options=tuple(options),
-    )
-    launcher = Launcher(config)
-    with stopping() as stop:
+    with opened_model(checkpoint) as model_folder, stopping() as stop:
+        config = LaunchConfig(
+            checkpoint=model_folder,
+            num_stages=stages,
+            logs=folder,
+            host=host,
+            port=port,
+            gateway_options=tuple(options),
+        )
+        launcher = Launcher(config)
         try:
             url, model = launcher.start(stop), launcher.model
             header = " -H 'authorization: Bearer KEY'" if keys is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,13 @@ import typer
 
 from blocktrain.cli.options import (
     DeviceOption,
+    FromOption,
     NiceOption,
     RecipeArgument,
     SetOption,
     ThreadsOption,
     TrackOption,
+    opened_model,
 )
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.processes import stop_on_signals
@@ -32,6 +35,7 @@ def train(
     device: DeviceOption = "auto",
     set_: SetOption = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    from_: FromOption = None,
     track: TrackOption = [],  # noqa: B006
     threads: ThreadsOption = None,
     nice: NiceOption = 0,
@@ -53,11 +57,12 @@ def train(
     check_fits(Setup.of(resolved), chosen)
     console = Console(stderr=True)
     with (
+        opened_model(from_) if from_ is not None else nullcontext() as start,
         recording(out, track, resolved.name, resolved.to_dict()) as recorder,
         TrainingProgress(console) as progress,
     ):
         observer = RecordedSteps(progress, recorder)
-        run = LocalRun(resolved, out, chosen, observer, stop_on_signals())
+        run = LocalRun(resolved, out, chosen, observer, stop_on_signals(), start)
         progress.plan({unit.name: len(unit.block.layers) for unit in run.units})
         run.train(resume=resume)
         report = run.finish()

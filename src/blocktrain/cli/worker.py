@@ -61,18 +61,20 @@ def worker(
     SIGUSR1 pauses it, SIGUSR2 resumes it.
     """
     limit_processor(threads, nice)
+    from blocktrain.client.address import RunLink
     from blocktrain.training.device import find_device
     from blocktrain.worker.program import WorkerOptions, run_worker
     from blocktrain.worker.shifts import Contribution, Shifts, Terms, parse_hours
 
+    link = RunLink.parse(coordinator)
     options = WorkerOptions(
-        coordinator=coordinator,
+        coordinator=str(RunLink(link.url, pin=link.pin)),
         data_dir=data_dir.expanduser(),
         key=key,
         device=find_device(device),
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
-        invite=invite,
+        invite=invite or link.invite,
         label=label,
         max_up=max_up and max_up * BYTES_PER_MBIT,
         max_down=max_down and max_down * BYTES_PER_MBIT,

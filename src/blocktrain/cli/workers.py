@@ -6,6 +6,7 @@ The operator is whoever holds coordinator.key of the coordinator's data folder; 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +18,11 @@ from blocktrain.errors import UserError
 if TYPE_CHECKING:
     from blocktrain.client.coordinator import CoordinatorClient
     from blocktrain.wire.identity import Identity
+    from blocktrain.wire.messages import WorkerSummary
 
-WorkerArgument = Annotated[str, typer.Argument(help="Worker id, 32 hex digits.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(help="Worker id, the beginning of one, or a label; it must fit one worker only.")
+]
 
 worker_verbs = typer.Typer(help="See, ban and remove workers.", no_args_is_help=True)
 
@@ -38,13 +42,13 @@ def list_workers(
         typer.echo(answer.model_dump_json())
         return
     table = Table(
-        "worker", "state", "reputation", "rating", "assigned", "uptime", "verdicts", "merged", "gain"
+        "worker", "label", "state", "reputation", "rating", "assigned", "uptime", "verdicts", "merged", "gain"
     )
     table.columns[0].no_wrap = True
     for one in answer.workers:
         state = "banned" if one.ban else "probation" if one.probation else "live" if one.live else "away"
         table.add_row(
-            one.worker_id, state, f"{one.reputation:.2f}", f"{one.rating:.2f}",
+            one.worker_id, one.label, state, f"{one.reputation:.2f}", f"{one.rating:.2f}",
             f"{one.assigned_versus_other:+.2f}", f"{one.uptime:.0%}", f"{one.good_verdicts}/{one.verdicts}",
             str(one.merged), f"{one.gain:.3f}",
         )  # fmt: skip
@@ -71,15 +75,20 @@ def ban_worker(
         request = BanRequest(reason=reason, seconds=3600 * hours)
     except ValidationError as error:
         raise UserError(f"--reason or --hours: {error.errors()[0]['msg']}") from None
-    receipt = _operator(coordinator, data_dir).ban(_worker_id(worker_id), request).receipt
-    typer.echo(f"banned {worker_id} for {hours:g} h (ledger entry {receipt.sequence})")
+    client = operator_client(coordinator, data_dir)
+    found, name = found_worker(worker_id, client.workers().workers)
+    receipt = client.ban(found, request).receipt
+    done = f"banned {name} for {hours:g} h" if hours else f"lifted the ban of {name}"
+    typer.echo(f"{done} (ledger entry {receipt.sequence})")
 
 
 @worker_verbs.command("rm")
 def remove_worker(worker_id: WorkerArgument, coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
     """Forget a worker: its leases are free again, and it may join again, on probation."""
-    receipt = _operator(coordinator, data_dir).remove(_worker_id(worker_id)).receipt
-    typer.echo(f"removed {worker_id} (ledger entry {receipt.sequence})")
+    client = operator_client(coordinator, data_dir)
+    found, name = found_worker(worker_id, client.workers().workers)
+    receipt = client.remove(found).receipt
+    typer.echo(f"removed {name} (ledger entry {receipt.sequence})")
 
 
 def operator_key(data_dir: Path) -> Identity:
@@ -92,7 +101,7 @@ def operator_key(data_dir: Path) -> Identity:
     return load_or_create(path)
 
 
-def _operator(url: str, data_dir: Path) -> CoordinatorClient:
+def operator_client(url: str, data_dir: Path) -> CoordinatorClient:
     from blocktrain.client.coordinator import public_client
 
     client = public_client(url, operator_key(data_dir))
@@ -101,8 +110,21 @@ def _operator(url: str, data_dir: Path) -> CoordinatorClient:
     return client
 
 
-def _worker_id(text: str) -> str:
-    # Checked here, since the id becomes part of a path.
-    if not re.fullmatch(r"[0-9a-f]{32}", text):
-        raise UserError(f"{text!r} is no worker id: expected 32 hex digits, see `blocktrain workers ls`")
-    return text
+def found_worker(text: str, workers: Sequence[WorkerSummary]) -> tuple[str, str]:
+    """The id that a person means, and how to call that worker: an id is typed by its first digits, or as the
+    label that stands beside it everywhere. A whole id is taken as it is: it may be banned before it joins."""
+    by_label = [one for one in workers if one.label == text]
+    by_id = [one for one in workers if one.worker_id.startswith(text)]
+    found = by_label or (by_id if text else [])
+    if len(found) == 1:
+        one = found[0]
+        return one.worker_id, f"{one.worker_id} ({one.label})" if one.label else one.worker_id
+    if re.fullmatch(r"[0-9a-f]{32}", text):
+        return text, text
+    if found:
+        shown = ", ".join(f"{one.worker_id[:12]} {one.label}".rstrip() for one in found[:5])
+        raise UserError(f"{text!r} fits {len(found)} workers ({shown}); give more digits of the id")
+    raise UserError(
+        f"{text!r} is no worker of this run: expected a label, or an id by its first digits, see `blocktrain "
+        "workers ls`"
+    )

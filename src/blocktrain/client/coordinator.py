@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from blocktrain.client.address import checked_url, port_of
-from blocktrain.client.traffic import CountingTransport, Kind, Traffic
+from blocktrain.client.address import RunLink, port_of
+from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.threads import Stopped
 from blocktrain.wire.identity import Identity
@@ -117,19 +117,25 @@ class CoordinatorClient:
         report: Callable[[str], None],
         attempts: int | None = None,
     ) -> None:
-        self.url = checked_url(url)
+        link = RunLink.parse(url)
+        self.url, self._pin = link.url, None
+        if link.pin is not None:
+            place = urlsplit(link.url)
+            self._pin = Pin(place.hostname or "", port_of(place), link.pin)
         self.attempts = attempts
         """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
         # Set once the run is known: before that there is no run id to sign for.
         self.audience: str | None = None
+        self.clock: Callable[[], float] = time.time
+        """What requests are signed by; a coordinator refuses a clock that is two minutes off."""
         self._silent_since: float | None = None
         self._may_hint = True
         self._http = self._open()
 
     def _open(self) -> httpx2.Client:
         return httpx2.Client(
-            transport=CountingTransport(self.traffic, MAX_CONNECTIONS),
+            transport=CountingTransport(self.traffic, MAX_CONNECTIONS, self._pin),
             timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             follow_redirects=True,
             headers={"user-agent": "blocktrain-worker"},
@@ -234,6 +240,9 @@ class CoordinatorClient:
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
         return self._ask("POST", f"/v1/workers/{worker_id}/ban", OperatorAnswer, request)
 
+    def finish(self) -> OperatorAnswer:
+        return self._ask("POST", "/v1/finish", OperatorAnswer)
+
     def remove(self, worker_id: str) -> OperatorAnswer:
         return self._ask("DELETE", f"/v1/workers/{worker_id}", OperatorAnswer)
 
@@ -334,7 +343,7 @@ class CoordinatorClient:
             self.identity,
             method,
             path,
-            now=time.time(),
+            now=self.clock(),
             nonce=fresh_nonce(),
             content_digest=body_digest(body),
             content_length=len(body),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.corpora import load_corpus
@@ -36,10 +37,10 @@ class Layout:
         return cls(layout.block, codec, schema, layout.payload_bytes, layout.initial_hash)
 
 
-def run_setup(run: RunAnswer) -> Setup:
-    """The parts that the run's recipe describes."""
+def run_setup(recipe: dict[str, Any], vocabulary: int = 256) -> Setup:
+    """The parts that a run's recipe describes."""
     try:
-        return Setup.of_swarm(resolve_recipe(run.recipe), run.vocabulary)
+        return Setup.of_swarm(resolve_recipe(recipe), vocabulary)
     except RecipeError as error:
         raise RecipeError(
             f"cannot use the run's recipe ({error}); it may be of another version of blocktrain: use the "

@@ -8,16 +8,20 @@ included; TLS records are not (they wrap what is counted). A thread says what it
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import httpcore2
 import httpx2
+
+from blocktrain.errors import WireError
 
 
 class Kind(StrEnum):
@@ -127,9 +131,22 @@ class Traffic:
             return {spent.value: float(self._seconds[spent]) for spent in Spent}
 
 
+class CertificateMismatch(WireError):
+    """The certificate is not the one that the link pins: nothing was sent."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The one certificate that is believed at a place; elsewhere (object storage) authorities are asked."""
+
+    host: str
+    port: int
+    sha256: str
+
+
 class CountingStream(httpcore2.NetworkStream):
-    def __init__(self, stream: httpcore2.NetworkStream, traffic: Traffic) -> None:
-        self._stream, self._traffic = stream, traffic
+    def __init__(self, stream: httpcore2.NetworkStream, traffic: Traffic, pinned: str | None = None) -> None:
+        self._stream, self._traffic, self._pinned = stream, traffic, pinned
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         paced = self._traffic.down_pace.bytes_per_second is not None
@@ -154,15 +171,31 @@ class CountingStream(httpcore2.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.NetworkStream:
-        return CountingStream(self._stream.start_tls(ssl_context, server_hostname, timeout), self._traffic)
+        if self._pinned is None:
+            encrypted = self._stream.start_tls(ssl_context, server_hostname, timeout)
+            return CountingStream(encrypted, self._traffic)
+        # The handshake proves that the peer has the certificate's key; which certificate it is, the pin says.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        encrypted = self._stream.start_tls(context, server_hostname, timeout)
+        shown = encrypted.get_extra_info("ssl_object").getpeercert(True) or b""
+        found = hashlib.sha256(shown).hexdigest()
+        if found != self._pinned:
+            encrypted.close()
+            raise CertificateMismatch(
+                f"expected the certificate {self._pinned[:16]}… that the link pins, found {found[:16]}…: the "
+                "operator has a new one, or another machine answers; ask for a new link"
+            )
+        return CountingStream(encrypted, self._traffic)
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
 
 
 class CountingBackend(httpcore2.SyncBackend):
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, pin: Pin | None) -> None:
+        self._traffic, self._pin = traffic, pin
 
     def connect_tcp(
         self,
@@ -173,13 +206,15 @@ class CountingBackend(httpcore2.SyncBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
         stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
-        return CountingStream(stream, self._traffic)
+        pin = self._pin
+        pinned = pin.sha256 if pin is not None and (host, port) == (pin.host, pin.port) else None
+        return CountingStream(stream, self._traffic, pinned)
 
 
 class CountingTransport(httpx2.HTTPTransport):
     """httpx2's own transport over a pool whose sockets are counted."""
 
-    def __init__(self, traffic: Traffic, max_connections: int) -> None:
+    def __init__(self, traffic: Traffic, max_connections: int, pin: Pin | None = None) -> None:
         context = httpx2.create_ssl_context()
         # httpx2 has no public way to count on the socket, so the pool is replaced and all the rest stays its
         # own.
@@ -188,7 +223,7 @@ class CountingTransport(httpx2.HTTPTransport):
             ssl_context=context,
             max_connections=max_connections,
             keepalive_expiry=KEEPALIVE_SECONDS,
-            network_backend=CountingBackend(traffic),
+            network_backend=CountingBackend(traffic, pin),
         )
 
 

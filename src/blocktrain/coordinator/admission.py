@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
+from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.store import InviteRow, WorkerRow
 from blocktrain.listening import network_name
 from blocktrain.wire.messages import ChallengeAnswer, ErrorReason, JoinRequest
@@ -40,11 +41,13 @@ def network_of(address: str, secret: bytes) -> str:
 
 
 class Admission:
-    def __init__(
-        self, trust: TrustConfig, run_id: str, coordinator_key: str, secret: bytes, data_dir: Path
-    ) -> None:
-        self._trust, self._run_id, self._secret = trust, run_id, secret
-        self._key, self._data_dir = bytes.fromhex(coordinator_key), data_dir
+    def __init__(self, run: Run, secret: bytes, data_dir: Path) -> None:
+        self._run, self._run_id, self._secret = run, run.run_id, secret
+        self._key, self._data_dir = bytes.fromhex(run.coordinator_key), data_dir
+
+    @property
+    def _trust(self) -> TrustConfig:
+        return self._run.recipe.trust
 
     def challenge(self, worker_id: str, now: float) -> ChallengeAnswer:
         return ChallengeAnswer(
@@ -77,8 +80,8 @@ class Admission:
                 f"GET /v1/challenge/{worker_id}, find a stamp, and join with both",
             )
         if self._trust.admission == "invite":
-            valid = request.invite is not None and read_invite(self._key, request.invite, now) is not None
-            return None if valid else _invite_refusal("missing, expired or not this coordinator's")
+            problem = self._invite_problem(request.invite, now)
+            return None if problem is None else _invite_refusal(problem)
         if worker_id in listed_ids(self._data_dir / ALLOWLIST_FILE):
             return None
         return Refusal(
@@ -86,6 +89,15 @@ class Admission:
             f"worker {worker_id} is not on this run's list",
             f"ask the operator to add the id to {ALLOWLIST_FILE}",
         )
+
+    def _invite_problem(self, token: str | None, now: float) -> str | None:
+        if token is None:
+            return "missing: this run takes invited workers only"
+        if read_invite(self._key, token, now) is not None:
+            return None
+        if read_invite(self._key, token, 0.0) is not None:
+            return "expired"
+        return "damaged, or another coordinator's"
 
     def enter(
         self, session: Session, worker_id: str, request: JoinRequest, address: str | None, now: float
@@ -95,7 +107,7 @@ class Admission:
             # Read again: between the pre-check and this transaction it may have expired, or been used.
             found = read_invite(self._key, request.invite or "", now)
             if found is None:
-                raise _invite_refusal("missing, expired or not this coordinator's")
+                raise _invite_refusal(self._invite_problem(request.invite, now) or "expired")
             if session.get(InviteRow, found.invite_id[:32]) is not None:
                 raise _invite_refusal("used already")
             session.add(InviteRow(invite_id=found.invite_id[:32], worker_id=worker_id, used=now))
@@ -116,5 +128,5 @@ def _invite_refusal(problem: str) -> Refusal:
     return Refusal(
         ErrorReason.INVITE_REQUIRED,
         f"the invitation is {problem}",
-        "ask the operator for one (`blocktrain invite`) and pass it with --invite",
+        "ask the operator for one (`blocktrain invite`) and pass it with --invite, or join by its link",
     )

@@ -1,4 +1,4 @@
-"""Joining, asking, heartbeats and handing back: one transaction each around `next_assignment`."""
+"""Joining, asking, heartbeats and handing back, one transaction each; `next_assignment` chooses the work."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Assignments:
                 keep_standing(worker, after_withholding(standing_of(worker)))
                 assignment = session.get(AssignmentRow, update.assignment_id)
                 assert assignment is not None
-                self._free(session, assignment, AssignmentState.WITHHELD, now)
+                self._end_assignment(session, assignment, AssignmentState.WITHHELD, now)
                 self._mark_giving_up(session, worker, now)
 
             # A round that passed its deadline with nothing to merge may be tried again by a worker that it
@@ -194,8 +194,10 @@ class Assignments:
             standing = after_giving_up(standing_of(worker))
             keep_or_ban(session, resources.ledger, worker, standing, trust, pause.reason, now)
 
-    def _free(self, session: Session, row: AssignmentRow, state: AssignmentState, now: float) -> None:
-        """Give an assignment up, and say so in the ledger: its round is open to the worker again."""
+    def _end_assignment(
+        self, session: Session, row: AssignmentRow, state: AssignmentState, now: float
+    ) -> None:
+        """End an assignment, and say so in the ledger: its round is open to the worker again."""
         change(row, state)
         body = {"assignment_id": row.assignment_id, "worker_id": row.worker_id, "state": str(state)}
         self._resources.ledger.append(session, now, "return", body)
@@ -296,7 +298,9 @@ class Assignments:
         stand_in = None
         if row.stand_in_shard is not None:
             stand_in = StandIn(shard=row.stand_in_shard, steps=row.stand_in_steps)
-        # The base is the head of now: a lease that is found again may be older than the head.
+        # The message names the head of now, the best base there is: a lease that is found again may be older.
+        # Row and ledger keep the base at lending, as what was said cannot change; the commit names the base
+        # that was used in the end.
         return message_of(
             Assignment,
             row,
@@ -343,9 +347,10 @@ class Assignments:
                 and row.round > block.version
                 and any(_may_retry(revealed, state) for revealed in session.scalars(refused_before).all())
             ):
-                # It runs ahead into a round that only its own second try at the open one can open.
+                # It trains ahead for a round that cannot open before the open one closes, and that one now
+                # waits for this worker's second try.
                 cancel, reason = True, f"the update for round {block.version} was refused: train that again"
-                self._free(session, row, AssignmentState.RECALLED, now)
+                self._end_assignment(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
@@ -363,7 +368,7 @@ class Assignments:
             row = own_assignment(session, worker_id, assignment_id)
             if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
-            self._free(session, row, AssignmentState.RETURNED, now)
+            self._end_assignment(session, row, AssignmentState.RETURNED, now)
             self._mark_giving_up(session, worker, now)
             if _open_lease(session, worker_id, None) is None:
                 worker.block = None

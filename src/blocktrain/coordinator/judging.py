@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
@@ -213,11 +213,11 @@ class Judging:
         block: int,
         version: int,
         base_hash: str,
-        candidates: Sequence[Callable[[], Tensors]],
-        merged: int,
+        merges: Iterable[Tensors],
+        sizes: Sequence[int],
     ) -> list[list[float]]:
         """What merges of some of these updates do to held-out loss, window by window, before one of them is
-        published. `candidates` make the merges; one at a time, as each is a whole block in memory."""
+        published. `sizes` is how many updates each merge has, the largest first."""
         assert self._scorer is not None
         resources = self._resources
         seed = evidence_seed(resources.secret, f"guard/{block}/{version}", base_hash)
@@ -227,12 +227,11 @@ class Judging:
             heads = frozen_heads(session, resources.run, block)
         frozen = self._loaded(heads)
         budget = self._scorer.budget(len(frozen))
-        windows = budget.guard_windows(merged, len(candidates))
+        windows = budget.guard_windows(sizes[0], len(sizes))
         with self._scoring:
-            made = (merge() for merge in candidates)
-            found = self._scorer.guard(block, base, made, windows, seed, frozen)
+            found = self._scorer.guard(block, base, merges, windows, seed, frozen)
         with self._counting:
-            self.cost.judging += budget.guard_forwards(len(candidates)) * windows * budget.length
+            self.cost.judging += budget.guard_forwards(len(sizes)) * windows * budget.length
         return found
 
 

@@ -13,16 +13,21 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 
+from blocktrain.client.address import RunLink
 from blocktrain.config import load_recipe
 from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.metrics_file import Watch, watched
-from blocktrain.coordinator.operator_notes import make_display
+from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import open_text
 from blocktrain.errors import UserError
-from blocktrain.listening import open_port, url_of
+from blocktrain.listening import open_port, url_for_others, url_of
+from blocktrain.training.checkpoint import starting_blocks
+from blocktrain.training.setup import Setup
 from blocktrain.wire.messages import ErrorAnswer, ErrorBody, ErrorReason
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,16 @@ class Tls:
                 f"{error.strerror or error}; expected PEM files that belong together"
             ) from None
         return context
+
+    def pin(self) -> str | None:
+        """What a link must carry for clients to believe the certificate: its SHA-256 where it signed itself.
+
+        One that an authority signed needs none, and its renewal would break the links.
+        """
+        certificate = x509.load_pem_x509_certificate(self.certificate.read_bytes())
+        if certificate.issuer != certificate.subject:
+            return None
+        return certificate.fingerprint(SHA256()).hex()
 
 
 class CoordinatorServer(uvicorn.Server):
@@ -85,24 +100,38 @@ def run_coordinator(
     reference: str | None = None,
     tls: Tls | None = None,
     watch: Watch | None = None,
+    start: Path | None = None,
 ) -> None:
-    """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it."""
+    """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it. A new run
+    begins from the checkpoint `start`, where one is given."""
     recipe = load_recipe(recipe_path, overrides)
     # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
     # take minutes.
+    first = None if start is None else starting_blocks(start, Setup.of_swarm(recipe))[0]
     if tls is not None:
         tls.context()
     listener = open_port(host, port)
     text = open_text(recipe)
     display = make_display(gateway, reference, text.sha256)
     with opened(
-        recipe, text, data_dir, database_url=database_url, blobs_url=blobs_url, display=display
+        recipe,
+        text,
+        data_dir,
+        database_url=database_url,
+        blobs_url=blobs_url,
+        display=display,
+        start=first,
     ) as coordinator:
-        url = url_of(listener, "http" if tls is None else "https")
+        scheme = "http" if tls is None else "https"
+        url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+        shared = url_for_others(listener, scheme)
 
         def ready() -> None:
+            keep_address(data_dir, shared, pin)
+            admission, link = coordinator.resources.run.recipe.trust.admission, str(RunLink(shared, pin=pin))
+            for line in opening_lines(coordinator.status(), admission, data_dir, link):
+                print(line, file=sys.stderr)
             print(f"coordinator ready url={url}", flush=True)
-            log.info("serving dashboard url=%s/", url)
 
         server = make_server(coordinator, ready, tls)
         with watched(coordinator, watch):

@@ -1,4 +1,4 @@
-"""What an operator shows beside a run and no decision depends on: a reference, the address of a gateway."""
+"""What an operator shows beside a run, and is told of it; no decision depends on any of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.errors import UserError
-from blocktrain.wire.messages import ReferenceState
+from blocktrain.wire.messages import ReferenceState, StatusAnswer
 
 GATEWAY_ADDRESS = re.compile(
     r"(?P<origin>https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?)(?:/[A-Za-z0-9._~/-]*)?"
@@ -31,6 +31,48 @@ class Display:
     def gateway_origin(self) -> str | None:
         found = GATEWAY_ADDRESS.fullmatch(self.gateway or "")
         return found["origin"] if found else None
+
+
+ADDRESS_FILE = "address.json"
+"""In the data folder: where the coordinator was reached last, for `blocktrain invite`."""
+
+
+def opening_lines(status: StatusAnswer, admission: str, data_dir: Path, link: str) -> list[str]:
+    """What a host wants to know when a coordinator starts: which run this is, who may join, and how."""
+    slowest = min(block.head_version for block in status.blocks)
+    if status.finished:
+        state = f"finished after {status.rounds} rounds"
+    elif any(block.head_version for block in status.blocks):
+        state = f"goes on at round {slowest}/{status.rounds}"
+    else:
+        state = f"new, {status.rounds} rounds"
+    who, line = {
+        "open": ("anybody may join", f"blocktrain join {link}"),
+        "invite": ("by invitation", f"blocktrain invite --data-dir {data_dir} (prints the line to send)"),
+        "allowlist": ("only ids in allowlist.txt", f"blocktrain join {link}"),
+    }[admission]
+    return [
+        f"run      {status.name} {status.run_id[:12]}: {state}; {who}; data in {data_dir}",
+        f"page     {link.partition('#')[0]}/",
+        f"friends  {line}",
+        f"model    blocktrain checkpoint {data_dir} --to model",
+    ]
+
+
+def keep_address(data_dir: Path, url: str, pin: str | None) -> None:
+    (data_dir / ADDRESS_FILE).write_text(json.dumps({"url": url, "pin": pin}), encoding="utf-8")
+
+
+def kept_address(data_dir: Path) -> tuple[str, str | None]:
+    """Address and pin of the coordinator that used this data folder last."""
+    try:
+        found = json.loads((data_dir / ADDRESS_FILE).read_text(encoding="utf-8"))
+        return str(found["url"]), None if found["pin"] is None else str(found["pin"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{data_dir} does not say where its coordinator is: start it once, or name it with --address "
+            "http(s)://HOST[:PORT]"
+        ) from None
 
 
 def make_display(gateway: str | None, reference: str | None, corpus_sha256: str) -> Display:

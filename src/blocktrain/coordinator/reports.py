@@ -161,7 +161,7 @@ class Reports:
                 select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
             ).all()
             reports = tuple(map(RoundReport.model_validate_json, reversed(records)))
-            # Of the rounds that are shown: what was lent against what came in time.
+            # Over the rounds that are shown: what was lent against what came in time.
             assigned = sum(report.assigned for report in reports)
             on_time = sum(report.on_time for report in reports)
             # Rounds between an update's base and its merge: 0 was on time.

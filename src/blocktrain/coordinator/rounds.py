@@ -12,12 +12,11 @@ When a round is due is `decisions.rounds.round_state`'s to say.
 from __future__ import annotations
 
 import logging
-import secrets
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import UpdateState, change
+from blocktrain.coordinator.states import UpdateState, change, merged_outcome
 from blocktrain.coordinator.storage.blobs import snapshot_key
 from blocktrain.coordinator.storage.queries import (
     block_row,
@@ -50,7 +49,7 @@ from blocktrain.training.merge import clip_scales, replay_merge
 from blocktrain.training.snapshot import blank_file, snapshot_hash
 from blocktrain.validation.guard import guard_decision, is_doubted, merge_choices
 from blocktrain.validation.ruling import Ruling
-from blocktrain.wire.messages import MergeInputRecord, MergeRecord, RoundReport, VerdictReason
+from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +88,13 @@ class MergedBlock:
 class Rounds:
     def __init__(self, resources: Resources, judging: Judging | None = None) -> None:
         self._resources, self._judging = resources, judging
-        self._owner = secrets.token_hex(16)
         self._threads = ThreadPoolExecutor(MERGE_THREADS, thread_name_prefix="merge")
 
     def forget_claims(self) -> None:
         """On start, where this process is the only one: claims that are left are a dead predecessor's."""
         with self._resources.store.write() as session:
             for row in session.scalars(select(BlockRow)):
-                row.claim_owner = row.claim_until = None
+                row.claim_until = None
 
     def load_heads(self) -> None:
         """So that the first round after a start closes as fast as the others."""
@@ -136,7 +134,15 @@ class Rounds:
         if self._publish(claim, merged):
             self._resources.metrics.merged(time.perf_counter() - started)
             self._resources.changes.notify()
+            self._tell_if_finished()
         return True
+
+    def _tell_if_finished(self) -> None:
+        run = self._resources.run
+        with self._resources.store.read() as session:
+            slowest = session.scalar(select(func.min(BlockRow.version)))
+        if slowest == run.swarm.rounds:
+            log.info("finished run=%s after %d rounds; workers are sent home", run.run_id[:12], slowest)
 
     # --- claim ---
 
@@ -154,7 +160,7 @@ class Rounds:
                 for update in updates:
                     update.merge_version = row.closing_version
                 self._clip(session, block, updates)
-            row.claim_owner, row.claim_until = self._owner, now + CLAIM_SECONDS
+            row.claim_until = now + CLAIM_SECONDS
             record = self._record(session, row, row.closing_version)
             return Claim(block, row.closing_version, row.head_hash, record, state.reason)
 
@@ -204,7 +210,8 @@ class Rounds:
     def _guarded(
         self, claim: Claim, merged: MergedBlock, judging: Judging
     ) -> tuple[Claim, MergedBlock] | None:
-        """The merge without the updates that make it worse; None where nothing is left: the block holds."""
+        """The merge without the updates that make it worse; None where nothing is left, or another process
+        has the merge: the head stays."""
         while True:
             with self._resources.store.read() as session:
                 rows = inputs_of_merge(session, claim.block, claim.version)
@@ -219,35 +226,40 @@ class Rounds:
                     )
                     .order_by(UpdateRow.round.desc())
                 ).all()
-            # Doubted are those whose workers the guard has lately left out of every merge: against them
+            # Doubted are those whose workers the guard left out of every recent merge: against them
             # weaker evidence is enough (decision 0009).
             left_out: dict[str, list[bool]] = {row.worker_id: [] for row in rows}
             for worker_id, was_merged in past:
                 left_out[worker_id].append(not was_merged)
             doubted = frozenset(row.update_id for row in rows if is_doubted(left_out[row.worker_id]))
             # Those with the lowest gain of their own are left out first; one without evidence before all.
-            gains = {row.update_id: -1e9 if row.gain is None else row.gain for row in rows}
-            choices, merges = merge_choices(gains), []
+            gains = {row.update_id: -math.inf if row.gain is None else row.gain for row in rows}
+            choices, claims = merge_choices(gains), []
             for choice in choices:
                 kept = [row for row in rows if row.update_id in choice]
                 scales = self._scales(kept, median)
                 inputs = tuple(_input_record(row, scale) for row, scale in zip(kept, scales, strict=True))
-                smaller = replace(claim, record=claim.record.model_copy(update={"inputs": inputs}))
-                merges.append(partial(lambda one: self._merge(one).tensors, smaller))
-            found = judging.guard(claim.block, claim.version, claim.base_hash, merges, len(choices[0]))
+                claims.append(replace(claim, record=claim.record.model_copy(update={"inputs": inputs})))
+            # One merge at a time, as each is a whole block in memory.
+            merges = (self._merge(one).tensors for one in claims)
+            sizes = [len(choice) for choice in choices]
+            found = judging.guard(claim.block, claim.version, claim.base_hash, merges, sizes)
             decision = guard_decision(found, choices, doubted)
             for update_id in decision.leave_out:
-                left = self._drop(claim, update_id, decision.sentence)
+                left = self._leave_out(claim, update_id, decision.sentence)
                 if left is None:
-                    return None
+                    return None  # another process has the merge by now
                 claim = left
+            if not claim.record.inputs:
+                return None
             if decision.leave_out:
                 merged = self._merge(claim)
             if decision.publish:
                 return claim, merged
 
-    def _drop(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
-        """Take an update out of a merge under way; None where it was the last, or the merge is another's."""
+    def _leave_out(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
+        """The claim without this update; None where the merge is no longer ours. A claim that is left without
+        inputs is given up, and the round begins again for all."""
         now = self._resources.clock()
         with self._resources.store.write() as session:
             update = session.get(UpdateRow, update_id)
@@ -266,10 +278,9 @@ class Rounds:
             if others := inputs_of_merge(session, claim.block, claim.version):
                 self._clip(session, claim.block, others)
                 return replace(claim, record=self._record(session, row, claim.version))
-            # Nothing is left: the round begins again, for all.
-            row.closing_version = row.claim_owner = row.claim_until = None
+            row.closing_version = row.claim_until = None
             row.begun = now
-            return None
+            return replace(claim, record=claim.record.model_copy(update={"inputs": ()}))
 
     # --- publish ---
 
@@ -316,8 +327,8 @@ class Rounds:
                 .where(UpdateRow.block == row.block, outdated, UpdateRow.sketch.is_not(None))
                 .values(sketch=None)
             )
-            row.version, row.head_hash, row.closing_version = record.version, digest, None
-            row.claim_owner = row.claim_until = None
+            row.version, row.head_hash = record.version, digest
+            row.closing_version = row.claim_until = None
             # Workers that ran ahead are at work on the next round; else its first one starts the clock.
             row.begun = now if live_assignments(session, row.block, row.version) else None
             resources.ledger.append(session, now, "merge", record.model_dump(mode="json"))
@@ -345,12 +356,13 @@ def _report(
         )
     )
     losses = [update.loss for update in updates if update.loss is not None]
+    outcomes = [merged_outcome(update.reason) for update in updates]
     return RoundReport(
         block=row.block,
         version=version,
         seconds=0.0 if row.begun is None else max(0.0, now - row.begun),
-        on_time=sum(update.weight == 1.0 for update in updates),
-        late=sum(update.weight != 1.0 for update in updates),
+        on_time=outcomes.count(Outcome.ACCEPTED),
+        late=outcomes.count(Outcome.LATE),
         refused=refused or 0,
         assigned=live_assignments(session, row.block, row.version),
         mean_loss=sum(losses) / len(losses) if losses else None,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
+from torch import nn
 
 from blocktrain.config import Recipe
 from blocktrain.coordinator.admission import Admission
@@ -26,11 +27,11 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.rounds import Rounds
-from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.run import finish_run, open_run
 from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
-from blocktrain.coordinator.storage.store import NonceRow, Store
+from blocktrain.coordinator.storage.store import NonceRow, RunRow, Store
 from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
@@ -41,7 +42,7 @@ from blocktrain.files import locked_file
 from blocktrain.threads import Threads
 from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
-from blocktrain.wire.messages import StatusAnswer
+from blocktrain.wire.messages import OperatorAnswer, StatusAnswer
 from blocktrain.wire.signing import Reason, VerifiedRequest
 from blocktrain.wire.tokens import secret_of
 
@@ -65,9 +66,7 @@ class Coordinator:
     ) -> None:
         run = resources.run
         self.resources, self.display, self.metrics = resources, display, resources.metrics
-        self.admission = Admission(
-            run.recipe.trust, run.run_id, run.coordinator_key, resources.secret, data_dir
-        )
+        self.admission = Admission(run, resources.secret, data_dir)
         self.assignments = Assignments(resources, self.admission)
         self.workers = Workers(resources)
         self.updates = Updates(resources)
@@ -106,7 +105,7 @@ class Coordinator:
             repeat("judge", self.judging.judge_next, changes=changes, low_priority=True)
 
     def stop(self) -> None:
-        """A merge under way is finished; an evaluation that takes long is left, it is repeated some day."""
+        """A merge under way is finished; a long evaluation is left: the next process repeats it."""
         self._stop.set()
         self.resources.changes.notify()
         # Without a limit: cut in the middle, the merge would be repeated by the next process (correct, but
@@ -134,10 +133,22 @@ class Coordinator:
     def status(self) -> StatusAnswer:
         return self.reports.status(self.metrics.traffic("up"), self.metrics.traffic("down"))
 
+    def finish(self) -> OperatorAnswer:
+        """The operator ends the run here: what the blocks have now is its result."""
+        resources = self.resources
+        with resources.store.write() as session:
+            receipt = finish_run(session, resources.run, resources.ledger, resources.clock())
+            stored = session.scalars(select(RunRow.recipe)).one()
+        resources.run.follow(stored)
+        resources.changes.notify()
+        return OperatorAnswer(receipt=receipt)
+
     def _sweep(self) -> bool:
-        """Forget nonces whose requests are too old to be replayed, and uploads nobody spoke of again."""
+        """Forget old nonces and uploads nobody spoke of again; follow what other processes changed."""
         with self.resources.store.write() as session:
             session.execute(delete(NonceRow).where(NonceRow.forget_after < self.resources.clock()))
+            stored = session.scalars(select(RunRow.recipe)).one()
+        self.resources.run.follow(stored)
         self.resources.unneeded.sweep_uploads(self.resources.clock())
         return False
 
@@ -154,9 +165,11 @@ def opened(
     scoring: bool = True,
     display: Display | None = None,
     threads: bool = True,
+    start: Sequence[nn.Module] | None = None,
 ) -> Iterator[Coordinator]:
     """A coordinator on this data directory, its threads running; stopped at the end. Without `threads` the
-    caller closes rounds and judges by hand (`rounds.close_due()`, `judging.judge_next()`)."""
+    caller closes rounds and judges by hand (`rounds.close_due()`, `judging.judge_next()`). `start` are the
+    blocks that a new run begins from, instead of its seed."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -171,7 +184,7 @@ def opened(
         store.migrate()
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
         identity = load_or_create(data_dir / KEY_FILE)
-        run = open_run(store, blobs, identity, recipe, text, clock())
+        run = open_run(store, blobs, identity, recipe, text, clock(), start)
         resources = Resources(
             run,
             store,
@@ -183,6 +196,7 @@ def opened(
             secret_of(identity, "judging"),
             text=publish(text, data_dir, blobs),
         )
+        recipe = run.recipe
         # Judges elsewhere bring their own; the guard of a merge is the coordinator's in any case.
         trust, display = recipe.trust, display or Display()
         judges = trust.judge == "coordinator" or (trust.judge == "external" and trust.guard)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
+from blocktrain.wire.messages import Outcome, VerdictReason
+
 
 class AssignmentState(StrEnum):
     LEASED = "leased"
@@ -21,7 +23,7 @@ class AssignmentState(StrEnum):
     WITHHELD = "withheld"
     """Committed and never revealed."""
     REFUSED = "refused"
-    """Revealed and no good: the worker may try the round again."""
+    """Revealed and refused: the worker may try the round again."""
 
 
 class UpdateState(StrEnum):
@@ -63,6 +65,12 @@ _AFTER_UPDATE: Mapping[UpdateState, tuple[UpdateState, ...]] = {
     UpdateState.MERGED: (),
     UpdateState.WITHHELD: (),
 }
+
+
+def merged_outcome(reason: str | None) -> Outcome:
+    """The outcome that an update had before it was merged, from the reason of its verdict."""
+    # Not from its weight: with swarm.age_decay = 1 late updates have all of it.
+    return Outcome.LATE if reason == VerdictReason.CARRIED else Outcome.ACCEPTED
 
 
 class HasState(Protocol):

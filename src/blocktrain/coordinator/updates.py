@@ -9,7 +9,7 @@ update helps; that is the judge's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import IO
 
 from sqlalchemy import func, select
@@ -21,7 +21,7 @@ from blocktrain.coordinator.decisions.rounds import own_share
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change
+from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change, merged_outcome
 from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
 from blocktrain.coordinator.storage.ledger import receipt_of
 from blocktrain.coordinator.storage.queries import block_row, open_round, running_median
@@ -45,6 +45,7 @@ from blocktrain.validation.ruling import (
     fading_of,
     norm_ruling,
     overflow_ruling,
+    reveal_ruling,
 )
 from blocktrain.wire.codec import FrameError, FrameReason, decode
 from blocktrain.wire.hashing import canonical_json, content_hash
@@ -82,9 +83,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What reading a payload brought to light; `ruling` where that already refuses it."""
+    """What reading a payload showed."""
 
-    ruling: Ruling | None = None
+    unreadable: Ruling | None = None
+    """The refusal of a frame that cannot be read or merged."""
     norm: float | None = None
     sketch: Sketch | None = None
     """Only where updates are judged."""
@@ -254,22 +256,20 @@ class Updates:
             worker = present_worker(session, row.worker_id, now)
             block = block_row(session, row.block, lock=True)
             session.refresh(row)
-            # Of two requests that brought the same payload, the second finds the first one's verdict.
+            # If two requests bring the same payload, the second finds the first one's verdict.
             if row.state == UpdateState.COMMITTED:
                 row.norm, row.revealed = decoded.norm, now
                 row.offset = self._offset(session, block, row, now)
                 reveal = {key: getattr(row, key) for key in ("update_id", "payload_hash", "payload_bytes")}
                 row.reveal_sequence = resources.ledger.append(session, now, "reveal", reveal).sequence
-                ruling = decoded.ruling or ruling_by_age(block, row, run.swarm)
                 # Without a judge whatever can be read and is in time counts; the merge clips its norm.
                 judged = run.recipe.trust.judge != "off"
+                by_age, by_norm = ruling_by_age(block, row, run.swarm), None
                 if judged and decoded.norm is not None:
                     median = running_median(session, row.block)
                     fading = fading_of(run.recipe, row.base_version)
-                    found = decoded.copied or norm_ruling(decoded.norm, median, run.recipe.trust, fading)
-                    if found is not None:
-                        # A copy that is also too old is refused for its age, and still marked as a copy.
-                        ruling = found if ruling.counts else replace(ruling, mark=found.mark)
+                    by_norm = norm_ruling(decoded.norm, median, run.recipe.trust, fading)
+                ruling = reveal_ruling(decoded.unreadable, by_age, decoded.copied, by_norm)
                 if judged and ruling.counts and decoded.sketch is not None:
                     change(row, UpdateState.JUDGING)
                     row.sketch = decoded.sketch.to_bytes()
@@ -343,7 +343,7 @@ class Updates:
         return max(0.0, now - begun) * own_share(assignment.stand_in_steps, self._resources.run.swarm)
 
     def verdict(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
-        """What has become of a payload so far."""
+        """The verdict on a payload, as far as there is one."""
         with self._resources.store.read() as session:
             verdict = _verdict(session, _committed(session, worker_id, payload_hash))
         if verdict is None:
@@ -380,8 +380,7 @@ def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
         sequence = row.verdict_sequence
         if sequence is None:
             return None
-        on_time = Outcome.ACCEPTED if row.weight == 1.0 else Outcome.LATE
-        outcome = on_time if row.state == UpdateState.MERGED else Outcome(row.state)
+        outcome = merged_outcome(row.reason) if row.state == UpdateState.MERGED else Outcome(row.state)
         reason, sentence = VerdictReason(row.reason or ""), row.sentence or ""
     assert sequence is not None
     return message_of(

@@ -136,7 +136,7 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
 
 def run_need(run: RunAnswer) -> Need:
     """What one block of the run takes."""
-    setup = run_setup(run)
+    setup = run_setup(run.recipe, run.vocabulary)
     recipe = setup.recipe
     if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
         raise RecipeError(
@@ -149,7 +149,7 @@ def run_need(run: RunAnswer) -> Need:
 def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:
     try:
         if corpus is not None or run.dataset is None:
-            load_run_text(run_setup(run), run, corpus)
+            load_run_text(run_setup(run.recipe, run.vocabulary), run, corpus)
     except BlocktrainError as error:
         return str(error)
     return None

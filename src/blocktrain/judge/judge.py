@@ -46,7 +46,7 @@ class Judge:
         self._client, self._say = client, say
         run = client.run()
         client.audience = run.run_id
-        setup = run_setup(run)
+        setup = run_setup(run.recipe, run.vocabulary)
         recipe, text = setup.recipe, self._open_text(setup, run, corpus)
         if recipe.trust.private_text is not None and held_out is None:
             raise DataError(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
+from sqlalchemy import select
 
 from blocktrain.client.coordinator import public_client
+from blocktrain.config import with_settings
 from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
 from blocktrain.coordinator.storage.ledger import (
@@ -18,9 +21,9 @@ from blocktrain.coordinator.storage.ledger import (
     read_entries,
     verify_ledger,
 )
-from blocktrain.coordinator.storage.store import Store
+from blocktrain.coordinator.storage.store import EvaluationRow, Store
 from blocktrain.errors import UserError
-from blocktrain.wire.messages import MAX_LEDGER_PAGE, LedgerEntry, Receipt
+from blocktrain.wire.messages import MAX_LEDGER_PAGE, EvaluationState, LedgerEntry, Receipt
 
 MAX_OBJECT_BYTES = 1 << 34
 """No block is larger; an endless answer is cut off here."""
@@ -34,6 +37,20 @@ class Source:
     entries: list[LedgerEntry]
     payload: Callable[[str], bytes]
     snapshot: Callable[[str], bytes]
+    evaluation: Callable[[], EvaluationState | None]
+    """The coordinator's last score of the assembled model."""
+
+    def recipe(self) -> dict[str, Any]:
+        """The run's recipe as the ledger tells it: the first entry's, with every change made since."""
+        first, *later = (entry.body for entry in self.entries if entry.kind == "run")
+        settings: dict[str, Any] = {}
+        for body in later:
+            settings |= body["settings"]
+        return with_settings(first["recipe"], settings)
+
+
+def is_data_folder(folder: Path) -> bool:
+    return (folder / DATABASE_FILE).exists()
 
 
 def open_source(place: str) -> Source:
@@ -42,11 +59,17 @@ def open_source(place: str) -> Source:
 
 def _from_folder(folder: Path) -> Source:
     database = folder / DATABASE_FILE
-    if not database.exists():
-        raise UserError(f"no ledger at {folder}: expected a coordinator's --data-dir, with {DATABASE_FILE}")
+    if not is_data_folder(folder):
+        raise UserError(
+            f"no ledger at {folder}: expected a coordinator's --data-dir, with {DATABASE_FILE}; where the "
+            "run is kept by --database, give the coordinator's address instead"
+        )
     store, blobs = Store(f"sqlite:///{database.absolute()}"), Blobs.from_url(str(folder / "blobs"))
     try:
         entries = list(_stored_entries(store))
+        with store.read() as session:
+            newest = select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(1)
+            record = session.scalar(newest)
     finally:
         store.close()
     return Source(
@@ -54,6 +77,7 @@ def _from_folder(folder: Path) -> Source:
         entries,
         lambda wanted: blobs.get(payload_key(wanted)),
         lambda wanted: blobs.get(snapshot_key(wanted)),
+        lambda: None if record is None else EvaluationState.model_validate_json(record),
     )
 
 
@@ -70,6 +94,7 @@ def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
 
 def _from_url(url: str) -> Source:
     client = public_client(url)
+    client.run()  # says in words what else lives at this address
     entries: list[LedgerEntry] = []
     # Whole, before anything is checked: a coordinator cannot choose its later pages by what we ask for next.
     while page := client.ledger(len(entries)).entries:
@@ -79,6 +104,7 @@ def _from_url(url: str) -> Source:
         entries,
         lambda wanted: client.fetch(f"/v1/updates/{wanted}", MAX_OBJECT_BYTES),
         lambda wanted: client.fetch(f"/v1/snapshots/{wanted}", MAX_OBJECT_BYTES),
+        lambda: next(iter(client.status().evaluations[-1:]), None),
     )
 
 

@@ -1,29 +1,119 @@
-"""The end of a swarm run: the blocks' last snapshots, assembled, scored and saved as a checkpoint."""
+"""The model of a run as a checkpoint: in the middle of it or at its end, from an address or a data folder."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.client.snapshots import Snapshots
+from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.data.corpora import open_text
-from blocktrain.training.checkpoint import save_checkpoint
+from blocktrain.errors import CheckpointError, UserError, WireError
+from blocktrain.ids import CorpusHash
+from blocktrain.judge.ledger_check import Source, is_data_folder, open_source
+from blocktrain.training.checkpoint import save_checkpoint, write_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.setup import with_swarm_schedule
-from blocktrain.training.snapshot import load_into
+from blocktrain.training.snapshot import from_safetensors, load_into, schema_of, snapshot_hash
 from blocktrain.wire.messages import StatusAnswer
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint of a run was made of."""
+
+    name: str
+    run_id: str
+    versions: tuple[int, ...]
+    """Of each block: merges in it."""
+    rounds: int
+    scored: bool
+    """Whether the coordinator had scored the model, and so fitted the weights of its blocks' votes."""
+
+    def __str__(self) -> str:
+        where = f"{self.name} (run {self.run_id[:12]}), rounds {', '.join(map(str, self.versions))} "
+        votes = "" if self.scored else "; not scored yet, so every block has the same vote"
+        return f"{where}of {self.rounds}, as its ledger says{votes}"
+
+
+def write_model(source: Source, out: Path) -> SavedModel:
+    """The newest snapshots of a run as a checkpoint.
+
+    Which snapshots these are is the signed ledger's to say, and each has its hash checked. The merges are not
+    done again: `blocktrain ledger verify` does that, and fetches every payload for it.
+    """
+    report = verify_ledger(source.entries, None, source.snapshot)
+    if not source.entries or not report.ok:
+        reason = report.reason if source.entries else "it is empty"
+        raise WireError(f"the ledger of {source.name} does not hold: {reason}; do not use its model")
+    first = source.entries[0].body
+    setup = run_setup(source.recipe())
+    recipe, count = with_swarm_schedule(setup.recipe), setup.recipe.model.blocks
+    if sorted(report.heads) != list(range(count)):
+        raise WireError(f"the ledger of {source.name} has {len(report.heads)} blocks, its recipe {count}")
+    # Equal votes cost 0.0005 nats on the demo model (docs/decisions/0003), so a run that was never scored
+    # has a model all the same; the text that the votes are fitted on need not be on this machine.
+    evaluation = source.evaluation()
+    scored = evaluation is not None and len(evaluation.weights) == count
+    pooling = list(evaluation.weights) if evaluation is not None and scored else [1 / count] * count
+
+    def weights() -> Iterator[Mapping[str, Tensor]]:
+        for index in range(count):
+            block, wanted = setup.initial(index), report.heads[index]
+            tensors = from_safetensors(source.snapshot(wanted), schema_of(block))
+            if snapshot_hash(tensors) != wanted:
+                raise WireError(f"{source.name} gave other weights of block {index} than its ledger names")
+            load_into(block, tensors)
+            yield block.state_dict()
+
+    table = setup.codebook()().detach()
+    write_checkpoint(out, recipe, CorpusHash(str(first["corpus_sha256"])), weights(), table, pooling)
+    versions = tuple(report.versions[index] for index in range(count))
+    return SavedModel(recipe.name, str(first["run_id"]), versions, recipe.swarm.rounds, scored)
+
+
+@contextlib.contextmanager
+def checkpoint_at(place: str, tell: Callable[[str], None]) -> Iterator[Path]:
+    """A checkpoint folder as it is; or the model of a coordinator's address or data folder, written to a
+    temporary one that is removed at the end."""
+    folder = Path(place).expanduser()
+    if "://" not in place and not is_data_folder(folder):
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"no checkpoint folder at {place}; expected a folder with config.json, a coordinator's "
+                "--data-dir, or its address http(s)://HOST[:PORT]"
+            )
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="blocktrain-model-") as temporary:
+        out = Path(temporary) / "checkpoint"
+        tell(f"took {write_model(open_source(place), out)}")
+        yield out
+
+
+def save_model(place: str, out: Path) -> SavedModel:
+    """The model of an address or data folder, in a new folder that stays."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--to {out} is there already; choose a new folder, or remove it")
+    if "://" not in place and (Path(place).expanduser() / "config.json").exists():
+        raise UserError(f"{place} is a checkpoint already: use it as it is, or copy the folder")
+    return write_model(open_source(place), out)
 
 
 def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: Path) -> dict[str, Any]:
     """Write the checkpoint of a finished run; returns its scores on the whole held-out text."""
     run = client.run()
-    setup = run_setup(run)
+    setup = run_setup(run.recipe, run.vocabulary)
     recipe, text = setup.recipe, open_text(setup.recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = [setup.initial(state.block) for state in status.blocks]

@@ -36,7 +36,7 @@ class Scenario:
     network: Network
     policy: Policy
     seed: int = 0
-    """Of the network's weather and of the training."""
+    """Seeds the network's weather and the training."""
     stands_for: int = STANDS_FOR_PARAMETERS
     evaluate_every: int = 1
     """Rounds between two scores; the last round is always scored."""

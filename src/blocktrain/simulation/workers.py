@@ -197,7 +197,7 @@ class CarryWorker:
         self._steps: TimedSteps | None = None
         self._left_feedback: dict[int, Weights | None] = {}
         self._left_optimizers: dict[int, dict[str, Tensor]] = {}
-        """Of blocks this worker has left; the program has both on disk."""
+        """What it needs to return to a block that it has left; the program keeps both on disk."""
         self._fetching: set[int] = set()
         site.coordinator.watchers.append(self._new_head)
 

@@ -197,6 +197,32 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
     )
 
 
+def starting_blocks(path: Path, setup: Setup) -> tuple[list[Block], Tensor]:
+    """A checkpoint's blocks and codebook as the first weights of a run of another recipe."""
+    loaded, recipe = load_checkpoint(path, torch.device("cpu")), setup.recipe
+    if len(loaded.blocks) != recipe.model.blocks:
+        raise CheckpointError(
+            f"{path} has {len(loaded.blocks)} blocks, the recipe {recipe.model.blocks}; set model.blocks"
+        )
+    if loaded.tokenizer.vocabulary != setup.vocabulary:
+        raise CheckpointError(
+            f"{path} was trained with data.tokenizer = {loaded.recipe.data.tokenizer!r}, the recipe has "
+            f"{recipe.data.tokenizer!r}; set data.tokenizer"
+        )
+    blocks = []
+    for index, block in enumerate(loaded.blocks):
+        fresh = setup.initial(index)
+        load_weights(fresh, block.state_dict(), where=f"block {index} of {path}, for the recipe's model")
+        blocks.append(fresh)
+    # Blocks know their targets by the codebook's vectors: with others they would begin worse than at random.
+    if recipe.objective.codebook == "fixed" and not torch.equal(loaded.codebook_VD, setup.codebook()()):
+        raise CheckpointError(
+            f"{path} has another codebook than the recipe's, which is drawn from the seed; set seed = "
+            f'{loaded.recipe.seed}, or train a checkpoint with objective.codebook = "fixed"'
+        )
+    return blocks, loaded.codebook_VD
+
+
 def block_kinds(objective: Objective, index: int) -> dict[str, str]:
     """Type and shape of every tensor of a block, without making one."""
     # Shapes without memory, so that checking a huge claim is free.

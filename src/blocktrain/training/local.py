@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import platform
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from blocktrain.errors import CheckpointError, DivergedError, StoppedError, User
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.training.checkpoint import load_weights, save_checkpoint
+from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
 from blocktrain.training.cost import (
     PeakMemory,
     forward_flops_per_token,
@@ -58,6 +59,8 @@ LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 MAX_COUNTED_BYTES = 128 << 20
 """Training text that bigrams are counted in; a dataset may be larger than memory."""
+START_FOLDER = "start"
+"""The checkpoint that a run began from, in its folder."""
 
 
 class Observer(Protocol):
@@ -99,7 +102,9 @@ class LocalRun:
         device: torch.device,
         observer: Observer,
         stop: threading.Event | None = None,
+        start: Path | None = None,
     ) -> None:
+        """`start` is a checkpoint to begin from instead of the seed; the reference begins from the seed."""
         self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
         self.stop = stop or threading.Event()
         self.text = open_text(recipe)
@@ -107,6 +112,7 @@ class LocalRun:
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
+        self.start = start
         self.units = [Unit(f"block {b}", b, setup.initial(b)) for b in range(recipe.model.blocks)]
         if recipe.training.reference:
             self.units.append(Unit(REFERENCE, None, setup.initial_reference()))
@@ -129,7 +135,20 @@ class LocalRun:
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
     def train(self, *, resume: bool) -> None:
+        if resume and self.start is not None:
+            raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
+        if self.start is not None:
+            starting_blocks(self.start, self.setup)  # one that does not fit leaves no folder behind
         prepare_folder(self.out, self.recipe, self.text.sha256, resume=resume)
+        if self.start is not None:
+            # A copy, so that a resumed run begins its later blocks from the same weights.
+            shutil.copytree(self.start, self.out / START_FOLDER, dirs_exist_ok=True)
+        if (self.out / START_FOLDER).is_dir():
+            blocks, table = starting_blocks(self.out / START_FOLDER, self.setup)
+            for unit, block in zip(self.units, blocks, strict=False):
+                unit.block.load_state_dict(block.state_dict())
+            if self.codebook.learned:
+                self.codebook.load_state_dict({"table": table})
         for number, units in enumerate(self.groups()):
             # Only the group being trained is on the device; frozen blocks visit it one at a time.
             for unit in units:
@@ -418,11 +437,20 @@ def prepare_folder(out: Path, recipe: Recipe, corpus_sha256: CorpusHash, *, resu
     if not resume:
         raise UserError(f"{out} already holds a run; add --resume to go on with it, or choose another --out")
     before = stored_run(path)
-    changed = list(changed_settings(before["recipe"], recipe))
+    settings = changed_settings(before["recipe"], recipe)
+    old_steps, new_steps = settings.get("training.steps", (0, 0))
+    if new_steps > old_steps:  # a run may be extended: the schedule is then that of the longer run
+        del settings["training.steps"]
+    changed = list(settings)
     changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus_sha256 else []
     if changed:
         names = ", ".join(changed)
-        raise UserError(f"{out} was started with other settings ({names}); resume with the same ones")
+        raise UserError(
+            f"{out} was started with other settings ({names}); resume with the same ones (training.steps may "
+            "grow)"
+        )
+    if new_steps > old_steps:
+        write_json(path, identity)
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Finding copies: a small sketch of an update, and how much of one sketch is in another.
 
 A sketch holds the non-zero values at places that the coordinator's secret chose, so that a copier does not
-know where to change a few. Two workers who trained on different text agree at some places in sign, seldom in
+know where to change a few. Two workers who trained on different text agree at some places in sign, rarely in
 value; a copy agrees in value wherever it was not changed, also after being multiplied by a constant.
 
 Covered: exact copies, under any key and in any later round that is still compared; copies with up to about
@@ -48,7 +48,7 @@ class Sketch:
 
 
 def sketch_of(tensors: Mapping[str, NDArray[np.float32]], seed: int, codec: CodecSpec) -> Sketch:
-    """Of an update's delta. Equal seeds (one per run and block) and codecs look at equal places.
+    """The sketch of an update's delta. Equal seeds (one per run and block) and codecs look at equal places.
 
     How many places follows from the codec and not from the update, whose sender could otherwise choose which
     places are looked at: `sparse:64` sends one value in 64, so 64 times the places give as many values.
@@ -86,14 +86,14 @@ def likeness(earlier: Sketch, later: Sketch) -> Likeness:
     if len(left) < FEWEST_SHARED or len(left) < FEWEST_SHARE * len(later.places):
         return Likeness(len(left), 0.0)
     # A copy has one ratio everywhere, 1 or the constant it was multiplied by; two honest updates agree at
-    # some places in sign, seldom in value. So: the most ratios within one tolerance.
+    # some places in sign, rarely in value. So: the most ratios within one tolerance.
     ratios = later.values[right].astype(np.float64) / earlier.values[left]
     logs = np.sort(np.log(ratios[ratios > 0]))
     if not len(logs):
         return Likeness(len(left), 0.0)
     ends = np.searchsorted(logs, logs + 2 * TOLERANCE, side="right")
     commonest = int((ends - np.arange(len(logs))).max())
-    # Of the whole later sketch, not of the shared places: changed indices are part of what it claims.
+    # A share of the whole later sketch, not of the shared places: changed indices are part of its claim.
     return Likeness(len(left), commonest / len(later.places))
 
 

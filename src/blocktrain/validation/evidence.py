@@ -39,7 +39,7 @@ WINDOW_PART = 4
 short windows give a smaller error than few long ones at equal compute."""
 SHORTEST_WINDOW = 16
 FEWEST_WINDOWS = 8
-"""Of each kind; below this no error can be estimated, whatever the budget."""
+"""Fewest windows of each kind: with fewer no error can be estimated, whatever the budget."""
 EARLY_STANDARD_ERRORS = 4.0
 """Standard errors of harm at which the test stops before its budget is spent; several looks, so a strict one.
 Gains are measured to the end: updates are ranked by them."""
@@ -146,7 +146,8 @@ class Evidence:
     @property
     def mark(self) -> int:
         """1 where the worker's own text gained more than other training text, -1 where less, 0 where they
-        differ by less than one standard error: a coin's sign would drown who trains little."""
+        differ by less than one standard error: below that the sign is chance, and chance would
+        outweigh what a worker that trains little can show."""
         difference = self.assigned.mean - self.other.mean
         error = math.hypot(self.assigned.error, self.other.error)
         return (difference > error) - (difference < -error) if math.isfinite(difference) else 0

@@ -1,7 +1,8 @@
 """Whether an update counts: one function per check, each answers with a `Ruling`.
 
-In the order of protocol.md: age, size, norm, copy, evidence, probation; the guard (`validation.guard`) looks
-at the whole merge afterwards. Pure: `coordinator.verdicts.settle` writes a ruling down.
+`reveal_ruling` states the order of the checks that need no model, `judged_ruling` what follows the judge's
+evidence; the guard (`validation.guard`) looks at the whole merge afterwards. Pure:
+`coordinator.verdicts.settle` writes a ruling down.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from blocktrain.wire.messages import Outcome, VerdictReason
 
 MAX_NORM = 1e18
 """Above this a merge could overflow fp32; no block of finite training comes near."""
-MEDIAN_ROUNDS = 16
-"""About so many rounds are behind a running median; a norm is compared with their highest learning rate."""
+MEDIAN_NORMS = 32
+"""Merged updates of a block whose norms make its running median."""
+MEDIAN_ROUNDS = MEDIAN_NORMS // 2
+"""Rounds that those come from where a block has two replicas, the default: a norm is compared with their
+highest learning rate."""
 GAIN_STANDARD_ERRORS = 3.0
 """Standard errors above zero that make a gain, where honest ones have twice as many. At 2, three of nine
 noise updates of honest norm passed in the first rounds, where nearly any change helps a little; honest ones
@@ -129,8 +133,22 @@ def duplicate_ruling(source: str, likeness: Likeness, *, same_base: bool) -> Rul
     return Ruling.refuse(VerdictReason.DUPLICATE, sentence, mark)
 
 
+def reveal_ruling(
+    unreadable: Ruling | None, by_age: Ruling, copied: Ruling | None, by_norm: Ruling | None
+) -> Ruling:
+    """The ruling on a payload before a judge looks at it. The order: a frame that cannot be read or merged,
+    age, copy, norm; without a judge the last two are not looked for."""
+    if unreadable is not None:
+        return unreadable
+    found = copied or by_norm
+    if found is None:
+        return by_age
+    # A copy that is also too old is refused for its age, and still marked as a copy.
+    return found if by_age.counts else dataclasses.replace(by_age, mark=found.mark)
+
+
 def required_standard_errors(recent_scores: Sequence[float]) -> float:
-    """Standard errors above zero that a gain must have: half of what counted updates of the block lately
+    """Standard errors above zero that a gain must have: half of what the block's last counted updates
     had, at most GAIN_STANDARD_ERRORS. Where honest gains sink into the noise, at the end of a schedule, the
     sign decides; asking for more would stop the block."""
     # A block's first updates have nothing to be compared with, and gains are large then: the strict bound.

@@ -187,11 +187,18 @@ class _TensorForm(Protocol):
 
 
 def _form_of(codec: CodecSpec) -> _TensorForm:
-    if codec.sends_weights:
-        return _Dense()
-    if codec.bits is not None:
-        return _Chunked(BitsChunks(codec.bits))
-    return _Chunked(SignChunks() if codec.kept is None else SparseChunks(codec.kept))
+    # The one place that tells kinds apart: `CodecSpec` has checked that each has its number.
+    match codec.kind:
+        case "dense":
+            return _Dense()
+        case "sign":
+            return _Chunked(SignChunks())
+        case "bits":
+            assert codec.bits is not None
+            return _Chunked(BitsChunks(codec.bits))
+        case "sparse":
+            assert codec.kept is not None
+            return _Chunked(SparseChunks(codec.kept))
 
 
 class _Dense:

@@ -94,7 +94,7 @@ def load_or_create(path: Path) -> Identity:
 
 def _load(path: Path) -> Identity:
     with path.open("rb") as file:
-        # Of the open file, so that nobody can swap it between the look and the read.
+        # The mode of the open file, so that nobody can swap it between the look and the read.
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if os.name == "posix" and mode & 0o077:
             raise IdentityError(

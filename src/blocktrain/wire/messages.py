@@ -94,7 +94,8 @@ class ErrorReason(StrEnum):
     UNKNOWN_BASE = "unknown_base"
     """The base hash is no snapshot of this block."""
     ROUND_NOT_OPEN = "round_not_open"
-    """The base is older than the assignment's round: rebase on the snapshot that opens it, then commit."""
+    """The base is older than the assignment's round: rebase on the snapshot that opens it, then commit. Or
+    the run cannot be finished now: a block has had no round yet, or all have had theirs."""
     NOT_COMMITTED = "not_committed"
     """A payload without a commit before it."""
     NOT_UPLOADED = "not_uploaded"

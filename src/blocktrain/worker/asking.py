@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.errors import BlocktrainError, WireError
-from blocktrain.wire.messages import Assignment, Finished, HeartbeatRequest, Wait
+from blocktrain.wire.messages import Assignment, ErrorReason, Finished, HeartbeatRequest, Wait
 from blocktrain.worker.block_progress import PendingState, PendingUpdate
 from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
@@ -68,7 +68,7 @@ class Asking:
                 answer = self.client.ask(logic.request())
             except RequestRefused as refusal:
                 # The coordinator was restored from an older copy, or never knew us: neither ends a worker.
-                if refusal.reason == "not_joined":
+                if refusal.reason == ErrorReason.NOT_JOINED:
                     self.membership.join()
                 elif logic.current is not None and refusal.reason in UNKNOWN_REASONS:
                     logic.forget_current()

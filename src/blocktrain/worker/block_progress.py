@@ -286,7 +286,7 @@ class BlockProgress:
 
         Without error feedback a codec that sends 1 value in 64 would lose the small ones for good; with it
         they add up until they are sent. It is multiplied by `swarm.error_feedback` (0.95), because a
-        correction that waited many rounds was computed for weights of long ago.
+        correction that waited many rounds was computed for weights that have changed since.
         """
         with self.changed:
             base, origin = self._base, self._origin(update)

@@ -93,10 +93,10 @@ def run_worker(
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
         with contextlib.closing(client):
-            with unless_stopped(stop, f"{options.coordinator} had answered"):
+            with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            setup = run_setup(run)
+            setup = run_setup(run.recipe, run.vocabulary)
             check_fits(setup, options.device)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
             cache = BlobCache(state.folder / "cache", options.cache_bytes)
@@ -117,8 +117,9 @@ def run_worker(
 
 
 @contextlib.contextmanager
-def unless_stopped(stop: threading.Event, what: str) -> Iterator[None]:
-    """Until it has joined, a worker that is stopped has not done what it was asked for; later it has."""
+def stop_is_an_error(stop: threading.Event, what: str) -> Iterator[None]:
+    """Raise StoppedError if the body is stopped: until it has joined, a worker has done nothing that it was
+    asked for. Later a stop is a clean end."""
     with contextlib.suppress(Stopped):
         if not stop.is_set():
             yield
@@ -179,7 +180,7 @@ class Worker:
     # --- training
 
     def train(self) -> None:
-        with unless_stopped(self.stop, f"joining {self.client.url}"):
+        with stop_is_an_error(self.stop, f"joining {self.client.url}"):
             self.membership.join()
         # Before the first assignment: its error feedback depends on what becomes of these.
         for layout in self.snapshots.layouts:
@@ -195,12 +196,12 @@ class Worker:
                 break
             update = logic.begin_next(time.monotonic())
             if update is not None:
-                self._train(update)
+                self._train_assignment(update)
             elif logic.run_is_finished:
                 break
         self.threads.check()
 
-    def _train(self, update: PendingUpdate) -> None:
+    def _train_assignment(self, update: PendingUpdate) -> None:
         """All steps of an assignment, unless it is cancelled or the worker stops."""
         assignment, progress, training = update.assignment, self.logic.blocks[update.block], self.training
         assert assignment is not None
@@ -236,16 +237,17 @@ class Worker:
                 read_at = time.monotonic()
             self.view.stepped(update.step, update.loss)
         # A cancellation that comes after this line is seen by `_finish`, under the lock.
-        goes_on = self._goes_on(update)
+        mean_loss = training.mean_loss(update) if self._goes_on(update) else None
         self.given.steps += update.step
-        mean_loss = training.mean_loss(update) if goes_on else math.nan
         self.traffic.add_seconds(Spent.COMPUTING, time.monotonic() - started - waited)
         self.traffic.add_seconds(Spent.WAITING, waited)
-        if goes_on and math.isfinite(mean_loss):
+        if mean_loss is None:
+            return
+        if math.isfinite(mean_loss):
             with self.traffic.spending(Spent.WAITING):
                 self._finish(progress, update, mean_loss)
-        elif goes_on:
-            # Weights that are no numbers help nobody: take the snapshot again, with fresh optimizer state.
+        else:
+            # NaN in the weights spreads to every merge: take the snapshot again, with fresh optimizer state.
             self.view.line(f"diverged block={update.block} round={update.round}; starting over")
             with contextlib.suppress(BlocktrainError):
                 self.client.hand_back(update.assignment_id)

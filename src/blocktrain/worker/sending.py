@@ -11,7 +11,7 @@ from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.threads import Stopped
 from blocktrain.wire import messages
-from blocktrain.wire.messages import Account, CommitRequest, Outcome, Verdict
+from blocktrain.wire.messages import Account, CommitRequest, ErrorReason, Outcome, Verdict
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, is_discarded
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
@@ -23,7 +23,7 @@ LONGEST_VERDICT_SECONDS = 2.0
 
 
 def verdict_wait_seconds(asked: int) -> float:
-    """How long until a verdict is asked for again: soon at first, then seldom."""
+    """How long until a verdict is asked for again: soon at first, then less and less often."""
     return min(LONGEST_VERDICT_SECONDS, FIRST_VERDICT_SECONDS * 1.5 ** min(asked, 20))
 
 
@@ -67,12 +67,14 @@ class Sending:
         for update in updates:
             payload = self.snapshots.kept_payload(update.payload_hash)
             if payload is None:
-                self.view.line(f"lost payload={update.payload_hash[:12]}: no longer in the cache")
+                self.view.line(f"gave up payload={update.payload_hash[:12]}: it is no longer in the cache")
                 continue
             assert update.base is not None
             base = self.snapshots.on_disk(block, update.base.version, update.base.hash)
             if base is None and progress.layout.codec.sends_weights:
-                self.view.line(f"lost payload={update.payload_hash[:12]}: its base is not in the cache")
+                # It can still be sent. Only if it is refused is its work lost: weights without their base
+                # give no delta to put back into error feedback.
+                self.view.line(f"sends payload={update.payload_hash[:12]} once: its base is not in the cache")
             update.payload, update.base = payload, base or update.base
             self._deliver(progress, update)
         self.state.save_feedback(block, progress.feedback, [])
@@ -91,28 +93,12 @@ class Sending:
         verdict: Verdict | None = None
         while verdict is None:
             try:
-                answer = self.client.commit(update.assignment_id, request)
-                verdict = answer.verdict
-                if verdict is None:
-                    verdict = self.client.reveal(update.payload_hash, update.payload, answer)
-                self.state.save_receipt(answer.receipt)
-                self.state.save_receipt(verdict.receipt)
-                # A judge takes its time. The round cannot close before, so nothing is held up by waiting
-                # here.
-                asked = 0
-                while verdict.outcome is Outcome.PENDING:
-                    if self.logic.stop.wait(verdict_wait_seconds(asked)):
-                        raise Stopped("the worker is stopping")
-                    verdict, asked = self.client.verdict(update.payload_hash), asked + 1
-                if asked:
-                    self.state.save_receipt(verdict.receipt)
+                verdict = self._obtain_verdict(update, request)
             except RequestRefused as refusal:
-                verdict = None
-                if refusal.reason == "not_joined":
-                    self.membership.join()
-                    continue
-                self.view.judged(update.block, update.round, "refused", 0, str(refusal))
-                break
+                if refusal.reason != ErrorReason.NOT_JOINED:
+                    self.view.judged(update.block, update.round, "refused", 0, str(refusal))
+                    break
+                self.membership.join()
         progress.judged(update, verdict)
         self.state.save_progress(progress)
         if verdict is not None:
@@ -121,6 +107,25 @@ class Sending:
             if is_discarded(verdict.outcome, verdict.reason):
                 # What was trained ahead builds on the discarded update; the next heartbeat calls it off.
                 self.logic.hurry_heartbeats()
+
+    def _obtain_verdict(self, update: PendingUpdate, request: CommitRequest) -> Verdict:
+        answer = self.client.commit(update.assignment_id, request)
+        verdict = answer.verdict
+        if verdict is None:
+            verdict = self.client.reveal(update.payload_hash, update.payload, answer)
+        self.state.save_receipt(answer.receipt)
+        self.state.save_receipt(verdict.receipt)
+        # The next update waits behind this one while a judge takes its time: how much of this one comes back
+        # as error feedback is part of the next. Training goes on, and the round waits for the judge too, but
+        # no longer than trust.judge_patience_seconds.
+        asked = 0
+        while verdict.outcome is Outcome.PENDING:
+            if self.logic.stop.wait(verdict_wait_seconds(asked)):
+                raise Stopped("the worker is stopping")
+            verdict, asked = self.client.verdict(update.payload_hash), asked + 1
+        if asked:
+            self.state.save_receipt(verdict.receipt)
+        return verdict
 
     def _account(self) -> Account:
         """What was spent since the last account."""

@@ -27,7 +27,7 @@ class LocalTraining:
     def __init__(self, setup: Setup, shards: Batches, codebook: Codebook, device: torch.device) -> None:
         self.setup, self.shards, self.codebook, self.device = setup, shards, codebook, device
         self.progress: BlockProgress | None = None
-        """Of the block being trained."""
+        """The block being trained."""
         self.trainer: BlockTrainer
         """There is one once `begin` was called."""
         self._losses = torch.zeros((), device=device)
@@ -57,6 +57,9 @@ class LocalTraining:
     def start(self, update: PendingUpdate, frozen: Mapping[int, Base]) -> None:
         """Prepare for the steps of an update, beside the named snapshots of other blocks."""
         assert update.assignment is not None
+        # A run that was extended has a longer schedule than when this block was begun.
+        optimizer, total_steps = self.trainer.optimizer, update.assignment.total_steps
+        optimizer.config = dataclasses.replace(optimizer.config, steps=total_steps)
         hashes = tuple(base.hash for base in frozen.values())
         if hashes != self._frozen:
             others = []

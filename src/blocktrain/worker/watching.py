@@ -1,6 +1,6 @@
 """One thread per block that this worker trains: sees its new snapshots, rebuilds them, moves the progress.
 
-It looks often while an own update is about to be merged and seldom otherwise, and it writes a snapshot to
+It looks often while an own update is about to be merged and rarely otherwise, and it writes a snapshot to
 disk now and then for the next start. It ends when the worker stops, or has left the block and nothing of it
 is on its way.
 """

@@ -29,7 +29,7 @@ class RoundFacts:
     """Head snapshot; also the number of the open round."""
     begun: float | None
     live: frozenset[str]
-    """Workers on the block that were heard of within `swarm.lease_seconds`."""
+    """Workers on the block that sent a request within `swarm.lease_seconds`."""
     established: Mapping[str, int] = field(default_factory=dict)
     """Those of them that are off probation, with their good verdicts so far."""
     on_time: frozenset[str] = frozenset()
@@ -74,7 +74,7 @@ class OpenRound:
 
 
 def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: float) -> OpenRound:
-    """The open round of a block: whom it waits for, until when, and whether it closes now."""
+    """The open round of a block: who it waits for, until when, and whether it closes now."""
     on_time, late = len(facts.on_time), len(facts.late)
 
     # Where there are established workers the round waits for these alone, so that a crowd of newcomers can

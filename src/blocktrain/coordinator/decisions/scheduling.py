@@ -107,7 +107,7 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
             f"{(worker.memory_bytes or 0) / 1e9:.1f} GB; use a larger device",
         )
 
-    # Of each block the open round, or the one after it, whichever this worker has not had yet.
+    # Each block offers its open round, or the one after it, whichever this worker has not had yet.
     candidates = []
     for view in fitting:
         rounds = (view.version, view.version + 1)

@@ -19,7 +19,7 @@ Answers = dict[int | str, dict[str, Any]]
 BlockPath = Annotated[int, Path(ge=0, lt=MAX_BLOCKS)]
 HashPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 IdPath = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
-"""Of an assignment or a worker."""
+"""The id of an assignment or a worker."""
 Since = Annotated[int, Query(ge=0, le=MAX_COUNT)]
 
 SIGNED_REASONS = (

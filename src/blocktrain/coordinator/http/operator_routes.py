@@ -96,6 +96,18 @@ def post_judge_report(
     return service.judging.report(signed.worker_id, update_id, signed.message)
 
 
+# --- the run -----------------------------------------------------------------------------------------
+
+
+@operator_routes.post(
+    "/v1/finish", responses=signed_refusals(ErrorReason.NOT_OPERATOR, ErrorReason.ROUND_NOT_OPEN)
+)
+def post_finish(service: Service, signed: SignedEmpty) -> messages.OperatorAnswer:
+    """End the run here; workers are told that it is finished."""
+    require_operator(service, signed.public_key)
+    return service.finish()
+
+
 # --- workers -----------------------------------------------------------------------------------------
 
 

@@ -183,5 +183,5 @@ async def _in_decoding_thread(
     responses=signed_refusals(ErrorReason.NOT_COMMITTED, ErrorReason.NOT_UPLOADED),
 )
 def get_verdict(service: Service, payload_hash: HashPath, signed: SignedEmpty) -> messages.Verdict:
-    """What has become of this worker's payload so far."""
+    """The verdict on this worker's payload, as far as there is one."""
     return service.updates.verdict(signed.worker_id, payload_hash)

@@ -97,6 +97,8 @@ class VerificationReport:
     head_hash: str = GENESIS_HASH
     heads: dict[int, str] = field(default_factory=dict)
     """Block to the hash of its last snapshot."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Block to the version of that snapshot."""
     first_bad: int | None = None
     """Sequence number of the first entry that does not hold."""
     reason: str = "every entry holds"
@@ -112,11 +114,15 @@ class _Broken(BlocktrainError):
 
 def verify_ledger(
     entries: Iterable[LedgerEntry],
-    fetch_payload: Fetch,
+    fetch_payload: Fetch | None,
     fetch_snapshot: Fetch,
     coordinator_key: str | None = None,
 ) -> VerificationReport:
-    """Chain, signatures and every merge; with `coordinator_key` the run must be that coordinator's."""
+    """Chain, signatures and every merge; with `coordinator_key` the run must be that coordinator's.
+
+    Without `fetch_payload` no merge is done again: its signed record is believed, nothing is fetched, and
+    what remains is which snapshot the coordinator has put its name to.
+    """
     report = VerificationReport()
     replay = _Replay(fetch_payload, fetch_snapshot, coordinator_key)
     for number, entry in enumerate(entries):
@@ -135,7 +141,7 @@ def verify_ledger(
             report.first_bad, report.reason = number, f"entry {number} ({entry.kind}): {error}"
             break
         report.entries, report.head_hash = number + 1, digest
-    report.merges, report.heads = replay.merges, dict(replay.heads)
+    report.merges, report.heads, report.versions = replay.merges, dict(replay.heads), dict(replay.versions)
     return report
 
 
@@ -174,11 +180,14 @@ def first_difference(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -
 class _Replay:
     """The blocks' weights as the ledger tells them, entry by entry."""
 
-    def __init__(self, fetch_payload: Fetch, fetch_snapshot: Fetch, coordinator_key: str | None) -> None:
+    def __init__(
+        self, fetch_payload: Fetch | None, fetch_snapshot: Fetch, coordinator_key: str | None
+    ) -> None:
         self._fetch_payload, self._fetch_snapshot = fetch_payload, fetch_snapshot
         self._wanted_key = coordinator_key
         self.key = b""
         self.heads: dict[int, str] = {}
+        self.versions: dict[int, int] = {}
         self.merges = 0
         self._tensors: dict[int, Tensors] = {}
         self._schemas: dict[int, Schema] = {}
@@ -200,9 +209,10 @@ class _Replay:
             for layout in map(BlockLayout.model_validate, body["blocks"]):
                 schema = Schema(tuple((tensor.name, tensor.shape) for tensor in layout.tensors))
                 self._schemas[layout.block], self._codec = schema, CodecSpec.parse(layout.codec)
-                self.heads[layout.block] = layout.initial_hash
+                self.heads[layout.block], self.versions[layout.block] = layout.initial_hash, 0
                 self._published.add((layout.block, 0, layout.initial_hash))
-                self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
+                if self._fetch_payload is not None:
+                    self._tensors[layout.block] = self._load(layout.block, layout.initial_hash)
         elif entry.kind == "assign":
             # The snapshots that an assignment names were published before it.
             for one in body.get("frozen", ()):
@@ -222,7 +232,8 @@ class _Replay:
             # The stored file must be the weights that the merges gave.
             if body["hash"] != self.heads[body["block"]]:
                 raise _Broken(f"names snapshot {body['hash']}, the merges give {self.heads[body['block']]}")
-            self._load(body["block"], body["hash"])
+            if self._fetch_payload is not None:
+                self._load(body["block"], body["hash"])
 
     def _merge(self, record: MergeRecord) -> None:
         block, schema = record.block, self._schemas[record.block]
@@ -232,19 +243,23 @@ class _Replay:
         for one in record.inputs:
             if self._unmerged.pop(one.update_id, None) != one.weight:
                 raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
+            if self._fetch_payload is None:
+                continue
             payload = self._fetch_payload(one.payload_hash)
             if content_hash(payload) != one.payload_hash:
                 raise _Broken(f"the stored payload {one.payload_hash} has other contents")
             decoded[one.payload_hash] = decode(self._codec, schema, payload)
             # A dense payload is whole weights, so the change it makes is measured from its own base.
-            if self._codec.kind == "dense" and one.base_hash != record.base_hash:
+            if self._codec.sends_weights and one.base_hash != record.base_hash:
                 bases[one.base_hash] = self._load(block, one.base_hash)
-        tensors = replay_merge(record, self._tensors[block], decoded, bases)
-        result = snapshot_hash(tensors)
-        if result != record.result_hash:
-            raise _Broken(f"its inputs give {result}, not {record.result_hash}")
-        self._tensors[block], self.heads[block] = tensors, result
-        self._published.add((block, record.version, result))
+        if self._fetch_payload is not None:
+            tensors = replay_merge(record, self._tensors[block], decoded, bases)
+            result = snapshot_hash(tensors)
+            if result != record.result_hash:
+                raise _Broken(f"its inputs give {result}, not {record.result_hash}")
+            self._tensors[block] = tensors
+        self.heads[block], self.versions[block] = record.result_hash, record.version
+        self._published.add((block, record.version, record.result_hash))
         self.merges += 1
 
     def _load(self, block: int, wanted: str) -> Tensors:

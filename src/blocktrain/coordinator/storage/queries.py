@@ -18,10 +18,9 @@ from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, AssignmentState, UpdateState
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, RunRow, UpdateRow, WorkerRow
+from blocktrain.validation.ruling import MEDIAN_NORMS
 from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
-COUNTED_NORMS = 32
-"""Merged updates of a block whose norms make its running median."""
 RECENT_SCORES = 16  # about two rounds of eight workers: a median that follows the schedule
 _frozen: TypeAdapter[tuple[FrozenSnapshot, ...]] = TypeAdapter(tuple[FrozenSnapshot, ...])
 
@@ -118,7 +117,7 @@ def round_facts(session: Session, row: BlockRow, swarm: SwarmConfig, now: float)
 
 
 def open_round(session: Session, run: Run, row: BlockRow, now: float) -> OpenRound:
-    """The block's open round as it stands: whom it waits for, until when, and whether it closes now."""
+    """The block's open round as it stands: who it waits for, until when, and whether it closes now."""
     return round_state(round_facts(session, row, run.swarm, now), run.swarm, run.recipe.trust, now)
 
 
@@ -141,7 +140,7 @@ def live_assignments(session: Session, block: int, round_: int) -> int:
 
 
 def given_up(session: Session, worker_id: str, now: float) -> list[float]:
-    """When the assignments were lent that the worker lately handed back, or spent on a commit without a
+    """When the assignments were lent that the worker handed back recently, or spent on a commit without a
     payload or on bytes that are no update."""
     no_update = UpdateRow.reason.in_((VerdictReason.MALFORMED, VerdictReason.NOT_FINITE))
     found = session.scalars(
@@ -166,7 +165,7 @@ def running_median(session: Session, block: int) -> float | None:
         select(UpdateRow.norm)
         .where(UpdateRow.block == block, UpdateRow.state == UpdateState.MERGED)
         .order_by(UpdateRow.merge_version.desc(), UpdateRow.update_id)
-        .limit(COUNTED_NORMS)
+        .limit(MEDIAN_NORMS)
     )
     norms = [norm for norm in rows if norm is not None]
     return statistics.median(norms) if norms else None

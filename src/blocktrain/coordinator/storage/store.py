@@ -75,7 +75,9 @@ class BlockRow(Table):
     closing_version: Mapped[int | None]
     """Version that is being merged: its updates are fixed, later ones go to the next round."""
     claim_owner: Mapped[str | None] = mapped_column(Hex32)
+    """No longer written: what the merge belongs to is `closing_version`, whoever computes it."""
     claim_until: Mapped[float | None]
+    """Time after which the process that merges is taken to be dead."""
 
 
 class SnapshotRow(Table):

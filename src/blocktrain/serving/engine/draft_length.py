@@ -39,7 +39,7 @@ class DraftLength:
 class AdaptiveLength(DraftLength):
     """Draft on while the next token is worth its time; shared by all requests of an engine.
 
-    A token that won its draft by a wide margin is seldom wrong, so the chance of acceptance is counted by
+    A token that won its draft by a wide margin is rarely wrong, so the chance of acceptance is counted by
     margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
     time of a draft, in which the engine makes `rate` tokens by going on as usual. So drafts are long where
     the network is slow or the text is easy, and shrink to nothing where processors are short: with 32

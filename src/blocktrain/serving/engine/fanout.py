@@ -83,7 +83,10 @@ def pooled(parts: Sequence[Part], weights: NDArray[np.float64]) -> Rows:
     served = float(weights[present].sum())
     if served <= 0:
         missing = sorted(set(range(len(weights))) - set(present))
-        raise StagesUnavailableError(f"the blocks left without {missing} are no model on their own")
+        raise StagesUnavailableError(
+            f"blocks {missing} are out of reach, and the others have no weight of their own; "
+            "start a stage that serves them"
+        )
     scale = float(weights.sum()) / served
     total = sum((part.rows for part in parts), start=np.zeros_like(parts[0].rows))
     # Errors of a sum add up in the worst case, and every choice must hold in the worst case.
@@ -105,13 +108,9 @@ class Fanout:
         """Blocks that no stage has announced, reachable now or not."""
         return sorted(set(self.blocks).difference(*(link.blocks for link in self.links)))
 
-    def lost_at(self, block: int, now: float) -> float | None:
-        """Since when no usable stage serves the block; None while one does."""
-        times = [link.lost_at(now) for link in self.links if block in link.blocks]
-        # One stage within reach is enough.
-        if any(time is None for time in times):
-            return None
-        return max((time for time in times if time is not None), default=0.0)
+    def within_reach(self, block: int, now: float) -> bool:
+        """Whether a connected stage holds the block; one that drains does, but is asked nothing new."""
+        return any(block in link.blocks and link.lost_at(now) is None for link in self.links)
 
     def route(self, question: Question, blocks: Collection[int], avoid: frozenset[int]) -> StageRoute:
         now = asyncio.get_running_loop().time()
@@ -132,12 +131,12 @@ class Fanout:
 
     async def collect(self, question: Question, blocks: tuple[int, ...] | None = None) -> list[Part]:
         """Answers that cover every block (or these) once, or fewer where some are out of reach."""
-        asked = blocks or self.blocks
-        parts = await self._fetch(question, asked, frozenset())
+        wanted = blocks or self.blocks
+        parts = await self._fetch(question, wanted, frozenset())
         if not parts:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
-        lost = set(asked).difference(*(part.blocks for part in parts))
+        lost = set(wanted).difference(*(part.blocks for part in parts))
         question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
@@ -154,18 +153,22 @@ class Fanout:
         began = loop.time()
         while True:
             now = loop.time()
-            # Counted from when the stage went away, not from when we asked: a block that is known to be
-            # gone costs no request its two seconds again.
-            lost = max(self.lost_at(block, now) or began for block in missing)
-            if now >= min(lost + self.config.degrade_seconds, question.deadline):
+            since = max(self._missing_since(block, now, began) for block in missing)
+            if now >= min(since + self.config.degrade_seconds, question.deadline):
                 return []
             await self.wait_for_change(HEALTH_POLL_SECONDS)
-            now = loop.time()
-            back = tuple(block for block in missing if self.lost_at(block, now) is None)
-            if back:
-                rest = tuple(block for block in missing if block not in back)
-                legs = [self._fetch(question, back, frozenset())]
-                return await _all(legs + ([self._await_return(question, rest)] if rest else []))
+            # Only where a stage can be asked: one that drains is within reach and is no answer, and asking
+            # for its blocks again would end here again, one call deeper at every look.
+            if self.route(question, missing, frozenset()).legs:
+                return await self._fetch(question, missing, frozenset())
+
+    def _missing_since(self, block: int, now: float, began: float) -> float:
+        """When the block's last stage went away; `began` where one still drains, or none ever held it."""
+        # From when the stage went away, not from when we asked: a block that is known to be gone costs no
+        # request its two seconds again.
+        times = [link.lost_at(now) for link in self.links if block in link.blocks]
+        lost = [time for time in times if time is not None]
+        return max(lost) if lost and len(lost) == len(times) else began
 
     async def _leg(
         self, question: Question, link: StageLink, blocks: tuple[int, ...], avoid: frozenset[int]
@@ -173,22 +176,22 @@ class Fanout:
         """One stage's share of the question: its own answer, or others' where it fails or lags."""
         loop = asyncio.get_running_loop()
         avoid |= {link.number}
-        asked = loop.create_task(question.ask(link, blocks))
-        tasks: set[asyncio.Task[Any]] = {asked}
+        answer = loop.create_task(question.ask(link, blocks))
+        tasks: set[asyncio.Task[Any]] = {answer}
         try:
             # Four times: a link's own jitter should not make every leg two legs.
             usual = link.latency_seconds or 0.0
             patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
-            await asyncio.wait({asked}, timeout=patience)
-            while not asked.done():
+            await asyncio.wait({answer}, timeout=patience)
+            while not answer.done():
                 if not self.route(question, blocks, avoid).missing:
                     # It lags, and spares could answer for all its blocks: whoever is first counts.
                     question.stats.retries += 1
                     spare = loop.create_task(self._fetch(question, blocks, avoid))
                     tasks.add(spare)
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    if asked.done() and asked.exception() is None:
-                        return [asked.result()]
+                    if answer.done() and answer.exception() is None:
+                        return [answer.result()]
                     # It lost: for some seconds it is asked last, so that the next traversals do not wait
                     # for a hedge.
                     link.slow_until = loop.time() + self.config.slow_seconds
@@ -198,9 +201,9 @@ class Fanout:
                 lost = link.lost_at(now)
                 if lost is not None and now >= lost + self.config.degrade_seconds:
                     return await self._fetch(question, blocks, avoid)
-                await asyncio.wait({asked}, timeout=HEALTH_POLL_SECONDS)
+                await asyncio.wait({answer}, timeout=HEALTH_POLL_SECONDS)
             try:
-                return [asked.result()]
+                return [answer.result()]
             except LinkError:
                 question.stats.retries += 1
                 return await self._fetch(question, blocks, avoid)

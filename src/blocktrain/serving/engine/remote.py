@@ -121,7 +121,7 @@ class RemoteEngine(TextEngine):
         except StagesUnavailableError as error:
             return False, str(error)
         now = asyncio.get_running_loop().time()
-        lost = [block for block in self.fanout.blocks if self.fanout.lost_at(block, now) is not None]
+        lost = [block for block in self.fanout.blocks if not self.fanout.within_reach(block, now)]
         problems = "; ".join(link.problem for link in self.links if link.problem is not None)
         if len(lost) == len(self.fanout.blocks):
             return False, f"no stage can be reached: {problems}"

@@ -21,7 +21,7 @@ from blocktrain.errors import UserError
 
 ANYONE = "anyone"
 CLIENT_SHARE = 0.75
-"""Of the places that other clients leave, how many one client may have: some are left whoever comes next. Two
+"""The share one client may have of the places that others leave: some are left whoever comes next. Two
 requests for 128 choices that nobody read held all 256 places."""
 MAX_REMEMBERED_CALLERS = 10_000
 MIN_KEY_CHARACTERS = 8

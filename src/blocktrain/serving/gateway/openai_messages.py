@@ -88,7 +88,8 @@ class SamplingRequest(StrictModel):
     n: Annotated[int, Field(ge=1)] | None = None
     """Answers for each prompt."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """The same seed gives the same text in every mode and for any number of stages."""
+    """The same seed gives the same text in `ar` and `verify`, for any number of stages; see docs/serve.md
+    for `sweep`."""
     stop: Stops = None
     """The text ends in front of the first of these."""
     stream: bool | None = None

@@ -67,7 +67,8 @@ function sayConnection(state) {
 
 const live = new Live(show, tell);
 byId("retry").addEventListener("click", () => live.connect());
-setText(byId("join-command"), `blocktrain worker --coordinator ${location.origin}`);
+setText(byId("join-command"), `blocktrain join ${location.origin}`);
+setText(byId("model-command"), `blocktrain checkpoint ${location.origin} --to model`);
 setInterval(() => {
   parts.overview.tick();
   parts.blocks.tick();

@@ -1,0 +1,22 @@
+"""`blocktrain finish`: end a run before its last round."""
+
+from __future__ import annotations
+
+import typer
+
+from blocktrain.cli.options import CoordinatorOption, DataDirOption
+from blocktrain.cli.workers import operator_client
+
+
+def finish(coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
+    """End a run now: no round begins any more, and workers are told that it is finished.
+
+    The run stays finished when its coordinator is started again; --set swarm.rounds=N goes on with it.
+    """
+    client = operator_client(coordinator, data_dir)
+    receipt = client.finish().receipt
+    rounds = client.status().rounds
+    typer.echo(
+        f"finished after {rounds} rounds (ledger entry {receipt.sequence}); the model: "
+        f"`blocktrain checkpoint {coordinator} --to model`"
+    )

@@ -1,0 +1,43 @@
+"""What joining a run will use of this machine, said before it begins."""
+
+from __future__ import annotations
+
+from blocktrain.client.run import Layout, run_setup
+from blocktrain.doctor.findings import Device, Disk
+from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.wire.messages import RunAnswer, StatusAnswer
+
+
+def joining_plan(
+    url: str, run: RunAnswer, status: StatusAnswer, device: Device, disk: Disk, cache_gb: float
+) -> list[str]:
+    """Memory, disk, bandwidth and device, one line each; figures are estimates, rounded up."""
+    setup = run_setup(run.recipe)
+    layouts = [Layout.of(layout) for layout in run.blocks]
+    payload = max(layout.payload_bytes for layout in layouts)
+    snapshot = max(4 * layout.schema.num_values for layout in layouts)
+    replicas = setup.recipe.swarm.replicas
+    # Down: the others' updates of the block, or, where that is cheaper, the merged block itself.
+    down = min(replicas * payload, snapshot)
+    live = sum(worker.live for worker in status.workers)
+    slowest = min(block.head_version for block in status.blocks)
+    free = "" if device.free_bytes is None else f" of {_size(device.free_bytes)} free"
+    disk_free = "" if disk.free_bytes is None else f" ({_size(disk.free_bytes)} free)"
+    text = setup.recipe.data.corpus
+    return [
+        f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
+        f"device   {device.name} {device.description}".rstrip(),
+        f"memory   about {_size(estimated_training_bytes(setup))}{free}, beside the program's own",
+        f"disk     up to {cache_gb:g} GB and the training state, in {disk.folder}{disk_free}",
+        f"network  each round about {_size(payload)} up and at most {_size(down)} "
+        f"down; to begin {_size(snapshot)} down; outbound connections only",
+        f"text     {'part of the program' if text == 'builtin' else f'{text}, named here with --corpus'}",
+        "leaving  Ctrl-C, at any time; the same command comes back",
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{max(1, round(num_bytes / 1e3))} kB"
