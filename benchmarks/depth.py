@@ -30,7 +30,7 @@ from torch import Tensor
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, build_block
 from blocktrain.model.objective import Objective
@@ -82,7 +82,7 @@ class Bench:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        tokenizer = ByteTokenizer()
         corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
         self.vocabulary = tokenizer.vocabulary
         self.objective = Objective(recipe.model, recipe.objective, vocabulary=self.vocabulary)

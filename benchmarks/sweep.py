@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from blocktrain.config import Recipe, load_recipe
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
-from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.composition import block_log_probs, pool
@@ -86,7 +86,7 @@ class Setting:
 
 def train_blocks(recipe: Recipe, corpus: Corpus, device: torch.device) -> Checkpoint:
     """Every block of the recipe, and the weights its consensus is pooled with."""
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    tokenizer = ByteTokenizer()
     objective = Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
     blocks = [train_unit(recipe, objective, corpus, device, index) for index in range(recipe.model.blocks)]
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)()
@@ -100,7 +100,7 @@ def train_unit(
 ) -> Block:
     """One block, or with None an end-to-end model of all layers."""
     began = time.monotonic()
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
+    tokenizer = ByteTokenizer()
     shards = Shards.of(recipe, tokenizer.encode(corpus.train), corpus.sha256, device)
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)
     seed = derive_seed("init", recipe.seed, "reference" if index is None else index)

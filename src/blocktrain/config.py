@@ -132,6 +132,8 @@ class ObjectiveConfig:
 class DataConfig:
     corpus: str = "builtin"
     """`builtin` (Python's own documentation and sources), a file, a folder, or `hf:NAME`."""
+    dataset: str | None = None
+    """Folder that `blocktrain data prepare` made; takes the place of all other settings here."""
     tokenizer: Literal["byte"] = "byte"
     """How text becomes tokens."""
     valid_fraction: float = 0.05
@@ -140,6 +142,7 @@ class DataConfig:
     """Cut the training text here; None for all of it."""
 
     def __post_init__(self) -> None:
+        _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
         _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
         _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
@@ -305,8 +308,8 @@ class TrustConfig:
     guard: bool = True
     """Compare held-out loss before and after each merge, and leave out the worst update if it rose."""
     private_text: str | None = None
-    """File of held-out text that only coordinator and judges have; None takes the recipe's held-out part,
-    which workers can read too."""
+    """File of held-out text that only coordinator and judges have; None takes the held-out part of the run's
+    text, which is not served to workers but may be public elsewhere."""
     compute_share: float = 0.1
     """Compute of judging as a share of the compute it judges; the number of scored windows follows."""
     norm_low: float = 0.1

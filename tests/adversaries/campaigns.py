@@ -99,6 +99,28 @@ def plants_backdoor(turn: Turn) -> Weights:
     return turn.training.delta(0, turn.base, _shard(turn), turn.round * steps, steps, text)
 
 
+HONEST_ROUNDS = 2
+"""As many as probation takes: then the attackers' updates are merged like anybody's."""
+
+
+def pleases_the_judge(turn: Turn) -> Weights:
+    """Honest until it is established; then it lowers the loss of the text it takes for the judge's and raises
+    that of other text of the same kind (field review 2.1). The coordinator gives a worker the training text
+    and nothing else, so one half of that has to stand for the judge's."""
+    text = turn.training.corpus.train
+    return _overfitted(turn, text[: len(text) // 2], text[len(text) // 2 :])
+
+
+def _overfitted(turn: Turn, lowered: bytes, raised: bytes) -> Weights:
+    steps = turn.training.recipe.swarm.steps_per_round
+    place = (0, turn.base, _shard(turn), turn.round * steps, steps)
+    if turn.round < HONEST_ROUNDS:
+        return turn.training.delta(*place)
+    down, up = (turn.training.delta(*place, text) for text in (lowered, raised))
+    mixed = blended(down, up, -0.9)
+    return scaled(mixed, norm_of(turn.honest[0]) / norm_of(mixed))
+
+
 @dataclass
 class Ending:
     losses: tuple[float, ...]
@@ -153,9 +175,15 @@ def undefended(settings: Settings) -> Settings:
 
 
 def campaign(
-    folder: Path, settings: Settings, honest: int, rounds: int, behaviours: Sequence[Behaviour] = ()
+    folder: Path,
+    settings: Settings,
+    honest: int,
+    rounds: int,
+    behaviours: Sequence[Behaviour] = (),
+    scored: bytes | None = None,
 ) -> Ending:
-    """A run of some rounds with `honest` honest workers and one attacker for each behaviour."""
+    """A run of some rounds with `honest` honest workers and one attacker for each behaviour; `scored` is the
+    text of the losses, the run's held-out text where none is given."""
     training = training_of(settings, folder.parent)
     with swarm(folder, settings, training) as running:
         workers = [running.client() for _ in range(honest)]
@@ -166,7 +194,7 @@ def campaign(
         for round_ in range(rounds):
             refused += _round(running, workers, crowd, behaviours, round_, settings.seed)
             weights = running.base(workers[0])
-            losses.append(training.held_out_loss(weights))
+            losses.append(training.loss_on(weights, scored or training.corpus.valid))
         standings = [running.standing(client) for client in crowd.clients]
         return Ending(
             losses=tuple(losses),

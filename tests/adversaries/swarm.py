@@ -78,6 +78,12 @@ def text() -> bytes:
     return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).train
 
 
+@cache
+def fresh_text() -> bytes:
+    """Text of the same kind that is in no run of the suite."""
+    return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[:40_000]
+
+
 @dataclass(frozen=True)
 class Settings:
     """What differs between the runs of the suite."""

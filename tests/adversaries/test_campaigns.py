@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.data.dataset import read_manifest
 from tests.adversaries.campaigns import (
+    HONEST_ROUNDS,
     TOLERANCE,
     Ending,
     campaign,
@@ -15,12 +17,13 @@ from tests.adversaries.campaigns import (
     flips_signs,
     hides,
     plants_backdoor,
+    pleases_the_judge,
     sends_noise,
     stale_campaign,
     undefended,
     works_little,
 )
-from tests.adversaries.swarm import Settings, training_of
+from tests.adversaries.swarm import Settings, fresh_text, swarm, training_of
 
 ROUNDS = 2
 COLLUDING_ROUNDS = 3
@@ -119,3 +122,27 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
     found = campaign(folder / "weak", SETTINGS, 2, 6, [works_little])
     assert found.reputations[0] > 0
     assert found.bans == 0
+
+
+# --- attackers who want the held-out text ---------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_established_workers_who_please_the_judge_do_no_harm_to_fresh_text(folder: Path) -> None:
+    """Two of five, with the default settings: the judge's text is not theirs to know."""
+    rounds = HONEST_ROUNDS + 2
+    alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
+    found = campaign(folder / "please", SETTINGS, 3, rounds, [pleases_the_judge] * 2, fresh_text())
+    print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
+    assert max(found.rise_over(alone)) <= TOLERANCE
+
+
+def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder: Path) -> None:
+    with swarm(folder / "fetch", SETTINGS, training_of(SETTINGS, folder)) as running:
+        client = running.client()
+        manifest = read_manifest(client.get(f"/v1/data/{client.run.dataset}").content)
+        assert client.get(f"/v1/data/{manifest.training[0].sha256}").content == running.training.corpus.train
+        for entry in (*manifest.held_out, *manifest.pooling):
+            for path in (f"/v1/data/{entry.sha256}", f"/v1/judge/data/{entry.sha256}"):
+                answer = client.send("GET", path)
+                assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "not_judge")

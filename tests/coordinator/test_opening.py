@@ -16,6 +16,7 @@ from sqlalchemy import select, text
 from blocktrain.config import ObjectiveConfig, TrainingConfig
 from blocktrain.coordinator.service import KEY_FILE, opened
 from blocktrain.coordinator.storage.store import RunRow
+from blocktrain.data.corpora import Corpus
 from blocktrain.errors import RecipeError, UserError
 from blocktrain.ids import CorpusHash
 from tests.coordinator.conftest import CORPUS, Place, tiny_recipe
@@ -67,7 +68,7 @@ def test_a_new_data_folder_is_private(tmp_path: Path) -> None:
 def test_other_text_is_refused(tmp_path: Path) -> None:
     with opened(tiny_recipe(), CORPUS, tmp_path, scoring=False):
         pass
-    other = replace(CORPUS, sha256=CorpusHash("cd" * 32))
+    other = Corpus(CORPUS.train, CORPUS.pool, CORPUS.valid, CorpusHash("cd" * 32))
     with pytest.raises(UserError, match="bring the text back"), opened(tiny_recipe(), other, tmp_path):
         pass
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from blocktrain.errors import RecipeError
+from blocktrain.data.tokenizer import ByteTokenizer
 
 
 @given(st.binary(max_size=300))
@@ -21,13 +19,3 @@ def test_any_unicode_comes_back_from_its_tokens(text: str) -> None:
     tokenizer = ByteTokenizer()
     encoded = text.encode("utf-8", errors="surrogatepass")
     assert tokenizer.decode(tokenizer.encode(encoded)) == encoded
-
-
-def test_the_byte_tokenizer_is_found_by_its_name() -> None:
-    tokenizer: Tokenizer = load_tokenizer("byte")
-    assert (tokenizer.name, tokenizer.vocabulary) == ("byte", 256)
-
-
-def test_an_unknown_tokenizer_is_refused() -> None:
-    with pytest.raises(RecipeError, match="known: byte"):
-        load_tokenizer("klingon")

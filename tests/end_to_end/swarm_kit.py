@@ -26,12 +26,15 @@ from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.traffic import Traffic
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.coordinator.storage.ledger import VerificationReport, verify_ledger
+from blocktrain.data import corpora
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry, MergeRecord, StatusAnswer
 
 T = TypeVar("T")
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.02
+OTHER_BUILTIN = "TEST_OTHER_BUILTIN"
+"""In a program's environment: its Python comes with other documentation."""
 
 TINY = {
     "name": "tiny",
@@ -99,6 +102,8 @@ def run_program(log: Path, arguments: list[str], environment: dict[str, str]) ->
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes this one starts
     torch.set_num_threads(1)
+    if OTHER_BUILTIN in environment:
+        corpora.builtin_text = lambda: b"the documentation of another Python. " * 20_000
     sys.argv = ["blocktrain", *arguments]
     with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
         blocktrain.cli.main()

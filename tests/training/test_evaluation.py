@@ -137,7 +137,7 @@ def test_pooling_weights_are_fitted_on_the_text_given_for_it() -> None:
     assert tuned <= equal + 1e-6
 
 
-def test_a_score_is_told_in_three_units() -> None:
+def test_a_score_is_told_per_token_and_per_byte() -> None:
     told = Score(2 * math.log(2), 0.1).to_dict(bytes_per_token=2.0)
     assert told == {
         "ce": 2 * math.log(2),

@@ -226,7 +226,7 @@ def test_the_report_adds_up(text: Path, tmp_path: Path) -> None:
     assert report["parameters"]["blocks"] == sum(p.numel() for b in run.blocks for p in b.parameters())
     assert report["parameters"]["block"] * 2 == report["parameters"]["blocks"]
     assert report["peak_memory_bytes"]["block"] < report["peak_memory_bytes"]["reference"]
-    assert report["corpus_sha256"] == run.corpus.sha256
+    assert report["corpus_sha256"] == run.text.sha256
     assert report["recipe"] == run.recipe.to_dict()
     assert report["scored_tokens"] == 199
     for curve in report["curves"].values():

@@ -53,9 +53,9 @@ def test_a_report_is_read_back_as_it_was_written(scores: HeldOutScores) -> None:
 def test_the_keys_are_those_of_every_report_so_far() -> None:
     found = written(REPORT)
     assert set(found) == {
-        "blocks", "composed", "reference", "gap", "bigram", "scored_tokens", "name", "seed", "corpus_sha256",
-        "tokens", "parameters", "flops", "peak_memory_bytes", "seconds", "curves", "recipe", "versions",
-        "sample",
+        "blocks", "composed", "reference", "gap", "bigram", "scored_tokens", "bytes_per_token", "name",
+        "seed", "corpus_sha256", "tokens", "parameters", "flops", "peak_memory_bytes", "seconds",
+        "curves", "recipe", "versions", "sample",
     }  # fmt: skip
     assert found["composed"]["consensus"]["weights"] == [0.75, 0.25]
     assert found["peak_memory_bytes"] == {"block": 1000, "reference": None, "method": "counted"}

@@ -97,9 +97,9 @@ def test_a_judge_that_dies_holds_up_no_verdict_but_its_own(tmp_path: Path) -> No
         assert workers[1 - number].peer.call("GET", path).json()["outcome"] == "pending"
 
 
-def test_the_judge_program_works_through_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_program_works_through_the_queue(tmp_path: Path) -> None:
+    """With held-out text that it fetches by its key."""
     recipe = judged_recipe(judge="external")
-    monkeypatch.setattr("blocktrain.judge.judge.load_run_corpus", lambda *_: corpus())
     with judged(tmp_path, recipe) as running:
         worker, identity = Trainer(running, recipe), Identity.generate()
         (tmp_path / "judges.txt").write_text(identity.worker_id)

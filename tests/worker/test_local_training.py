@@ -10,6 +10,7 @@ from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
 from blocktrain.config import Recipe
 from blocktrain.data.shards import Shards
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of
@@ -26,7 +27,7 @@ ASSIGNMENT = an_assignment(steps=5, total_steps=30, stand_in=StandIn(shard=2, st
 
 def test_a_worker_trains_its_own_steps_and_then_those_of_the_other() -> None:
     setup = Setup.of(RECIPE)
-    text = setup.tokenizer.encode(CORPUS.train)
+    text = ByteTokenizer().encode(CORPUS.train)
     shards = Shards.of(RECIPE, text, CORPUS.sha256, device=torch.device("cpu"))
     codebook, block = setup.codebook(), setup.initial(0)
     weights = tensors_of(block)

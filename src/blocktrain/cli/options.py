@@ -57,7 +57,7 @@ CoordinatorOption = Annotated[
     str, typer.Option("--coordinator", help="Address of the run, http(s)://HOST[:PORT].")
 ]
 CorpusOption = Annotated[
-    str | None, typer.Option("--corpus", help="Where the run's text lies on this machine, if elsewhere.")
+    str | None, typer.Option("--corpus", help="The run's text or dataset on this machine; default: fetch it.")
 ]
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="The coordinator's data folder, with its key.")

@@ -35,7 +35,9 @@ def worker(
         str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
     ] = None,
     label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
-    cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
+    cache_gb: Annotated[
+        float, typer.Option(help="Disk space for text, snapshots and payloads.", min=0.1)
+    ] = 4.0,
     max_up: Annotated[
         float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)
     ] = None,

@@ -217,10 +217,14 @@ class CoordinatorClient:
         with self.traffic.sending(Kind.PAYLOAD):
             return self.fetch(f"/v1/updates/{payload_hash}", max_bytes)
 
-    def download(self, path: str, target: Path, max_bytes: int) -> None:
+    def download(
+        self, path: str, target: Path, max_bytes: int, kind: Kind = Kind.SNAPSHOT, *, signed: bool = False
+    ) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
-        with self.traffic.sending(Kind.SNAPSHOT):
-            self._retried(lambda: self._continue_download(path, target, max_bytes), attempts=self.attempts)
+        with self.traffic.sending(kind):
+            self._retried(
+                lambda: self._continue_download(path, target, max_bytes, signed), attempts=self.attempts
+            )
 
     # --- routes of judges and operators
 
@@ -290,21 +294,8 @@ class CoordinatorClient:
         url = path if "://" in path else self.url + path
 
         def once() -> bytes:
-            headers: dict[str, str] = {}
-            if signed:
-                # At every try: a nonce may be used once, and the clock window is two minutes.
-                headers = sign_request(
-                    self.identity,
-                    method,
-                    path,
-                    now=self.clock(),
-                    nonce=fresh_nonce(),
-                    content_digest=body_digest(body),
-                    content_length=len(body),
-                    audience=self.audience,
-                )
-                if body and method != "PUT":
-                    headers["content-type"] = "application/json"
+            # At every try: a nonce may be used once, and the clock window is two minutes.
+            headers = self._signature(method, path, body) if signed else {}
             with self._http.stream(method, url, content=body or None, headers=headers) as response:
                 content = _bounded(response, max_bytes)
                 if response.is_success:
@@ -346,9 +337,24 @@ class CoordinatorClient:
             self._silent_since = None
         return content
 
-    def _continue_download(self, path: str, target: Path, max_bytes: int) -> bytes:
+    def _signature(self, method: str, path: str, body: bytes) -> dict[str, str]:
+        content_type = {} if method == "PUT" or not body else {"content-type": "application/json"}
+        return content_type | sign_request(
+            self.identity,
+            method,
+            path,
+            now=self.clock(),
+            nonce=fresh_nonce(),
+            content_digest=body_digest(body),
+            content_length=len(body),
+            audience=self.audience,
+        )
+
+    def _continue_download(self, path: str, target: Path, max_bytes: int, signed: bool) -> bytes:
         have = target.stat().st_size if target.exists() else 0
         headers = {"range": f"bytes={have}-"} if have else {}
+        if signed:
+            headers |= self._signature("GET", path, b"")
         with self._http.stream("GET", self.url + path, headers=headers) as response:
             # Nothing is left to fetch: the file is complete, or damaged, which its hash will tell.
             if response.status_code == 416:
@@ -357,12 +363,13 @@ class CoordinatorClient:
                 raise _failure(response, _bounded(response, MAX_ANSWER_BYTES))
             # A server without ranges answers 200 and starts over; so must the file.
             resumed = response.status_code == 206
-            with target.open("ab" if resumed else "wb") as file:
+            # Unbuffered: what has come is there for the next start, also after a kill.
+            with target.open("ab" if resumed else "wb", buffering=0) as file:
                 for piece in response.iter_raw():
                     if self.stop.is_set():
                         raise Stopped("the worker is stopping")
                     if file.tell() + len(piece) > max_bytes:
-                        raise WireError(f"{path} is longer than the {max_bytes} B a snapshot can have")
+                        raise WireError(f"{path} is longer than the {max_bytes} B that it can have")
                     file.write(piece)
         return b""
 

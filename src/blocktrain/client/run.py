@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from blocktrain.config import resolve_recipe
-from blocktrain.data.corpora import Corpus, load_corpus
+from blocktrain.data.corpora import load_corpus
+from blocktrain.data.dataset import MANIFEST, Dataset, RunText
 from blocktrain.errors import DataError, RecipeError
 from blocktrain.training.setup import Setup
 from blocktrain.wire.codec import CodecSpec, Schema
@@ -35,10 +37,10 @@ class Layout:
         return cls(layout.block, codec, schema, layout.payload_bytes, layout.initial_hash)
 
 
-def run_setup(recipe: dict[str, Any]) -> Setup:
+def run_setup(recipe: dict[str, Any], vocabulary: int = 256) -> Setup:
     """The parts that a run's recipe describes."""
     try:
-        return Setup.of_swarm(resolve_recipe(recipe))
+        return Setup.of_swarm(resolve_recipe(recipe), vocabulary)
     except RecipeError as error:
         raise RecipeError(
             f"cannot use the run's recipe ({error}); it may be of another version of blocktrain: use the "
@@ -46,9 +48,17 @@ def run_setup(recipe: dict[str, Any]) -> Setup:
         ) from None
 
 
-def load_run_corpus(setup: Setup, run: RunAnswer, path: str | None) -> Corpus:
+def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
     """The run's text from this machine, or an explanation of how it differs."""
     recipe = setup.recipe
+    if path is not None and (Path(path).expanduser() / MANIFEST).exists():
+        dataset = Dataset.open(Path(path).expanduser())
+        if dataset.sha256 != run.corpus_sha256:
+            raise DataError(
+                f"{path} is dataset {dataset.sha256[:16]}…, the run trains on {run.corpus_sha256[:16]}…; "
+                "leave out --corpus to fetch the run's own"
+            )
+        return dataset
     # A coordinator could name ~/.ssh/id_ed25519 as its text, and what a model has trained on can be read out
     # of it.
     if path is None and recipe.data.corpus != "builtin":

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     PAYLOAD = "payload"
     SNAPSHOT = "snapshot"
     CONTROL = "control"
+    TEXT = "text"
+    """Of the run, once for each shard; not among the bytes that a round costs."""
 
 
 class Spent(StrEnum):
@@ -112,11 +114,17 @@ class Traffic:
 
     def bytes_up(self) -> dict[str, int]:
         with self._lock:
-            return {kind.value: self._up[kind] for kind in Kind}
+            return {kind.value: self._up[kind] for kind in Kind if kind is not Kind.TEXT}
 
     def bytes_down(self) -> dict[str, int]:
         with self._lock:
-            return {kind.value: self._down[kind] for kind in Kind}
+            return {kind.value: self._down[kind] for kind in Kind if kind is not Kind.TEXT}
+
+    @property
+    def text_bytes(self) -> int:
+        """Fetched of the run's text."""
+        with self._lock:
+            return self._down[Kind.TEXT]
 
     def seconds(self) -> dict[str, float]:
         with self._lock:

@@ -23,7 +23,7 @@ from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
 from blocktrain.coordinator.service import Coordinator, opened
-from blocktrain.data.corpora import load_corpus
+from blocktrain.data.corpora import open_text
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_for_others, url_of
 from blocktrain.training.checkpoint import starting_blocks
@@ -111,11 +111,11 @@ def run_coordinator(
     if tls is not None:
         tls.context()
     listener = open_port(host, port)
-    corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-    display = make_display(gateway, reference, corpus.sha256)
+    text = open_text(recipe)
+    display = make_display(gateway, reference, text.sha256)
     with opened(
         recipe,
-        corpus,
+        text,
         data_dir,
         database_url=database_url,
         blobs_url=blobs_url,

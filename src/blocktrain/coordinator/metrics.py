@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blocktrain.wire.messages import ByteCounts, StatusAnswer
 
 KINDS = ("payload", "snapshot", "control")
+TEXT = "text"
+"""Bytes of the run's text, which is fetched once: counted, and no part of what rounds cost."""
 HEADER_LINE_BYTES = 4
 """Colon, space and line end of one header."""
 FIRST_LINE_BYTES = 16
@@ -42,7 +44,7 @@ class Metrics:
         about = "Compute of judges and guard as a share of the compute they judged, since the start"
         self._judging = gauge("blocktrain_judging_share", about)
         # The status answer needs plain sums, and reading them out of the registry is slow.
-        self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in KINDS}
+        self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in (*KINDS, TEXT)}
 
     def request(self, method: str, route: str, status: int) -> None:
         self._requests.labels(method, route, str(status)).inc()
@@ -90,6 +92,8 @@ class CountTraffic:
         kind = "control"
         if path.startswith("/v1/snapshots/"):
             kind = "snapshot"
+        elif path.startswith(("/v1/data/", "/v1/judge/data/")):
+            kind = TEXT
         elif path.startswith("/v1/updates/") and method in ("GET", "PUT"):
             kind = "payload"
         self._metrics.moved("up", kind, _head_bytes(scope["headers"]) + len(path))

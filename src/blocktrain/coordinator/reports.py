@@ -58,6 +58,8 @@ class Reports:
             coordinator_key=run.coordinator_key,
             server_time=self._resources.clock(),
             blocks=run.layouts,
+            dataset=None if self._resources.text is None else self._resources.text.identity,
+            vocabulary=run.objective.vocabulary,
         )
 
     def block(self, block: int) -> BlockAnswer:

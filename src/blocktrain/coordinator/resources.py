@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.published_text import PublishedText
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
@@ -32,3 +33,5 @@ class Resources:
     """Names assignments; a simulation, which must repeat itself, counts instead."""
     changes: Changes = field(default_factory=Changes)
     metrics: Metrics = field(default_factory=Metrics)
+    text: PublishedText | None = None
+    """None where workers must bring the run's text."""

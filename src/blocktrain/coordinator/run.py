@@ -31,6 +31,7 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import BlockRow, LedgerRow, RunRow, SnapshotRow, Store
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
@@ -117,7 +118,7 @@ def open_run(
     blobs: Blobs,
     identity: Identity,
     recipe: Recipe,
-    corpus_sha256: CorpusHash,
+    text: RunText,
     now: float,
     start: Sequence[nn.Module] | None = None,
 ) -> Run:
@@ -125,7 +126,7 @@ def open_run(
 
     `start` are the blocks to begin from, where that is not the recipe's seed.
     """
-    setup, codec = Setup.of_swarm(recipe), CodecSpec.parse(recipe.swarm.codec)
+    setup, codec = Setup.of_swarm(recipe, text.manifest.vocabulary), CodecSpec.parse(recipe.swarm.codec)
     with store.read() as session:
         is_new = session.get(RunRow, 1) is None
     # Initial weights follow from seed and block, so workers can make version 0 themselves.
@@ -149,7 +150,8 @@ def open_run(
             )
         )
     key = identity.public_key.hex()
-    run = Run("", recipe, corpus_sha256, key, codec, tuple(schemas), tuple(layouts), setup.objective)
+    shapes = tuple(schemas), tuple(layouts)
+    run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective)
     try:
         _open_row(store, identity, run, now, begins_elsewhere=start is not None)
     except IntegrityError:  # another process made the run between our look and our write
@@ -193,6 +195,7 @@ def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_
             return
         run.run_id, name = row.run_id, row.run_id[:12]
         changed = changed_settings(json.loads(row.recipe), run.recipe)
+        changed.pop("data.dataset", None)
         changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
         # A run that its operator finished stays so when it is started again with the recipe it had.
         last = session.scalars(

@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
-from blocktrain.data.corpora import Corpus
+from blocktrain.data.dataset import RunText
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
@@ -29,23 +29,25 @@ log = logging.getLogger(__name__)
 MAX_SCORED_BYTES = 65_536
 """A coordinator often has no accelerator: enough text for a curve, not for a paper."""
 MAX_POOLING_BYTES = 16_384
+MAX_COUNTED_BYTES = 128 << 20
+"""Training text that bigrams are counted in."""
 
 
 class Scoring:
-    def __init__(self, resources: Resources, corpus: Corpus, display: Display) -> None:
+    def __init__(self, resources: Resources, text: RunText, display: Display) -> None:
         recipe = resources.run.recipe
         self._resources, self._every = resources, recipe.swarm.evaluate_every_seconds
-        self._corpus, self._display = corpus, display
+        self._text, self._display = text, display
         self._next_look = 0.0
         """In seconds of this process's own clock: how often to look is no matter of the run's time."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        setup = Setup.of(recipe)
-        self._objective, self._tokenizer = setup.objective, setup.tokenizer
+        setup = Setup.of(recipe, text.manifest.vocabulary)
+        self._objective = setup.objective
         codebook = setup.codebook().to(device)
         self._evaluator = Evaluator(self._objective, codebook(), recipe.evaluation, seed=recipe.seed)
         limit = min(recipe.evaluation.max_bytes or MAX_SCORED_BYTES, MAX_SCORED_BYTES)
-        self._held_out = setup.tokenizer.encode(corpus.valid[:limit])
-        self._pool = setup.tokenizer.encode(corpus.pool[:MAX_POOLING_BYTES])
+        self._held_out = text.first_tokens("held_out", limit)
+        self._pool = text.first_tokens("pooling", MAX_POOLING_BYTES)
         self._blocks = [setup.initial(block).to(device).eval() for block in range(recipe.model.blocks)]
 
     def score_due(self) -> bool:
@@ -53,8 +55,9 @@ class Scoring:
         whether anything was scored."""
         if self._display.bigram is None:
             # The least that a model must beat, on the text it is scored on.
-            train, count = self._tokenizer.encode(self._corpus.train), len(self._held_out)
-            ce = bigram_cross_entropy(train, self._held_out, self._tokenizer.vocabulary)
+            train = self._text.first_tokens("training", MAX_COUNTED_BYTES)
+            count = len(self._held_out)
+            ce = bigram_cross_entropy(train, self._held_out, self._objective.vocabulary)
             source = f"counts of the training text, on the same {count} held-out tokens as the run"
             self._display.bigram = ReferenceState(name="bigram counts", ce=ce, source=source)
         with self._resources.store.read() as session:
@@ -81,10 +84,12 @@ class Scoring:
         euler = finished and self._objective.composes_by_euler
         weights = self._evaluator.fit_weights(self._blocks, self._pool)
         found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
+        per_token = self._text.manifest.bytes_per_token("held_out")
         state = EvaluationState(
             time=self._resources.clock(),
             versions=tuple(version for version, _ in heads),
-            scored_bytes=len(self._held_out),
+            scored_bytes=round(len(self._held_out) * per_token),
+            bytes_per_token=per_token,
             consensus_ce=found.consensus.ce,
             euler_ce=None if found.euler is None else found.euler.ce,
             block_ce=tuple(score.ce for score in found.blocks),

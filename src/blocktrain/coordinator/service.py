@@ -22,6 +22,7 @@ from blocktrain.coordinator.admission import Admission
 from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.operator_notes import Display
+from blocktrain.coordinator.published_text import publish
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.resources import Resources
@@ -35,7 +36,7 @@ from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
-from blocktrain.data.corpora import Corpus
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.files import locked_file
 from blocktrain.threads import Threads
@@ -155,7 +156,7 @@ class Coordinator:
 @contextmanager
 def opened(
     recipe: Recipe,
-    corpus: Corpus,
+    text: RunText,
     data_dir: Path,
     *,
     database_url: str | None = None,
@@ -183,7 +184,7 @@ def opened(
         store.migrate()
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
         identity = load_or_create(data_dir / KEY_FILE)
-        run = open_run(store, blobs, identity, recipe, corpus.sha256, clock(), start)
+        run = open_run(store, blobs, identity, recipe, text, clock(), start)
         resources = Resources(
             run,
             store,
@@ -193,6 +194,7 @@ def opened(
             UnneededPayloads(store, blobs),
             clock,
             secret_of(identity, "judging"),
+            text=publish(text, data_dir, blobs),
         )
         recipe = run.recipe
         # Judges elsewhere bring their own; the guard of a merge is the coordinator's in any case.
@@ -200,8 +202,8 @@ def opened(
         judges = trust.judge == "coordinator" or (trust.judge == "external" and trust.guard)
         coordinator = Coordinator(
             resources,
-            Scoring(resources, corpus, display) if scoring else None,
-            Scorer(recipe, corpus) if judges else None,
+            Scoring(resources, text, display) if scoring else None,
+            Scorer(recipe, text) if judges else None,
             data_dir,
             display,
         )

@@ -1,54 +1,56 @@
-"""Batches from shards on disk: (dataset, seed, shard, step) gives the same windows on every machine.
+"""Batches from shards on disk: (text, seed, shard, step) gives the same windows on every machine.
 
 Shards stay mapped files. The device gets batches only: the next one is gathered in a thread while the present
-one trains, in pinned memory where the device is a GPU. Batches have the form of `shards.Shards`.
+one trains, in pinned memory where the device is a GPU. A text of one file gives exactly the batches that
+`Shards` draws from it in memory, so a worker that fetched plain text and one that has it train alike.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.data.dataset import Dataset, TokenArray, shard_files
-from blocktrain.data.shards import window_offsets
+from blocktrain.config import Recipe
+from blocktrain.data.corpora import Corpus
+from blocktrain.data.dataset import RunText, Windows
+from blocktrain.data.shards import Shards, window_offsets
 from blocktrain.errors import DataError
+
+
+class Batches(Protocol):
+    def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
+        """Context tokens x_BT and the tokens y_BT that follow them."""
+
+
+def open_batches(recipe: Recipe, text: RunText, device: torch.device) -> Batches:
+    """Batches as the recipe wants them: plain text lies on the device as a whole, shards stay on the disk."""
+    if isinstance(text, Corpus):
+        return Shards.of(recipe, text.train_tokens(), text.sha256, device)
+    batch, context = recipe.training.batch, recipe.model.context
+    return DatasetBatches(text, seed=recipe.seed, batch=batch, context=context, device=device)
 
 
 class DatasetBatches:
     def __init__(
         self,
-        dataset: Dataset,
+        text: RunText,
         *,
         seed: int,
         batch: int,
         context: int,
         device: torch.device,
-        spread: int = 2,
         cluster: int | None = None,
     ) -> None:
-        self.dataset, self.seed, self.batch_size, self.context = dataset, seed, batch, context
-        self.device, self.spread, self.cluster = device, spread, cluster
-        self.identity = dataset.manifest.identity
-        self._mapped: tuple[int, list[TokenArray]] | None = None
+        self.text, self.seed, self.batch_size, self.context = text, seed, batch, context
+        self.device, self.cluster = device, cluster
+        self._windows: tuple[int, Windows] | None = None
         self._reader = ThreadPoolExecutor(1, "batches")
         self._ahead: tuple[tuple[int, int], Future[Tensor]] | None = None
 
-    def files(self, shard: int) -> tuple[int, ...]:
-        """Numbers of the training files this shard draws from."""
-        return shard_files(
-            self.dataset.manifest,
-            self.seed,
-            shard,
-            context=self.context,
-            spread=self.spread,
-            cluster=self.cluster,
-        )
-
     def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
-        """Context tokens x_BT and the tokens y_BT that follow them."""
         if self._ahead is not None and self._ahead[0] == (shard, step):
             windows = self._ahead[1].result()
         else:
@@ -62,26 +64,19 @@ class DatasetBatches:
         self._reader.shutdown(cancel_futures=True)
 
     def _gather(self, shard: int, step: int) -> Tensor:
-        """Windows of context + 1 tokens as int32, each inside one file; every start is equally likely."""
-        if self._mapped is None or self._mapped[0] != shard:
-            entries = [self.dataset.manifest.training[index] for index in self.files(shard)]
-            self._mapped = (shard, [self.dataset.tokens(entry) for entry in entries])
-        mapped = self._mapped[1]
-        ends = np.cumsum([len(tokens) - self.context for tokens in mapped])
-        if ends[-1] < self.batch_size:
+        """Windows of context + 1 tokens as int32."""
+        if self._windows is None or self._windows[0] != shard:
+            found = self.text.shard_windows(self.seed, shard, self.context, self.cluster)
+            self._windows = (shard, found)
+        windows = self._windows[1]
+        if windows.choices < self.batch_size:
             raise DataError(
-                f"the files of shard {shard} have {sum(map(len, mapped))} tokens, fewer than one batch needs "
-                f"({self.batch_size} windows of {self.context + 1}); use more text, a smaller training.batch "
-                "or a smaller model.context"
+                f"the files of shard {shard} have {sum(map(len, windows.files))} tokens, fewer than one "
+                f"batch needs ({self.batch_size} windows of {self.context + 1}); use more text, a smaller "
+                "training.batch or a smaller model.context"
             )
         starts = window_offsets(
-            self.identity, self.seed, shard, step, count=self.batch_size, choices=int(ends[-1])
+            self.text.sha256, self.seed, shard, step, count=self.batch_size, choices=windows.choices
         )
-        windows = torch.empty(
-            (self.batch_size, self.context + 1), dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
-        rows = windows.numpy()
-        for row, file, start in zip(rows, np.searchsorted(ends, starts, "right"), starts, strict=True):
-            first = int(start) - (int(ends[file - 1]) if file else 0)
-            row[:] = mapped[file][first : first + self.context + 1]
-        return windows
+        gathered = torch.from_numpy(windows.cut(starts, self.context + 1)).to(torch.int32)
+        return gathered.pin_memory() if self.device.type == "cuda" else gathered

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.data.tokenizer import Tokens
+from blocktrain.data.tokenizer import Tokens, token_dtype
 from blocktrain.data.tokenizer_files import byte_letters
 from blocktrain.errors import DataError
 
@@ -72,10 +72,10 @@ class FileTokenizer:
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{origin} has an empty vocabulary; make one with `data tokenizer train`")
-        self.vocabulary = max(vocabulary.values()) + 1
+        self.content, self.vocabulary = content, max(vocabulary.values()) + 1
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.name = f"sha256:{self.sha256}"
-        self.dtype = np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+        self.dtype = token_dtype(self.vocabulary)
         added = {str(one.get("content")): one for one in described.get("added_tokens") or ()}
         ends = [vocabulary[end] for end in KNOWN_ENDS if end in added]
         self.separator: tuple[int, ...] = tuple(ends[:1]) or tuple(self._plain(["\n\n"])[0])

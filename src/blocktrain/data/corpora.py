@@ -9,11 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.config import DataConfig
+import numpy as np
+
+from blocktrain.config import DataConfig, Recipe
+from blocktrain.data.dataset import (
+    BYTE_SEPARATOR,
+    MANIFEST,
+    PREFIXES,
+    SPLITS,
+    Dataset,
+    Manifest,
+    RunText,
+    ShardEntry,
+    SplitName,
+    TokenArray,
+)
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from blocktrain.errors import DataError
+from blocktrain.files import write_whole
 from blocktrain.ids import CorpusHash
 
 BUILTIN_BYTES = 12_000_000
@@ -21,12 +36,62 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py", ".tex", ".csv", ".json",
 NOT_PROSE = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "encodings")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    train: bytes
-    pool: bytes
-    valid: bytes
-    sha256: CorpusHash
+class Corpus(RunText):
+    """Plain text in memory, a token a byte."""
+
+    def __init__(self, train: bytes, pool: bytes, valid: bytes, sha256: CorpusHash) -> None:
+        self.train, self.pool, self.valid, self.sha256 = train, pool, valid, sha256
+        self._parts: dict[SplitName, bytes] = {"training": train, "pooling": pool, "held_out": valid}
+        # One shard for each part: workers that fetch the training shard draw the windows that we would.
+        entries = {
+            split: (
+                ShardEntry(
+                    name=f"{PREFIXES[split]}-00000.bin",
+                    sha256=hashlib.sha256(part).hexdigest(),
+                    tokens=len(part),
+                    documents=1,
+                    bytes=len(part),
+                    cluster=0,
+                ),
+            )
+            for split, part in self._parts.items()
+        }
+        self.manifest = Manifest(
+            tokenizer="byte",
+            vocabulary=ByteTokenizer.vocabulary,
+            separator=BYTE_SEPARATOR,
+            clusters=1,
+            left_out=0,
+            training=entries["training"],
+            pooling=entries["pooling"],
+            held_out=entries["held_out"],
+        )
+
+    def tokens(self, entry: ShardEntry) -> TokenArray:
+        split = next(split for split in SPLITS if entry in self.manifest.split(split))
+        return np.frombuffer(self._parts[split], np.uint8)
+
+    def tokenizer(self) -> Tokenizer:
+        return ByteTokenizer()
+
+    def train_tokens(self) -> Tokens:
+        return ByteTokenizer().encode(self.train)
+
+    def write(self, folder: Path) -> Dataset:
+        """As a dataset's folder, which a coordinator can serve; what is there already stays."""
+        path = folder / MANIFEST
+        if not path.exists() or path.read_bytes() != self.manifest.to_bytes():
+            for split, part in self._parts.items():
+                write_whole(folder / self.manifest.split(split)[0].name, part)
+            write_whole(path, self.manifest.to_bytes())
+        return Dataset(folder, self.manifest)
+
+
+def open_text(recipe: Recipe) -> RunText:
+    """The text that a recipe names, from this machine's disk."""
+    if recipe.data.dataset is not None:
+        return Dataset.open(Path(recipe.data.dataset).expanduser())
+    return load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
 
 
 def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:
@@ -87,6 +152,8 @@ def read_text(
 
 def _folder(path: Path) -> tuple[bytes, bytes | None]:
     """A folder with train.txt and valid.txt brings its own split; otherwise all its text, in order."""
+    if (path / MANIFEST).exists():
+        raise DataError(f"{path} is a prepared dataset; name it with --set data.dataset={path}")
     train, valid = path / "train.txt", path / "valid.txt"
     if train.is_file() and valid.is_file():
         return read_text(train), read_text(valid)

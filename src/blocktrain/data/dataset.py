@@ -2,8 +2,8 @@
 
 The manifest lists the shards of three splits: `training` goes to workers, `pooling` fits composition weights,
 `held_out` is scored and never fitted. The SHA-256 of the manifest's bytes is the dataset's identity; it
-covers the hash of every shard and of the tokenizer. A shard is little-endian uint16 or uint32, one whole
-document after another, each followed by the separator. `docs/data.md` has the format.
+covers the hash of every shard and of the tokenizer. A shard is little-endian uint8, uint16 or uint32, one
+whole document after another, each followed by the separator. `docs/data.md` has the format.
 
 Covered, with manifest and shards from a stranger: sizes and names are checked before anything is allocated
 or opened, a name cannot leave its folder, one shard cannot be in two splits, a shard of another length or
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.data.bpe import FileTokenizer
-from blocktrain.data.tokenizer import ByteTokenizer, Tokens
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, token_dtype
 from blocktrain.errors import DataError, StorageError
 from blocktrain.ids import CorpusHash
 
@@ -46,7 +48,7 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 PREFIXES: Mapping[SplitName, str] = {"training": "train", "pooling": "pool", "held_out": "held"}
 _HASH = re.compile("[0-9a-f]{64}")
 
-TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
+TokenArray = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +113,6 @@ class Manifest:
             rows = ",\n".join(json.dumps(vars(entry), sort_keys=True) for entry in self.split(name))
             lines.append(f'"{name}": [\n{rows}\n]')
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-
-
-def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 def read_manifest(content: bytes, origin: str = MANIFEST) -> Manifest:
@@ -201,12 +199,67 @@ def read_manifest(content: bytes, origin: str = MANIFEST) -> Manifest:
     return manifest
 
 
-@dataclass(frozen=True)
-class Dataset:
+class RunText(ABC):
+    """What a run trains on and is scored on: a manifest, and its shards when they are asked for.
+
+    Three kinds: a folder that was prepared (`Dataset`), plain text in memory (`Corpus`), and what a worker
+    fetches from its coordinator (`FetchedText`).
+    """
+
+    manifest: Manifest
+    sha256: CorpusHash
+    """The text's name in ledgers and checkpoints; batches are drawn by it. The manifest's identity, but for
+    plain text, which had a hash before there were manifests."""
+
+    @abstractmethod
+    def tokens(self, entry: ShardEntry) -> TokenArray:
+        """A shard's tokens; mapped, if they lie in a file."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+    def shard_windows(self, seed: int, shard: int, context: int, cluster: int | None = None) -> Windows:
+        """Where an assignment's shard draws its windows from."""
+        files = shard_files(self.manifest, seed, shard, context=context, cluster=cluster)
+        return Windows([self.tokens(self.manifest.training[index]) for index in files], context)
+
+    def first_tokens(self, split: SplitName, max_bytes: int | None = None) -> Tokens:
+        """Tokens from the beginning of a split, in memory: all, or as many as about `max_bytes` have."""
+        limit = self.manifest.tokens(split)
+        if max_bytes is not None:
+            limit = min(limit, math.ceil(max_bytes / self.manifest.bytes_per_token(split)))
+        parts: list[Tokens] = []
+        for entry in self.manifest.split(split):
+            if limit <= 0:
+                break
+            parts.append(self.tokens(entry)[:limit].astype(np.int64))
+            limit -= len(parts[-1])
+        return np.concatenate(parts)
+
+
+class Windows:
+    """Runs of tokens to choose from, each inside one of some files; every start is equally likely."""
+
+    def __init__(self, files: Sequence[TokenArray], context: int) -> None:
+        self.files = files
+        self.ends = np.cumsum([max(0, len(tokens) - context) for tokens in files])
+        self.choices = int(self.ends[-1])
+
+    def cut(self, starts: Tokens, length: int) -> Tokens:
+        rows = np.empty((len(starts), length), np.int64)
+        for row, file, start in zip(
+            rows, np.searchsorted(self.ends, starts, "right"), starts.tolist(), strict=True
+        ):
+            first = start - (int(self.ends[file - 1]) if file else 0)
+            row[:] = self.files[file][first : first + length]
+        return rows
+
+
+class Dataset(RunText):
     """A folder with a manifest. Shards are opened when they are asked for and never read whole."""
 
-    folder: Path
-    manifest: Manifest
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest, self.sha256 = folder, manifest, manifest.identity
 
     @classmethod
     def open(cls, folder: Path) -> Dataset:
@@ -224,31 +277,28 @@ class Dataset:
             raise DataError(f"cannot read {path}: {error.strerror}") from None
 
     def tokens(self, entry: ShardEntry) -> TokenArray:
-        """The shard's tokens, mapped: pages are read when they are used and may be dropped again."""
-        path = self.folder / entry.name
-        _check_size(path, entry, self.manifest)
-        return np.memmap(path, self.manifest.dtype, mode="r", shape=(entry.tokens,))
-
-    def first_tokens(self, split: SplitName, limit: int) -> Tokens:
-        """Up to `limit` tokens from the beginning of a split, in memory: the text that is scored."""
-        parts: list[Tokens] = []
-        for entry in self.manifest.split(split):
-            if limit <= 0:
-                break
-            parts.append(self.tokens(entry)[:limit].astype(np.int64))
-            limit -= len(parts[-1])
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        """Mapped: pages are read when they are used and may be dropped again."""
+        return mapped(self.folder / entry.name, entry, self.manifest)
 
     def tokenizer(self) -> ByteTokenizer | FileTokenizer:
         if self.manifest.tokenizer == "byte":
             return ByteTokenizer()
-        tokenizer = FileTokenizer.open(self.folder / TOKENIZER)
-        if tokenizer.sha256 != self.manifest.tokenizer:
-            raise DataError(
-                f"{self.folder / TOKENIZER} changed: expected sha256 {self.manifest.tokenizer[:16]}…, found "
-                f"{tokenizer.sha256[:16]}…; the tokens would mean something else; put the old file back"
-            )
-        return tokenizer
+        return checked_tokenizer(self.folder / TOKENIZER, self.manifest.tokenizer)
+
+
+def checked_tokenizer(path: Path, sha256: str) -> FileTokenizer:
+    tokenizer = FileTokenizer.open(path)
+    if tokenizer.sha256 != sha256:
+        raise DataError(
+            f"{path} changed: expected sha256 {sha256[:16]}…, found {tokenizer.sha256[:16]}…; the tokens "
+            "would mean something else; put the old file back"
+        )
+    return tokenizer
+
+
+def mapped(path: Path, entry: ShardEntry, manifest: Manifest) -> TokenArray:
+    _check_size(path, entry, manifest)
+    return np.memmap(path, manifest.dtype, mode="r", shape=(entry.tokens,))
 
 
 def _check_size(path: Path, entry: ShardEntry, manifest: Manifest) -> None:

@@ -110,7 +110,7 @@ class Encoder:
         if isinstance(tokenizer, FileTokenizer):
             self.separator = np.array(tokenizer.separator, tokenizer.dtype).tobytes()
         else:
-            self.separator = np.array(BYTE_SEPARATOR, "<u2").tobytes()
+            self.separator = bytes(BYTE_SEPARATOR)
 
     def encode(self, portion: Portion) -> Encoded:
         labels = []
@@ -127,7 +127,7 @@ class Encoder:
         if isinstance(self.tokenizer, FileTokenizer):
             encoded = iter(self.tokenizer.encode_documents([document.decode() for document in kept]))
         else:
-            encoded = (np.frombuffer(document, np.uint8).astype("<u2").tobytes() for document in kept)
+            encoded = iter(kept)
         parts = [b"" if label == LEFT_OUT else next(encoded) + self.separator for label in labels]
         return Encoded(labels, [len(part) for part in parts], b"".join(parts))
 

@@ -40,7 +40,6 @@ from blocktrain.data.dataset import (
     Manifest,
     ShardEntry,
     SplitName,
-    token_dtype,
     writing,
 )
 from blocktrain.data.portions import (
@@ -58,6 +57,7 @@ from blocktrain.data.portions import (
 )
 from blocktrain.data.similarity import Hashes, SketchIndex, sketch
 from blocktrain.data.sources import Reading, TextSource, find_sources, read_documents
+from blocktrain.data.tokenizer import token_dtype
 from blocktrain.errors import DataError
 from blocktrain.files import locked_file, write_whole
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from blocktrain.errors import RecipeError
 
 Tokens = NDArray[np.int64]
 
@@ -27,6 +25,11 @@ class Tokenizer(Protocol):
         """The bytes the tokens stand for; they may end inside a character."""
 
 
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """How tokens lie in a shard: as narrow as they can be."""
+    return np.dtype("<u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
+
+
 class ByteTokenizer:
     """One token per byte: nothing to train, nothing to download, every text is representable."""
 
@@ -38,9 +41,3 @@ class ByteTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> bytes:
         return bytes(int(token) for token in tokens)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    if name == "byte":
-        return ByteTokenizer()
-    raise RecipeError(f"unknown tokenizer {name!r}; known: byte")

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
-from blocktrain.errors import DataError
-
 LINE_FEED = 10
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, dict[str, Any]]:
-    """The content of each file by its name."""
-    if not isinstance(tokenizer, ByteTokenizer):
-        raise DataError(f"the tokenizer {tokenizer.name!r} has no Hugging Face form; known: byte")
+def tokenizer_config(context: int, end: str | None = None) -> dict[str, Any]:
+    """tokenizer_config.json; `end` is the token that ends a text."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": byte_letters()[LINE_FEED],
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    return {"tokenizer.json": byte_tokenizer(), "tokenizer_config.json": config}
+    return config if end is None else {**config, "eos_token": end}
 
 
 def byte_letters() -> list[str]:

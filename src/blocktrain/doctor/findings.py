@@ -340,9 +340,9 @@ def _is_local(url: str) -> bool:
 
 
 def about_text(problem: str | None) -> Finding:
-    """Whether this machine has the run's text; the sentence already says what to do."""
+    """Whether this machine has the run's text, or can fetch it; the sentence already says what to do."""
     if problem is None:
-        return _ok("text", "this machine has the run's text")
+        return _ok("text", "this machine has the run's text, or gets it from the coordinator")
     return Finding("text", Severity.ERROR, "this machine does not have the run's text", problem,
                    "name the run's text with --corpus, here and for the worker")  # fmt: skip
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 import blocktrain
-from blocktrain.config import Recipe, find_recipe, load_recipe
+from blocktrain.config import find_recipe, load_recipe
 from blocktrain.doctor.findings import Device, Disk, Need, Tcp, Versions
 from blocktrain.errors import DeviceError
 from blocktrain.training.cost import estimated_training_bytes
@@ -50,11 +50,11 @@ def _line(path: Path) -> str | None:
 
 def shipped_needs() -> list[Need]:
     """What one block of each measured recipe takes, whatever the environment sets."""
-    return [need_of(load_recipe(find_recipe(name), environment={})) for name in MEASURED_RECIPES]
+    return [need_of(Setup.of(load_recipe(find_recipe(name), environment={}))) for name in MEASURED_RECIPES]
 
 
-def need_of(recipe: Recipe) -> Need:
-    return Need(recipe.name, estimated_training_bytes(Setup.of(recipe)))
+def need_of(setup: Setup) -> Need:
+    return Need(setup.recipe.name, estimated_training_bytes(setup))
 
 
 def read_disk(folder: Path) -> Disk:

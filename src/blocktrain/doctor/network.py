@@ -28,7 +28,7 @@ from blocktrain.client.coordinator import (
     UntrustedCertificate,
     public_client,
 )
-from blocktrain.client.run import load_run_corpus, run_setup
+from blocktrain.client.run import load_run_text, run_setup
 from blocktrain.doctor.findings import Certificate, CoordinatorReading, Need, StageProbe
 from blocktrain.doctor.machine import need_of
 from blocktrain.errors import BlocktrainError, RecipeError, WireError
@@ -136,18 +136,20 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
 
 def run_need(run: RunAnswer) -> Need:
     """What one block of the run takes."""
-    recipe = run_setup(run.recipe).recipe
+    setup = run_setup(run.recipe, run.vocabulary)
+    recipe = setup.recipe
     if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
         raise RecipeError(
             f"the run asks for blocks of {recipe.model.layers_per_block} layers and width "
             f"{recipe.model.width}; no machine trains that"
         )
-    return need_of(recipe)
+    return need_of(setup)
 
 
 def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:
     try:
-        load_run_corpus(run_setup(run.recipe), run, corpus)
+        if corpus is not None or run.dataset is None:
+            load_run_text(run_setup(run.recipe, run.vocabulary), run, corpus)
     except BlocktrainError as error:
         return str(error)
     return None

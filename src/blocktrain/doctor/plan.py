@@ -12,7 +12,7 @@ def joining_plan(
     url: str, run: RunAnswer, status: StatusAnswer, device: Device, disk: Disk, cache_gb: float
 ) -> list[str]:
     """Memory, disk, bandwidth and device, one line each; figures are estimates, rounded up."""
-    setup = run_setup(run.recipe)
+    setup = run_setup(run.recipe, run.vocabulary)
     layouts = [Layout.of(layout) for layout in run.blocks]
     payload = max(layout.payload_bytes for layout in layouts)
     snapshot = max(4 * layout.schema.num_values for layout in layouts)

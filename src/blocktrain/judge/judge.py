@@ -7,23 +7,31 @@ for a judge. Learns payloads before they are merged, so its key must be trusted 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
-from blocktrain.client.run import Layout, load_run_corpus, run_setup
+from blocktrain.client.run import Layout, load_run_text, run_setup
+from blocktrain.client.texts import FetchedText
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import DataError
+from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
 from blocktrain.training.update import Weights
 from blocktrain.validation.scorer import Scorer
 from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode
-from blocktrain.wire.messages import JudgeTask
+from blocktrain.wire.messages import JudgeTask, RunAnswer
 
 KEPT_SNAPSHOTS = 4
 """Beside those of frozen blocks: the head and the base of the task, and of the one before."""
+MAX_TEXT_BYTES = 4_000_000_000
+"""Shards of the run's text on this disk; the ones used longest ago go first."""
 
 
 class Judge:
@@ -38,8 +46,8 @@ class Judge:
         self._client, self._say = client, say
         run = client.run()
         client.audience = run.run_id
-        setup = run_setup(run.recipe)
-        recipe, text = setup.recipe, load_run_corpus(setup, run, corpus)
+        setup = run_setup(run.recipe, run.vocabulary)
+        recipe, text = setup.recipe, self._open_text(setup, run, corpus)
         if recipe.trust.private_text is not None and held_out is None:
             raise DataError(
                 "this run is judged on private text: get it from the operator, and use --held-out"
@@ -48,6 +56,14 @@ class Judge:
         self._scorer = Scorer(dataclasses.replace(recipe, trust=trust), text, device)
         self._layouts = [Layout.of(layout) for layout in run.blocks]
         self._snapshots: dict[str, Weights] = {}
+
+    def _open_text(self, setup: Setup, run: RunAnswer, corpus: str | None) -> RunText:
+        if corpus is not None or run.dataset is None:
+            return load_run_text(setup, run, corpus)
+        # Gone with the process: held-out text should not lie around on a machine that stopped judging.
+        self._folder = tempfile.TemporaryDirectory(prefix="blocktrain-judge-")
+        cache = BlobCache(Path(self._folder.name), MAX_TEXT_BYTES)
+        return FetchedText(self._client, run, cache, self._say, judge=True)
 
     def run(self, stop: threading.Event) -> None:
         while not stop.is_set():

@@ -17,7 +17,7 @@ from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.client.snapshots import Snapshots
 from blocktrain.coordinator.storage.ledger import verify_ledger
-from blocktrain.data.corpora import load_corpus
+from blocktrain.data.corpora import open_text
 from blocktrain.errors import CheckpointError, UserError, WireError
 from blocktrain.ids import CorpusHash
 from blocktrain.judge.ledger_check import Source, is_data_folder, open_source
@@ -113,8 +113,8 @@ def save_model(place: str, out: Path) -> SavedModel:
 def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: Path) -> dict[str, Any]:
     """Write the checkpoint of a finished run; returns its scores on the whole held-out text."""
     run = client.run()
-    setup = run_setup(run.recipe)
-    recipe, tokenizer = setup.recipe, setup.tokenizer
+    setup = run_setup(run.recipe, run.vocabulary)
+    recipe, text = setup.recipe, open_text(setup.recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = [setup.initial(state.block) for state in status.blocks]
     with tempfile.TemporaryDirectory() as folder:
@@ -126,14 +126,13 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
             load_into(block, snapshots.whole(state.block, state.head_hash))
             block.to(device).eval()
     table = setup.codebook()().detach().to(device)
-    corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
     evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
     # On the pooling text, as in a local run: the scores of both compare.
-    pooling = evaluator.fit_weights(blocks, tokenizer.encode(corpus.pool))
-    valid = tokenizer.encode(corpus.valid[: recipe.evaluation.max_bytes])
+    pooling = evaluator.fit_weights(blocks, text.first_tokens("pooling", recipe.evaluation.pooling_bytes))
+    valid = text.first_tokens("held_out", recipe.evaluation.max_bytes)
     scores = evaluator.score(blocks, pooling, valid, euler=setup.objective.composes_by_euler)
     recipe, cpu = with_swarm_schedule(recipe), [block.cpu() for block in blocks]
-    save_checkpoint(out, recipe, corpus.sha256, cpu, table.cpu(), pooling)
+    save_checkpoint(out, recipe, text.sha256, cpu, table.cpu(), pooling, text.tokenizer())
     return {
         "versions": [block.head_version for block in status.blocks],
         "consensus_ce": scores.consensus.ce,
@@ -141,4 +140,5 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
         "block_ce": [score.ce for score in scores.blocks],
         "weights": pooling,
         "scored_tokens": len(valid) - 1,
+        "bytes_per_token": text.manifest.bytes_per_token("held_out"),
     }

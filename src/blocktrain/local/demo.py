@@ -152,7 +152,7 @@ class Demo:
         assert run.reference is not None
         table = run.codebook().detach()
         evaluator = Evaluator(run.objective, table, recipe.evaluation, seed=recipe.seed)
-        valid = run.tokenizer.encode(run.corpus.valid[: recipe.evaluation.max_bytes])
+        valid = run.text.first_tokens("held_out", recipe.evaluation.max_bytes)
         return evaluator.score_one(run.reference.to(table.device).eval(), valid).ce, run.units[0].curve
 
     def train_swarm(self, swarm: LocalSwarm) -> dict[str, Any]:

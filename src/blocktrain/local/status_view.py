@@ -18,7 +18,9 @@ SHORT_ID = 8
 def status_tables(status: StatusAnswer) -> Group:
     state = "finished" if status.finished else "running"
     newest = status.evaluations[-1] if status.evaluations else None
-    score = f", held-out CE {newest.consensus_ce:.4f} nats per byte" if newest is not None else ""
+    score = ""
+    if newest is not None:
+        score = f", held-out CE {per_byte(newest.consensus_ce, newest.bytes_per_token)}"
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
     heading = f"{status.name}: {state}{score}{share}"
 
@@ -101,17 +103,25 @@ def _sum(workers: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
 
 def scored(score: dict[str, Any]) -> str:
     """The coordinator scores a slice of the text while it works, so its numbers differ from the final one."""
-    return f" nats per byte on the first {score['scored_bytes']:,} held-out bytes (during the run)"
+    loss = per_byte(score["consensus_ce"], score["bytes_per_token"])
+    return f"{loss} on the first {score['scored_bytes']:,} held-out bytes (during the run)"
+
+
+def per_byte(ce: float, bytes_per_token: float) -> str:
+    """A loss in the unit that compares with any other run's, and in its own where that is another."""
+    told = f"{ce / bytes_per_token:.4f} nats per byte"
+    return told if bytes_per_token == 1 else f"{told} ({ce:.4f} per token)"
 
 
 def report_table(report: dict[str, Any]) -> Table:
     table = Table("", "", show_header=False, box=None, pad_edge=False)
     for score in report["ce"]:
         versions = ", ".join(map(str, score["versions"]))
-        table.add_row(f"CE of versions {versions}", f"{score['consensus_ce']:.4f}{scored(score)}")
+        table.add_row(f"CE of versions {versions}", scored(score))
     if report["final"] is not None:
-        told = f"{report['final']['consensus_ce']:.4f} nats per byte on "
-        told += f"{report['final']['scored_tokens'] + 1:,} held-out bytes (composed by consensus)"
+        final = report["final"]
+        told = f"{per_byte(final['consensus_ce'], final['bytes_per_token'])} on "
+        told += f"{final['scored_tokens'] + 1:,} held-out tokens (composed by consensus)"
         table.add_row("final CE", told)
     if report["participation"] is not None:
         table.add_row("participation", f"{report['participation']:.1%}")

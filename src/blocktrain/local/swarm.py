@@ -83,8 +83,9 @@ class LocalSwarm:
         threads = max(1, (os.cpu_count() or 1) // self.options.workers)
         environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         # A worker opens only text that its own user names, and here that is the operator.
-        corpus = load_recipe(self.options.recipe, self.options.overrides).data.corpus
-        corpus_flag = [] if corpus == "builtin" else ["--corpus", corpus]
+        data = load_recipe(self.options.recipe, self.options.overrides).data
+        text = data.dataset or data.corpus
+        corpus_flag = [] if text == "builtin" else ["--corpus", text]
         # Workers of one machine take its GPUs in turn, unless a device was named.
         num_gpus = torch.cuda.device_count() if self.options.device == "auto" else 0
         for index in range(self.options.workers):

@@ -49,7 +49,7 @@ from blocktrain.coordinator.storage.store import (
 )
 from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
-from blocktrain.data.corpora import Corpus
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
 from blocktrain.simulation.clock import VirtualClock
@@ -95,7 +95,7 @@ class SimulatedCoordinator:
     def __init__(
         self,
         recipe: Recipe,
-        corpus: Corpus,
+        text: RunText,
         clock: VirtualClock,
         machines: Sequence[Machine],
         *,
@@ -114,7 +114,7 @@ class SimulatedCoordinator:
         store, blobs = Store("sqlite://"), Blobs.from_url("memory://")
         # The tables of this version at once: running every migration would take longer than a small run.
         Table.metadata.create_all(store.engine)
-        run = open_run(store, blobs, identity, recipe, corpus.sha256, clock.now)
+        run = open_run(store, blobs, identity, recipe, text, clock.now)
         self.resources = Resources(
             run,
             store,
@@ -126,7 +126,7 @@ class SimulatedCoordinator:
             secret_of(identity, "judging"),
             new_id=lambda: f"{next(numbers):032x}",
         )
-        scorer = Scorer(recipe, corpus) if judged else None
+        scorer = Scorer(recipe, text) if judged else None
         self.service = Coordinator(self.resources, None, scorer, Path(), Display())
         self.blocks = [
             SimulatedBlock(Layout.of(layout), self._base(layout.block, 0, layout.initial_hash))
@@ -134,7 +134,7 @@ class SimulatedCoordinator:
         ]
         self.worker_ids = [WorkerId(f"{index:032x}") for index in range(len(machines))]
         for worker_id in self.worker_ids:
-            request = JoinRequest(corpus_sha256=corpus.sha256)
+            request = JoinRequest(corpus_sha256=text.sha256)
             self.service.assignments.join(worker_id, bytes(32), request)
         self.watchers: list[Callable[[int], None]] = []
         """Told of every new head."""

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 
 from blocktrain.config import Recipe, SwarmConfig
-from blocktrain.data.corpora import load_corpus
-from blocktrain.data.shards import Shards
+from blocktrain.data.batches import open_batches
+from blocktrain.data.corpora import open_text
 from blocktrain.ids import derive_seed
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator, SimulationError
@@ -79,10 +79,9 @@ class Simulation:
     def __init__(self, scenario: Scenario, watch: Watcher = lambda scored: None) -> None:
         self.scenario, self.watch, device = scenario, watch, scenario.device
         self.recipe = recipe = scenario.seeded_recipe
-        self.corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-        setup = Setup.of_swarm(recipe)
-        self.tokenizer, codebook = setup.tokenizer, setup.codebook().to(device)
-        shards = Shards.of(recipe, self.tokenizer.encode(self.corpus.train), self.corpus.sha256, device)
+        self.text = open_text(recipe)
+        setup = Setup.of_swarm(recipe, self.text.manifest.vocabulary)
+        codebook, shards = setup.codebook().to(device), open_batches(recipe, self.text, device)
         self.evaluator = Evaluator(setup.objective, codebook(), recipe.evaluation, seed=recipe.seed)
         self.assembled = [setup.initial(b).to(device).eval() for b in range(recipe.model.blocks)]
 
@@ -90,7 +89,7 @@ class Simulation:
         machines = [Machine(scenario.network, scenario.seed, n) for n in range(scenario.num_workers)]
         self.coordinator = SimulatedCoordinator(
             dataclasses.replace(recipe, swarm=scenario.swarm),
-            self.corpus,
+            self.text,
             self.clock,
             machines,
             judged=scenario.judged,
@@ -145,8 +144,9 @@ class Simulation:
         """The heads, composed, on the held-out text."""
         for block, state in zip(self.assembled, self.coordinator.blocks, strict=True):
             load_into(block, state.head.weights)
-        limit = self.recipe.evaluation.max_bytes
-        pool, valid = (self.tokenizer.encode(text) for text in (self.corpus.pool, self.corpus.valid[:limit]))
+        config = self.recipe.evaluation
+        pool = self.text.first_tokens("pooling", config.pooling_bytes)
+        valid = self.text.first_tokens("held_out", config.max_bytes)
         # Pooling weights are fitted on text of their own, so the score is of text that nothing has seen.
         weights = self.evaluator.fit_weights(self.assembled, pool)
         return self.evaluator.score(self.assembled, weights, valid, euler=False)
@@ -172,6 +172,7 @@ class Simulation:
             "rounds": scenario.swarm.rounds,
             "steps_per_round": scenario.swarm.steps_per_round,
             "final_ce": self.scored[-1].ce,
+            "bytes_per_token": self.text.manifest.bytes_per_token("held_out"),
             "ce": [dataclasses.asdict(one) for one in self.scored],
             "participation": participation(ages[0], scenario.swarm.rounds, scenario.num_workers),
             "merged_share": participation(len(merged), scenario.swarm.rounds, scenario.num_workers),

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
-from blocktrain.data.tokenizer import Tokenizer
+from blocktrain.data.bpe import FileTokenizer
+from blocktrain.data.dataset import TOKENIZER, checked_tokenizer
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.setup import Setup
-from blocktrain.training.storage import read_tensors, replaced_folder, write_json, write_tensors
+from blocktrain.training.storage import read_tensors, replaced_folder, write_file, write_json, write_tensors
 
 FORMAT = "blocktrain-checkpoint"
 FORMAT_VERSION = 1
@@ -62,10 +64,11 @@ def save_checkpoint(
     blocks: Sequence[Block],
     codebook_VD: Tensor,
     pooling: Sequence[float],
+    tokenizer: Tokenizer | None = None,
 ) -> None:
-    write_checkpoint(
-        path, recipe, corpus_sha256, (block.state_dict() for block in blocks), codebook_VD, pooling
-    )
+    """`tokenizer`: None for bytes."""
+    states = (block.state_dict() for block in blocks)
+    write_checkpoint(path, recipe, corpus_sha256, states, codebook_VD, pooling, tokenizer)
 
 
 def write_checkpoint(
@@ -75,6 +78,7 @@ def write_checkpoint(
     blocks: Iterable[Mapping[str, Tensor]],
     codebook_VD: Tensor,
     pooling: Sequence[float],
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Each block's tensors are asked for when their turn comes, so that one at a time is in memory."""
     with replaced_folder(path) as folder:
@@ -85,9 +89,14 @@ def write_checkpoint(
         # Written though the seed gives it: another torch may draw other numbers, and a learned one is in no
         # seed.
         write_tensors(folder / CODEBOOK_FILE, {"table": codebook_VD})
+        told = {}
+        if isinstance(tokenizer, FileTokenizer):
+            write_file(folder / TOKENIZER, tokenizer.content)
+            told = {"tokenizer": file_entry(folder / TOKENIZER)}
         write_json(
             folder / "config.json",
             {
+                **told,
                 "format": FORMAT,
                 "version": FORMAT_VERSION,
                 "recipe": recipe.to_dict(),
@@ -128,6 +137,7 @@ class Description:
     block_sha256: list[str]
     codebook_sha256: str | None
     """None in checkpoints of before it was written down."""
+    tokenizer: Tokenizer
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: Path) -> Description:
@@ -137,22 +147,24 @@ class Description:
             corpus = CorpusHash(str(config["corpus_sha256"]))
             digests = [str(entry["sha256"]) for entry in config["blocks"]]
             codebook = str(config["codebook"]["sha256"]) if "codebook" in config else None
+            tokenizer: Tokenizer = ByteTokenizer()
+            if "tokenizer" in config:
+                tokenizer = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
         except (KeyError, TypeError, ValueError, RecipeError) as error:
             raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
         # NaN weights would pool to NaN text without an error anywhere.
         if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
             raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
-        return cls(recipe, corpus, pooling, digests, codebook)
+        return cls(recipe, corpus, pooling, digests, codebook, tokenizer)
 
     def setup(self) -> Setup:
-        return Setup.of(self.recipe)
+        return Setup.of(self.recipe, self.tokenizer.vocabulary)
 
 
 def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None = None) -> Checkpoint:
     """The whole model, or only some of its blocks (as a stage holds them)."""
     described = Description.of(read_config(path), path)
-    recipe, setup = described.recipe, described.setup()
-    objective = setup.objective
+    recipe, objective = described.recipe, described.setup().objective
     indices = range(recipe.model.blocks) if only is None else only
     blocks = []
     for index in indices:
@@ -181,7 +193,7 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
         blocks,
         tensors["table"].to(device),
         described.pooling,
-        setup.tokenizer,
+        described.tokenizer,
     )
 
 

@@ -22,7 +22,15 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from blocktrain.data.tokenizer_files import tokenizer_files
+from blocktrain.data.bpe import FileTokenizer
+from blocktrain.data.dataset import TOKENIZER
+from blocktrain.data.tokenizer_files import (
+    LINE_FEED,
+    TOKENIZER_CONFIG,
+    byte_letters,
+    byte_tokenizer,
+    tokenizer_config,
+)
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.training.checkpoint import (
     CODEBOOK_FILE,
@@ -78,9 +86,13 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
         write_json(folder / "config.json", _config(described, config, entries))
-        tokenizer = described.setup().tokenizer
-        for name, content in tokenizer_files(tokenizer, described.recipe.model.context).items():
-            write_json(folder / name, content)
+        context, tokenizer = described.recipe.model.context, described.tokenizer
+        if isinstance(tokenizer, FileTokenizer):
+            write_file(folder / TOKENIZER, tokenizer.content)
+            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context))
+        else:
+            write_json(folder / TOKENIZER, byte_tokenizer())
+            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, byte_letters()[LINE_FEED]))
         write_file(folder / "README.md", card.encode())
 
 
@@ -155,6 +167,7 @@ def import_checkpoint(folder: Path, to: Path) -> None:
         ),
         codebook[CODEBOOK_TENSOR],
         described.pooling,
+        described.tokenizer,
     )
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import Recipe, TrainingConfig
-from blocktrain.data.shards import Shards
+from blocktrain.data.batches import Batches
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.objective import Loss, Objective
@@ -68,7 +68,7 @@ class BlockTrainer:
         objective: Objective,
         block: Block,
         index: int | None,
-        shards: Shards,
+        shards: Batches,
         codebook: Codebook,
         *,
         frozen: Sequence[Block] = (),

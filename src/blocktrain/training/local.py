@@ -24,9 +24,10 @@ from torch import Tensor
 
 import blocktrain
 from blocktrain.config import Recipe, changed_settings
-from blocktrain.data.corpora import Corpus, load_corpus
-from blocktrain.data.shards import Shards
+from blocktrain.data.batches import open_batches
+from blocktrain.data.corpora import open_text
 from blocktrain.errors import CheckpointError, DivergedError, StoppedError, UserError
+from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
@@ -56,6 +57,8 @@ from blocktrain.training.storage import (
 # would stall CUDA.
 LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
+MAX_COUNTED_BYTES = 128 << 20
+"""Training text that bigrams are counted in; a dataset may be larger than memory."""
 START_FOLDER = "start"
 """The checkpoint that a run began from, in its folder."""
 
@@ -104,11 +107,10 @@ class LocalRun:
         """`start` is a checkpoint to begin from instead of the seed; the reference begins from the seed."""
         self.recipe, self.out, self.device, self.observer = recipe, out, device, observer
         self.stop = stop or threading.Event()
-        self.corpus: Corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-        self.setup = setup = Setup.of(recipe)
-        self.tokenizer, self.objective = setup.tokenizer, setup.objective
-        self.train_tokens = self.tokenizer.encode(self.corpus.train)
-        self.shards = Shards.of(recipe, self.train_tokens, self.corpus.sha256, device)
+        self.text = open_text(recipe)
+        self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
+        self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
+        self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
         self.start = start
         self.units = [Unit(f"block {b}", b, setup.initial(b)) for b in range(recipe.model.blocks)]
@@ -137,7 +139,7 @@ class LocalRun:
             raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
         if self.start is not None:
             starting_blocks(self.start, self.setup)  # one that does not fit leaves no folder behind
-        prepare_folder(self.out, self.recipe, self.corpus, resume=resume)
+        prepare_folder(self.out, self.recipe, self.text.sha256, resume=resume)
         if self.start is not None:
             # A copy, so that a resumed run begins its later blocks from the same weights.
             shutil.copytree(self.start, self.out / START_FOLDER, dirs_exist_ok=True)
@@ -167,11 +169,11 @@ class LocalRun:
         for unit in self.units:
             unit.block.to(self.device).eval()
         config = self.recipe.evaluation
-        # A cut of bytes and not of tokens: every tokenizer is then scored on the same text.
-        valid = self.tokenizer.encode(self.corpus.valid[: config.max_bytes])
+        # A cut of bytes and not of tokens: every tokenizer is then scored on about the same text.
+        valid = self.text.first_tokens("held_out", config.max_bytes)
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
-        pooling = evaluator.fit_weights(self.blocks, self.tokenizer.encode(self.corpus.pool))
+        pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))
         scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
         return HeldOutScores(
             blocks=scores.blocks,
@@ -179,8 +181,11 @@ class LocalRun:
             pooling=pooling,
             euler=scores.euler,
             reference=None if self.reference is None else evaluator.score_one(self.reference, valid),
-            bigram_ce=bigram_cross_entropy(self.train_tokens, valid, self.tokenizer.vocabulary),
+            bigram_ce=bigram_cross_entropy(
+                self.text.first_tokens("training", MAX_COUNTED_BYTES), valid, self.setup.vocabulary
+            ),
             scored_tokens=len(valid) - 1,
+            bytes_per_token=self.text.manifest.bytes_per_token("held_out"),
         )
 
     def report(self, scores: HeldOutScores, sample: str) -> TrainingReport:
@@ -190,7 +195,7 @@ class LocalRun:
             scores=scores,
             name=self.recipe.name,
             seed=self.recipe.seed,
-            corpus_sha256=self.corpus.sha256,
+            corpus_sha256=self.text.sha256,
             tokens={"per_block": tokens, "reference": 0 if reference is None else tokens},
             parameters={
                 "blocks": sum(num_parameters(block) for block in self.blocks),
@@ -211,7 +216,7 @@ class LocalRun:
         )
 
     def _flops(self, tokens: int) -> dict[str, int | None]:
-        model, vocabulary = self.recipe.model, self.tokenizer.vocabulary
+        model, vocabulary = self.recipe.model, self.setup.vocabulary
         forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
         blocks = sum(
             training_flops(own, sum(forward[other] for other in self.objective.upstream(block)), tokens)
@@ -225,8 +230,9 @@ class LocalRun:
 
     def sample(self, pooling: list[float]) -> bytes:
         model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
-        prompt = self.tokenizer.encode(self.corpus.valid[:SAMPLE_PROMPT_BYTES]).tolist()
-        length = self.recipe.evaluation.sample_bytes
+        prompt = self.text.first_tokens("held_out", SAMPLE_PROMPT_BYTES).tolist()
+        per_token = self.text.manifest.bytes_per_token("held_out")
+        length = math.ceil(self.recipe.evaluation.sample_bytes / per_token)
         return self.tokenizer.decode(
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
@@ -240,7 +246,9 @@ class LocalRun:
         if scores.reference is not None:
             finite(scores.reference.ce, "reference, held-out text")
         table, folder = self.codebook().detach(), self.out / "checkpoint"
-        save_checkpoint(folder, self.recipe, self.corpus.sha256, self.blocks, table, scores.pooling)
+        save_checkpoint(
+            folder, self.recipe, self.text.sha256, self.blocks, table, scores.pooling, self.tokenizer
+        )
         sample = self.sample(scores.pooling)
         write_file(self.out / "sample.txt", sample)
         report = self.report(scores, sample.decode("utf-8", errors="replace"))
@@ -415,9 +423,9 @@ def finite(ce: float, where: str) -> float:
     return ce
 
 
-def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -> None:
+def prepare_folder(out: Path, recipe: Recipe, corpus_sha256: CorpusHash, *, resume: bool) -> None:
     """Refuse to overwrite another run, and to resume one under a different recipe or text."""
-    identity = {"recipe": recipe.to_dict(), "corpus_sha256": corpus.sha256}
+    identity = {"recipe": recipe.to_dict(), "corpus_sha256": corpus_sha256}
     path = out / "run.json"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose a folder")
@@ -434,7 +442,7 @@ def prepare_folder(out: Path, recipe: Recipe, corpus: Corpus, *, resume: bool) -
     if new_steps > old_steps:  # a run may be extended: the schedule is then that of the longer run
         del settings["training.steps"]
     changed = list(settings)
-    changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus.sha256 else []
+    changed += ["corpus_sha256"] if before.get("corpus_sha256") != corpus_sha256 else []
     if changed:
         names = ", ".join(changed)
         raise UserError(

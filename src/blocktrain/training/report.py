@@ -29,6 +29,8 @@ class HeldOutScores:
     reference: Score | None
     bigram_ce: float
     scored_tokens: int
+    bytes_per_token: float = 1.0
+    """Of the held-out text; losses are per token, and comparable between runs per byte."""
 
     @property
     def gap(self) -> float | None:
@@ -45,15 +47,18 @@ class HeldOutScores:
             yield "euler", self.euler
 
     def to_json(self) -> dict[str, Any]:
-        composed: dict[str, dict[str, Any]] = {name: score.to_dict() for name, score in self.composed()}
+        composed: dict[str, dict[str, Any]] = {
+            name: score.to_dict(self.bytes_per_token) for name, score in self.composed()
+        }
         composed["consensus"]["weights"] = self.pooling
         return {
-            "blocks": [score.to_dict() for score in self.blocks],
+            "blocks": [score.to_dict(self.bytes_per_token) for score in self.blocks],
             "composed": composed,
-            "reference": None if self.reference is None else self.reference.to_dict(),
+            "reference": None if self.reference is None else self.reference.to_dict(self.bytes_per_token),
             "gap": self.gap,
             "bigram": {"ce": self.bigram_ce},
             "scored_tokens": self.scored_tokens,
+            "bytes_per_token": self.bytes_per_token,
         }
 
     @classmethod
@@ -70,6 +75,7 @@ class HeldOutScores:
             reference=None if reference is None else score(reference),
             bigram_ce=float(report["bigram"]["ce"]),
             scored_tokens=int(report["scored_tokens"]),
+            bytes_per_token=float(report.get("bytes_per_token", 1.0)),
         )
 
 

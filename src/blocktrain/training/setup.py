@@ -1,4 +1,4 @@
-"""What a recipe means: tokenizer, objective, codebook and first weights, built in this one place.
+"""What a recipe means: objective, codebook and first weights, built in this one place.
 
 A local run, a worker, a judge, a coordinator and a simulation must build exactly the same parts from the same
 recipe, or their hashes differ. Knows no files, network or device.
@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from blocktrain.config import Recipe
-from blocktrain.data.tokenizer import Tokenizer, load_tokenizer
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import RecipeError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
@@ -23,18 +23,15 @@ REFERENCE = "reference"
 @dataclass(frozen=True)
 class Setup:
     recipe: Recipe
-    tokenizer: Tokenizer
     objective: Objective
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Setup:
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
-        return cls(
-            recipe, tokenizer, Objective(recipe.model, recipe.objective, vocabulary=tokenizer.vocabulary)
-        )
+    def of(cls, recipe: Recipe, vocabulary: int = ByteTokenizer.vocabulary) -> Setup:
+        """`vocabulary` is that of the run's text (`RunText.manifest`)."""
+        return cls(recipe, Objective(recipe.model, recipe.objective, vocabulary=vocabulary))
 
     @classmethod
-    def of_swarm(cls, recipe: Recipe) -> Setup:
+    def of_swarm(cls, recipe: Recipe, vocabulary: int = ByteTokenizer.vocabulary) -> Setup:
         """The same for a run of many machines, which refuses what only one machine can train."""
         # A learned table would have to be merged and sent like a block, and every block would depend on it.
         if recipe.objective.codebook != "fixed":
@@ -42,11 +39,11 @@ class Setup:
                 f'a swarm needs objective.codebook = "fixed", found {recipe.objective.codebook!r}: blocks on '
                 "different machines cannot share a learned one"
             )
-        return cls.of(recipe)
+        return cls.of(recipe, vocabulary)
 
     @property
     def vocabulary(self) -> int:
-        return self.tokenizer.vocabulary
+        return self.objective.vocabulary
 
     def codebook(self) -> Codebook:
         """The codebook before the first step; in a swarm it stays so."""

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.config import Recipe
-from blocktrain.data.corpora import Corpus, read_text
+from blocktrain.data.corpora import read_text
+from blocktrain.data.dataset import RunText, TokenArray, Windows
 from blocktrain.data.shards import window_offsets
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
@@ -47,8 +47,6 @@ class Work:
     steps: int
 
 
-TokenText = NDArray[np.uint16]
-"""A quarter of the memory of int64; vocabularies have fewer than 65,536 tokens here."""
 FrozenBlocks = Mapping[int, Tensors]
 """Weights of blocks upstream by index, in the order they run."""
 NONE_FROZEN: FrozenBlocks = {}
@@ -57,22 +55,23 @@ NONE_FROZEN: FrozenBlocks = {}
 class Scorer:
     """Not for two threads at once."""
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, device: torch.device | None = None) -> None:
-        self.recipe, self.device = recipe, device or torch.device("cpu")
-        setup = Setup.of(recipe)
+    def __init__(self, recipe: Recipe, text: RunText, device: torch.device | None = None) -> None:
+        self.recipe, self.device, self._text = recipe, device or torch.device("cpu"), text
+        setup = Setup.of(recipe, text.manifest.vocabulary)
         self._objective = setup.objective
         self._codebook: Tensor = setup.codebook().to(self.device)()
-        self._corpus_hash = corpus.sha256
-        # Public held-out text could be trained on; `private_text` is the remedy of docs/threat-model.md.
-        private = recipe.trust.private_text
-        held_out = read_text(Path(private).expanduser()) if private else corpus.valid
-        texts = [setup.tokenizer.encode(text) for text in (corpus.train, held_out)]
-        assert all(text.max(initial=0) < 1 << 16 for text in texts)
-        self._train, self._held_out = (text.astype(np.uint16) for text in texts)
-        if len(self._held_out) <= recipe.model.context:
+        private, context = recipe.trust.private_text, recipe.model.context
+        if private is None:
+            held_out = text.first_tokens("held_out")
+        else:
+            held_out = text.tokenizer().encode(read_text(Path(private).expanduser()))
+        # As narrow as in a shard: up to 64 MB of text, which as int64 would take eight times that.
+        narrow: TokenArray = held_out.astype(text.manifest.dtype)
+        self._held_out = Windows([narrow], context)
+        if self._held_out.choices < 1:
             raise DataError(
-                f"judging needs more held-out text than one window of {recipe.model.context} tokens, found "
-                f"{len(self._held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
+                f"judging needs more held-out text than one window of {context} tokens, found "
+                f"{len(held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
             )
         # Built once, as building costs as much as some windows, and loaded with each update's weights.
         self._pairs: dict[Schema, tuple[Block, Block]] = {}
@@ -95,7 +94,7 @@ class Scorer:
         budget, blocks = self.budget(len(frozen)), self._loaded(block, base, after)
         upstream = self._upstream(frozen)
 
-        def differences(text: TokenText, starts: Tokens, seed: int) -> list[float]:
+        def differences(text: Windows, starts: Tokens, seed: int) -> list[float]:
             """Loss before less loss after, window by window; not finite where the update broke the block."""
             old, new = self._losses(block, blocks, upstream, text, starts, seed)
             return [was - became for was, became in zip(old, new, strict=True)]
@@ -111,18 +110,21 @@ class Scorer:
 
         # The worker's own batches, from as many of its steps as possible, against any other training text.
         generator, count = np.random.default_rng(seed), budget.assigned
-        batch, choices = self.recipe.training.batch, len(self._train) - self.recipe.model.context
+        batch, context = self.recipe.training.batch, self.recipe.model.context
+        own_text = self._text.shard_windows(self.recipe.seed, work.shard, context)
         offsets = generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
         rows = generator.integers(0, batch, count)
-        key = (self._corpus_hash, self.recipe.seed, work.shard)
+        key = (self._text.sha256, self.recipe.seed, work.shard)
         assigned = [
-            window_offsets(*key, work.first_step + int(offset), count=batch, choices=choices)[row]
+            window_offsets(*key, work.first_step + int(offset), count=batch, choices=own_text.choices)[row]
             for offset, row in zip(offsets, rows, strict=True)
         ]
-        # Any training text, the worker's own included: one shard is a small part of it.
-        other = np.random.default_rng(derive_seed("other", seed)).integers(0, choices, budget.other)
-        own_gain = Gain.of(differences(self._train, np.array(assigned), seed + 1))
-        other_gain = Gain.of(differences(self._train, other, seed + 2))
+        # Other text from two files alone: a judge elsewhere must not fetch a whole dataset for one update.
+        other_seed = derive_seed("other", seed)
+        other_text = self._text.shard_windows(other_seed, work.shard, context)
+        other = np.random.default_rng(other_seed).integers(0, other_text.choices, budget.other)
+        own_gain = Gain.of(differences(own_text, np.array(assigned), seed + 1))
+        other_gain = Gain.of(differences(other_text, other, seed + 2))
 
         windows = held_out.windows + own_gain.windows + other_gain.windows
         return Evidence(held_out, own_gain, other_gain, budget.forwards * budget.length * windows)
@@ -167,25 +169,23 @@ class Scorer:
         return [self._others[index] for index in frozen]
 
     def _held_out_starts(self, seed: int, count: int) -> Tokens:
-        choices = len(self._held_out) - self.recipe.model.context
-        return np.random.default_rng(seed).integers(0, choices, count)
+        return np.random.default_rng(seed).integers(0, self._held_out.choices, count)
 
     def _losses(
         self,
         block: int,
         modules: Sequence[Block],
         upstream: Sequence[Block],
-        text: TokenText,
+        text: Windows,
         starts: Tokens,
         seed: int,
     ) -> list[list[float]]:
         """Losses of each module on the same windows with the same hints: the noise that they share cancels
         in their difference."""
         found: list[list[float]] = [[] for _ in modules]
-        size, reach = self.recipe.evaluation.batch, np.arange(self.budget().length + 1)
+        size, length = self.recipe.evaluation.batch, self.budget().length + 1
         for first in range(0, len(starts), size):
-            cut = text[starts[first : first + size, None] + reach].astype(np.int64)
-            windows = torch.from_numpy(cut).to(self.device)
+            windows = torch.from_numpy(text.cut(starts[first : first + size], length)).to(self.device)
             tokens, targets = windows[:, :-1], windows[:, 1:]
             # Seeded by the place in the draw, so that a batch's hints do not depend on what came before it.
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))

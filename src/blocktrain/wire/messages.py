@@ -169,6 +169,9 @@ class RunAnswer(Answer):
     """Ed25519 public key that signs receipts and the ledger, hex."""
     server_time: float
     blocks: tuple[BlockLayout, ...]
+    dataset: Hash | None = None
+    """SHA-256 of the manifest (docs/data.md) of the text that GET /v1/data serves; None: bring the text."""
+    vocabulary: Count = 256
 
 
 class Receipt(BaseModel):
@@ -572,6 +575,8 @@ class EvaluationState(BaseModel):
     time: float
     versions: tuple[Count, ...]
     scored_bytes: Count
+    bytes_per_token: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    """Divides the losses, where runs of different tokenizers are compared."""
     consensus_ce: float
     euler_ce: float | None
     block_ce: tuple[float, ...]

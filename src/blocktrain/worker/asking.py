@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.errors import BlocktrainError, WireError
@@ -48,7 +49,9 @@ class Asking:
         watching: Watching,
         frozen: FrozenSnapshots,
         view: PlainView,
+        bring_text: Callable[[Assignment], None] = lambda assignment: None,
     ) -> None:
+        self.bring_text = bring_text
         self.logic, self.client, self.membership = logic, client, membership
         self.watching, self.frozen, self.view = watching, frozen, view
         self._declined = 0
@@ -97,6 +100,7 @@ class Asking:
 
     def _prepare(self, update: PendingUpdate, assignment: Assignment) -> None:
         """Bring everything it takes to begin; hand the lease back where a frozen snapshot is gone."""
+        self.bring_text(assignment)
         try:
             self.watching.progress_of(assignment.block)
             update.frozen = self.frozen.bring(assignment)

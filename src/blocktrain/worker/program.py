@@ -23,11 +23,13 @@ from torch import Tensor
 
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.run import Layout, load_run_corpus, run_setup
+from blocktrain.client.run import Layout, load_run_text, run_setup
 from blocktrain.client.snapshots import Snapshots
+from blocktrain.client.texts import FetchedText
 from blocktrain.client.traffic import Spent, Traffic
-from blocktrain.data.corpora import Corpus
-from blocktrain.data.shards import Shards
+from blocktrain.config import Recipe
+from blocktrain.data.batches import open_batches
+from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
 from blocktrain.training.memory import check_fits
@@ -63,7 +65,7 @@ class WorkerOptions:
     key: Path | None = None
     device: torch.device = torch.device("cpu")
     cache_bytes: int = 4_000_000_000
-    """Snapshots and payloads kept on disk."""
+    """Snapshots, payloads and text kept on disk."""
     corpus: str | None = None
     """Where the run's text lies on this machine, if not where the recipe says."""
     invite: str | None = None
@@ -94,12 +96,17 @@ def run_worker(
             with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
-            setup = run_setup(run.recipe)
+            setup = run_setup(run.recipe, run.vocabulary)
             check_fits(setup, options.device)
-            corpus = load_run_corpus(setup, run, options.corpus)
             state = StateFolder(options.data_dir / run.run_id[:16], view.line)
+            cache = BlobCache(state.folder / "cache", options.cache_bytes)
             with state.locked():
-                worker = Worker(options, client, view, state, setup, corpus, run, given)
+                text: RunText
+                if options.corpus is None and run.dataset is not None:
+                    text = FetchedText(client, run, cache, view.line)
+                else:
+                    text = load_run_text(setup, run, options.corpus)
+                worker = Worker(options, client, view, state, cache, setup, text, run, given)
                 try:
                     worker.train()
                 finally:
@@ -120,6 +127,14 @@ def stop_is_an_error(stop: threading.Event, what: str) -> Iterator[None]:
     raise StoppedError(f"stopped before {what}")
 
 
+def bring_text(recipe: Recipe, text: RunText, assignment: messages.Assignment) -> None:
+    """Fetch the text of an assignment, and of the steps in it for another, ahead of its first step."""
+    if isinstance(text, FetchedText):
+        text.bring(recipe.seed, assignment.shard, recipe.model.context)
+        if assignment.stand_in is not None:
+            text.bring(recipe.seed, assignment.stand_in.shard, recipe.model.context)
+
+
 class Worker:
     def __init__(
         self,
@@ -127,24 +142,24 @@ class Worker:
         client: CoordinatorClient,
         view: PlainView,
         state: StateFolder,
+        cache: BlobCache,
         setup: Setup,
-        corpus: Corpus,
+        text: RunText,
         run: RunAnswer,
         given: Contribution,
     ) -> None:
         self.given = view.given = given
         self.client, self.view, self.state, self.traffic = client, view, state, client.traffic
         self.stop, device = client.stop, options.device
-        shards = Shards.of(setup.recipe, setup.tokenizer.encode(corpus.train), corpus.sha256, device)
-        self.training = LocalTraining(setup, shards, setup.codebook().to(device), device)
+        batches = open_batches(setup.recipe, text, device)
+        self.training = LocalTraining(setup, batches, setup.codebook().to(device), device)
         self.logic = WorkerLogic(setup.recipe.swarm, self.stop, state.load_last_block())
         self.threads = Threads(self.stop)
-        cache = BlobCache(state.folder / "cache", options.cache_bytes)
         layouts = [Layout.of(layout) for layout in run.blocks]
         self.snapshots = Snapshots(client, cache, setup, layouts, view.line)
         on_gpu = device.type == "cuda"
         request = JoinRequest(
-            corpus_sha256=corpus.sha256,
+            corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             device=device.type,
             label=options.label,
@@ -155,7 +170,8 @@ class Worker:
         self.membership = Membership(client, request, state, view)
         self.watching = Watching(self.logic, self.threads, worker_id, self.snapshots, state, view)
         frozen = FrozenSnapshots(self.watching.keeper, self.logic)
-        self.asking = Asking(self.logic, client, self.membership, self.watching, frozen, view)
+        fetch_text = partial(bring_text, setup.recipe, text)
+        self.asking = Asking(self.logic, client, self.membership, self.watching, frozen, view, fetch_text)
         self.sending = Sending(self.logic, client, self.membership, self.snapshots, state, view)
         self._optimizer_saved_at: float | None = None
         self._optimizer_saving_seconds = 0.0
@@ -301,6 +317,7 @@ class Worker:
                 "steady_seconds": steady,
                 "up": self.traffic.bytes_up(),
                 "down": self.traffic.bytes_down(),
+                "text_bytes": self.traffic.text_bytes,
                 "verdicts": dict(self.view.verdicts),
             }
         )

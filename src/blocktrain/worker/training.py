@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.client.snapshots import Base
-from blocktrain.data.shards import Shards
+from blocktrain.data.batches import Batches
 from blocktrain.model.block import Block
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.setup import Setup
@@ -24,7 +24,7 @@ from blocktrain.worker.logic import batch_of, own_steps
 
 
 class LocalTraining:
-    def __init__(self, setup: Setup, shards: Shards, codebook: Codebook, device: torch.device) -> None:
+    def __init__(self, setup: Setup, shards: Batches, codebook: Codebook, device: torch.device) -> None:
         self.setup, self.shards, self.codebook, self.device = setup, shards, codebook, device
         self.progress: BlockProgress | None = None
         """The block being trained."""

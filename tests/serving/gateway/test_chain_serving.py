@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blocktrain.data.tokenizer import load_tokenizer
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.local.launcher import LaunchConfig, stage_programs
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def made(folder: Path, kind: str, blocks: int) -> Path:
     """A checkpoint of blocks that say something, and have learned nothing."""
     recipe = tiny_recipe(f"objective.kind={kind}", f"model.blocks={blocks}", f"name={kind}")
-    vocabulary = load_tokenizer(recipe.data.tokenizer).vocabulary
+    vocabulary = ByteTokenizer().vocabulary
     objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
     codebook = make_codebook(vocabulary, recipe.model.width, seed=7)
     pooling = [1 / blocks] * blocks

@@ -1,4 +1,5 @@
-"""Snapshots and merged payloads: whole, one range, "you have it", or a redirect to shared storage."""
+"""Snapshots, merged payloads and the run's text: whole, one range, "you have it", or a redirect to shared
+storage."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from blocktrain.coordinator.http.openapi import Answers, HashPath, refuses
 from blocktrain.coordinator.http.signed_requests import Service
 from blocktrain.coordinator.refusals import Refusal
-from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
+from blocktrain.coordinator.service import Coordinator
+from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key, text_key
 from blocktrain.wire.messages import ErrorReason
 
 downloads = APIRouter()
@@ -25,28 +27,52 @@ BLOB_ANSWERS: Answers = {
     **refuses(ErrorReason.NOT_FOUND, ErrorReason.INVALID_MESSAGE, ErrorReason.RANGE_NOT_SATISFIABLE),
 }
 
+TEXT_ANSWERS: Answers = BLOB_ANSWERS | refuses(
+    ErrorReason.NOT_FOUND,
+    ErrorReason.INVALID_MESSAGE,
+    ErrorReason.RANGE_NOT_SATISFIABLE,
+    ErrorReason.NOT_JUDGE,
+)
+PUBLIC = "public, immutable"
+
 
 @downloads.get("/v1/updates/{payload_hash}", response_class=Response, responses=BLOB_ANSWERS)
 def get_update(request: Request, service: Service, payload_hash: HashPath) -> Response:
     """Payload of a merged update."""
     service.reports.find_merged_payload(payload_hash)
-    return _blob_response(request, service.resources.blobs, payload_key(payload_hash), payload_hash)
+    return blob_response(request, service.resources.blobs, payload_key(payload_hash), payload_hash)
 
 
 @downloads.get("/v1/snapshots/{snapshot_hash}", response_class=Response, responses=BLOB_ANSWERS)
 def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) -> Response:
     """A snapshot as safetensors."""
     service.reports.find_snapshot(snapshot_hash)
-    return _blob_response(request, service.resources.blobs, snapshot_key(snapshot_hash), snapshot_hash)
+    return blob_response(request, service.resources.blobs, snapshot_key(snapshot_hash), snapshot_hash)
 
 
-def _blob_response(request: Request, blobs: Blobs, key: str, digest: str) -> Response:
+@downloads.get("/v1/data/{sha256}", response_class=Response, responses=TEXT_ANSWERS)
+def get_data(request: Request, service: Service, sha256: HashPath) -> Response:
+    """A file of the run's text: the manifest, the tokenizer or a training shard, by its SHA-256."""
+    return text_response(request, service, sha256, judge=False)
+
+
+def text_response(request: Request, service: Coordinator, sha256: str, *, judge: bool) -> Response:
+    text = service.resources.text
+    if text is None:
+        raise Refusal(ErrorReason.NOT_FOUND, "this run's text is not served", "get it from the operator")
+    name = text.name(sha256, judge=judge)
+    if text.shared is not None and not judge:
+        return blob_response(request, text.shared, text_key(sha256), sha256)
+    return blob_response(request, text.files, name, sha256, "private, no-store" if judge else PUBLIC)
+
+
+def blob_response(request: Request, blobs: Blobs, key: str, digest: str, caching: str = PUBLIC) -> Response:
     # From shared storage workers fetch by themselves: the coordinator's line carries no weights then.
     if blobs.shared:
         return RedirectResponse(blobs.presigned_get(key), status_code=307)
     # The name is the hash of the content, so it can never be out of date.
     etag = f'"{digest}"'
-    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "public, immutable"}
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": caching}
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     size = blobs.size(key)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 
+from blocktrain.coordinator.http.downloads import text_response
 from blocktrain.coordinator.http.openapi import HashPath, IdPath, signed_refusals, takes
 from blocktrain.coordinator.http.signed_requests import Service, Signed, SignedBody, SignedEmpty
 from blocktrain.coordinator.refusals import Refusal
@@ -62,6 +63,22 @@ def get_judge_payload(service: Service, update_id: HashPath, signed: SignedEmpty
     require_judge(service, signed.worker_id, signed.public_key)
     key = payload_key(service.judging.lent_payload(signed.worker_id, update_id))
     return Response(service.resources.blobs.get(key), media_type="application/octet-stream")
+
+
+@operator_routes.get(
+    "/v1/judge/data/{sha256}",
+    response_class=Response,
+    responses={
+        200: {"description": "the whole file", "content": {"application/octet-stream": {}}},
+        206: {"description": "the range asked for", "content": {"application/octet-stream": {}}},
+        304: {"description": "the judge has it (If-None-Match)"},
+        **signed_refusals(ErrorReason.NOT_JUDGE, ErrorReason.NOT_FOUND, ErrorReason.RANGE_NOT_SATISFIABLE),
+    },
+)
+def get_judge_data(request: Request, service: Service, sha256: HashPath, signed: SignedEmpty) -> Response:
+    """A file of the run's text, held-out and pooling shards too."""
+    require_judge(service, signed.worker_id, signed.public_key)
+    return text_response(request, service, sha256, judge=True)
 
 
 @operator_routes.post(

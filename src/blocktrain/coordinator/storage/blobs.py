@@ -36,6 +36,10 @@ def payload_key(payload_hash: str) -> str:
     return f"payloads/{payload_hash}"
 
 
+def text_key(sha256: str) -> str:
+    return f"text/{sha256}"
+
+
 def upload_key(update_id: str) -> str:
     return f"uploads/{update_id}"
 
@@ -78,6 +82,11 @@ class Blobs:
                 # To the disk, not just to the kernel: the row that will name the object is flushed too.
                 with open(self._folder / key, "rb+") as file:
                     os.fsync(file.fileno())
+
+    def put_file(self, key: str, path: Path) -> None:
+        """In pieces: a shard of a dataset may be larger than memory."""
+        with _translated(key):
+            obstore.put(self._store, key, path)
 
     def get(self, key: str) -> bytes:
         with _translated(key):
