@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import torch
 from moto.server import ThreadedMotoServer
 
 from blocktrain.client.cache import BlobCache
@@ -23,6 +24,9 @@ from blocktrain.config import Recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.data.dataset import Dataset, shard_files
 from blocktrain.data.prepare import PrepareOptions, prepare
+from blocktrain.local.assembly import save_model
+from blocktrain.training.checkpoint import load_checkpoint
+from blocktrain.training.snapshot import snapshot_hash, tensors_of
 from blocktrain.wire.identity import Identity
 from tests.end_to_end.swarm_kit import (
     OTHER_BUILTIN,
@@ -199,6 +203,12 @@ def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
         assert any("range: bytes=" in one.lower() for one in proxy.ranges)
         assert status.blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
         assert coordinator.verify().merges == recipe.swarm.rounds
+        places = (coordinator.url, str(coordinator.data_dir)) if store == "folder" else ()
+        for number, place in enumerate(places):
+            save_model(place, tmp_path / f"model-{number}")
+            model = load_checkpoint(tmp_path / f"model-{number}", torch.device("cpu"))
+            assert model.tokenizer.vocabulary == dataset.manifest.vocabulary
+            assert snapshot_hash(tensors_of(model.blocks[0])) == status.blocks[0].head_hash
         proxy.close()
 
 

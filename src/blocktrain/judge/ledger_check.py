@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import select
 
+from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import public_client
+from blocktrain.client.texts import FetchedText
 from blocktrain.config import with_settings
 from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
@@ -22,6 +25,8 @@ from blocktrain.coordinator.storage.ledger import (
     verify_ledger,
 )
 from blocktrain.coordinator.storage.store import EvaluationRow, Store
+from blocktrain.data.dataset import Dataset
+from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import UserError
 from blocktrain.wire.messages import MAX_LEDGER_PAGE, EvaluationState, LedgerEntry, Receipt
 
@@ -39,6 +44,8 @@ class Source:
     snapshot: Callable[[str], bytes]
     evaluation: Callable[[], EvaluationState | None]
     """The coordinator's last score of the assembled model."""
+    tokenizer: Callable[[], Tokenizer]
+    """That of the run's text: the blocks' shapes follow from its vocabulary."""
 
     def recipe(self) -> dict[str, Any]:
         """The run's recipe as the ledger tells it: the first entry's, with every change made since."""
@@ -72,13 +79,20 @@ def _from_folder(folder: Path) -> Source:
             record = session.scalar(newest)
     finally:
         store.close()
-    return Source(
+
+    def tokenizer() -> Tokenizer:
+        dataset = source.recipe()["data"].get("dataset")
+        return ByteTokenizer() if dataset is None else Dataset.open(Path(dataset).expanduser()).tokenizer()
+
+    source = Source(
         str(folder),
         entries,
         lambda wanted: blobs.get(payload_key(wanted)),
         lambda wanted: blobs.get(snapshot_key(wanted)),
         lambda: None if record is None else EvaluationState.model_validate_json(record),
+        tokenizer,
     )
+    return source
 
 
 def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
@@ -94,17 +108,27 @@ def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
 
 def _from_url(url: str) -> Source:
     client = public_client(url)
-    client.run()  # says in words what else lives at this address
+    run = client.run()  # says in words what else lives at this address
     entries: list[LedgerEntry] = []
     # Whole, before anything is checked: a coordinator cannot choose its later pages by what we ask for next.
     while page := client.ledger(len(entries)).entries:
         entries += page
+
+    def tokenizer() -> Tokenizer:
+        # Older coordinators name no dataset; their text is bytes.
+        if run.dataset is None:
+            return ByteTokenizer()
+        with tempfile.TemporaryDirectory() as temporary:
+            cache = BlobCache(Path(temporary), max_bytes=0)
+            return FetchedText(client, run, cache, lambda _: None).tokenizer()
+
     return Source(
         url,
         entries,
         lambda wanted: client.fetch(f"/v1/updates/{wanted}", MAX_OBJECT_BYTES),
         lambda wanted: client.fetch(f"/v1/snapshots/{wanted}", MAX_OBJECT_BYTES),
         lambda: next(iter(client.status().evaluations[-1:]), None),
+        tokenizer,
     )
 
 

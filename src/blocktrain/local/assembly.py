@@ -57,7 +57,8 @@ def write_model(source: Source, out: Path) -> SavedModel:
         reason = report.reason if source.entries else "it is empty"
         raise WireError(f"the ledger of {source.name} does not hold: {reason}; do not use its model")
     first = source.entries[0].body
-    setup = run_setup(source.recipe())
+    tokenizer = source.tokenizer()
+    setup = run_setup(source.recipe(), tokenizer.vocabulary)
     recipe, count = with_swarm_schedule(setup.recipe), setup.recipe.model.blocks
     if sorted(report.heads) != list(range(count)):
         raise WireError(f"the ledger of {source.name} has {len(report.heads)} blocks, its recipe {count}")
@@ -77,7 +78,8 @@ def write_model(source: Source, out: Path) -> SavedModel:
             yield block.state_dict()
 
     table = setup.codebook()().detach()
-    write_checkpoint(out, recipe, CorpusHash(str(first["corpus_sha256"])), weights(), table, pooling)
+    corpus = CorpusHash(str(first["corpus_sha256"]))
+    write_checkpoint(out, recipe, corpus, weights(), table, pooling, tokenizer)
     versions = tuple(report.versions[index] for index in range(count))
     return SavedModel(recipe.name, str(first["run_id"]), versions, recipe.swarm.rounds, scored)
 
