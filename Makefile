@@ -10,7 +10,7 @@ demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
