@@ -157,7 +157,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Windows:
+class ScoredWindows:
     """Context and target tokens, and the noised targets of those that get a hint: the first ones."""
 
     tokens_BT: Tensor
@@ -191,22 +191,24 @@ def with_hints(
     targets_BT: Tensor,
     codebook_VD: Tensor,
     generator: torch.Generator,
-) -> Windows:
+) -> ScoredWindows:
     """Windows as the recipe trains them: the share with hints gets stratified noise, the rest none."""
     hinted = round(objective.config.hint_probability * len(tokens_BT))
     if not hinted:
-        return Windows(tokens_BT, targets_BT)
+        return ScoredWindows(tokens_BT, targets_BT)
     sigma_P = stratified_sigma(objective.config, objective.model.blocks, block, hinted, generator)
     e_PTD = F.embedding(targets_BT[:hinted], codebook_VD)
     eps_PTD = torch.randn(e_PTD.shape, generator=generator, device=e_PTD.device)
-    return Windows(tokens_BT, targets_BT, Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P))
+    return ScoredWindows(tokens_BT, targets_BT, Hint(e_PTD + sigma_P[:, None, None] * eps_PTD, sigma_P))
 
 
 # --- scoring -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def window_losses(objective: Objective, block: Block, codebook_VD: Tensor, windows: Windows) -> list[float]:
+def window_losses(
+    objective: Objective, block: Block, codebook_VD: Tensor, windows: ScoredWindows
+) -> list[float]:
     """Cross entropy of each window in nats per token."""
     logits_BTV = block(windows.tokens_BT, codebook_VD, windows.hint, windows.upstream_BTD).logits_BTV
     ce_BT = F.cross_entropy(
