@@ -66,11 +66,14 @@ START_FOLDER = "start"
 class Observer(Protocol):
     """Who watches a run: the command line's progress display, or nobody."""
 
-    def started(self, unit: str, step: int, total: int) -> None: ...
+    def started(self, unit: str, step: int, total: int) -> None:
+        return
 
-    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None: ...
+    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
+        return
 
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        return
 
 
 class Silent(Observer):
