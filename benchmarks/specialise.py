@@ -43,7 +43,8 @@ from torch import Tensor, nn
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, build_block
+from blocktrain.model.block import Block
+from blocktrain.model.families import build_block
 from blocktrain.model.objective import Objective
 from blocktrain.training.device import autocast
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
