@@ -29,7 +29,7 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
         if isinstance(module, torch.nn.Linear) and "condition" not in name and "gain_shift" not in name
     )
     attention = 2 * config.context * config.width if config.mixer == "attention" else 0
-    return 2 * (linear + vocabulary * config.width) + len(block.layers) * attention
+    return 2 * (linear + vocabulary * config.width) + block.num_layers * attention
 
 
 def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens: int) -> int:

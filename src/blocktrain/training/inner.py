@@ -19,6 +19,7 @@ from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.batches import Batches
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
+from blocktrain.model.families import denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
@@ -47,7 +48,9 @@ class Codebook(nn.Module):
 
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
-    table = make_codebook(vocabulary, recipe.model.width, derive_seed("codebook", recipe.seed))
+    """A family with an output map of its own has a codebook without rows."""
+    rows = vocabulary if denoises(recipe.model) else 0
+    table = make_codebook(rows, recipe.model.width, derive_seed("codebook", recipe.seed))
     return Codebook(table, recipe.objective.codebook == "learned")
 
 

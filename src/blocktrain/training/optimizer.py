@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import TrainingConfig
+from blocktrain.model.block import Block
 from blocktrain.training.muon import BatchedMuon
 
 ADAM_BETAS = (0.9, 0.98)  # 0.98: runs are short, and 0.999 would average over all of one
@@ -24,12 +25,12 @@ def learning_rate_factor(step: int, config: TrainingConfig) -> float:
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices of attention and feed-forward, and the rest."""
+    """The matrices of a block's layers, and the rest; a codebook has none."""
+    names = module.matrices() if isinstance(module, Block) else set()
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        in_layer = ".attention." in name or ".feedforward." in name
-        (matrices if in_layer and parameter.ndim == 2 else rest).append(parameter)
+        (matrices if name in names else rest).append(parameter)
     return matrices, rest
 
 
