@@ -15,10 +15,9 @@ from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, AssignmentStat
 from blocktrain.coordinator.storage.ledger import read_entries
 from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow
 from blocktrain.coordinator.verdicts import settle
-from blocktrain.validation.evidence import Evidence, Gain
+from blocktrain.validation.evidence import Evidence, Gain, report_of
 from blocktrain.validation.ruling import Mark, Ruling
 from blocktrain.validation.scorer import Scorer
-from blocktrain.validation.tasks import report_of
 from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity

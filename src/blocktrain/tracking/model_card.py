@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from blocktrain.config import Recipe
+from blocktrain.errors import UserError
+from blocktrain.training.checkpoint import Description
 from blocktrain.training.report import TrainingReport
+
+MAX_REPORT_BYTES = 64 << 20
+"""A report holds 200 points of each curve and a sample; nothing that is one comes near this size."""
 
 Rows = list[tuple[str, float]]
 AnyReport = TrainingReport | Mapping[str, Any]
@@ -97,3 +103,32 @@ def _cost(report: AnyReport) -> list[str]:
 def one_line(text: str) -> str:
     """Without what Markdown could take for structure."""
     return "".join(letter for letter in text if letter.isprintable() and letter not in "`<>|")
+
+
+def find_report(checkpoint: Path, named: Path | None, described: Description) -> AnyReport | None:
+    """The report of this checkpoint; a neighbour that belongs to another run is left out."""
+    path = named or checkpoint.absolute().parent / "report.json"
+    try:
+        if path.stat().st_size > MAX_REPORT_BYTES:
+            raise UserError(f"{path} is longer than any report")
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if named is None:
+            return None
+        raise UserError(f"no report at {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if belongs(report, described):
+        return TrainingReport.of_json(report) if "composed" in report else dict(report)
+    if named is None:
+        return None
+    raise UserError(f"{path} is not the report of {checkpoint}: another run's name or text")
+
+
+def belongs(report: Any, described: Description) -> bool:
+    if not isinstance(report, dict) or report.get("name") != described.recipe.name:
+        return False
+    if "composed" in report:
+        # The name alone does not tell runs apart: every run of a recipe has the same one.
+        return bool(report.get("corpus_sha256") == described.corpus_sha256)
+    return isinstance(report.get("final"), dict)
