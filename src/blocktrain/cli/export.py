@@ -34,7 +34,7 @@ def export(
     with opened_model(checkpoint) as folder:
         described = Description.of(read_config(folder), folder)
         numbers = find_report(folder, report, described)
-        export_checkpoint(folder, to, model_card(described.recipe, described.corpus_sha256, numbers))
+        export_checkpoint(folder, to, model_card(described, numbers))
     typer.echo(f"exported {checkpoint} to {to}" + ("" if numbers else " (no report beside it)"))
     if hub is not None and upload is not None:
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")

@@ -28,6 +28,7 @@ def status_tables(status: StatusAnswer) -> Group:
 
     blocks = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
     block_ce: Sequence[float] = () if newest is None else newest.block_ce
+    per_token = 1.0 if newest is None else newest.bytes_per_token
     # Most blocks share a reason for their deadline; a line for each would push the workers off the screen.
     sharing: dict[str, list[str]] = {}
     for block in status.blocks:
@@ -39,7 +40,7 @@ def status_tables(status: StatusAnswer) -> Group:
             f"{now.accepted + now.late}/{now.wanted}",
             str(now.workers),
             left,
-            f"{block_ce[block.block]:.4f}" if block.block < len(block_ce) else "-",
+            f"{block_ce[block.block] / per_token:.4f}" if block.block < len(block_ce) else "-",
         )
         if not block.finished and now.deadline_reason:
             sharing.setdefault(now.deadline_reason, []).append(str(block.block))
@@ -139,7 +140,7 @@ def report_table(report: dict[str, Any]) -> Table:
 def results_table(report: TrainingReport) -> Table:
     """Everything scored on the same held-out text, best composed model last but one."""
     scores = report.scores
-    table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out bytes")
+    table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out tokens")
     table.add_column("model")
     for column in ("nats/byte", "perplexity", "bits/byte"):
         table.add_column(column, justify="right")
@@ -151,11 +152,14 @@ def results_table(report: TrainingReport) -> Table:
     rows.append(("composed: consensus", scores.consensus.ce))
     if scores.reference is not None:
         rows.append(("end-to-end reference", scores.reference.ce))
+    # Losses are per token; by bytes they compare between tokenizers.
+    per_token = scores.bytes_per_token
     for name, ce in rows:
-        style = "bold" if "consensus" in name else None
-        table.add_row(name, f"{ce:.4f}", f"{math.exp(ce):.2f}", f"{ce / math.log(2):.3f}", style=style)
+        style, nats = "bold" if "consensus" in name else None, ce / per_token
+        table.add_row(name, f"{nats:.4f}", f"{math.exp(ce):.2f}", f"{nats / math.log(2):.3f}", style=style)
     if scores.gap is not None:
-        table.caption = f"gap of the best composed model to end-to-end: {scores.gap:+.4f} nats/byte"
+        gap = scores.gap / per_token
+        table.caption = f"gap of the best composed model to end-to-end: {gap:+.4f} nats/byte"
     return table
 
 
