@@ -277,6 +277,14 @@ class TrainingConfig:
     """Also train the end-to-end reference of the same layers."""
     compile: bool | None = None
     """torch.compile; None means on CUDA only."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Sequences of a batch that are on the device at once; their gradients add up to those of the batch, to
+    rounding. None: all of it; `auto`: as many as fit into the memory of the device."""
+    recompute: bool = False
+    """Keep only the input of each layer for the backward pass and run the layer again there: about a third
+    more operations, and a layer's activations in place of a block's."""
+    momentum: Literal["float32", "bfloat16"] = "float32"
+    """How Muon keeps its momentum; `bfloat16` saves 2 bytes per value of the layers' matrices."""
     frozen_host_bytes: int = 1 << 30
     """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"`); less of it means
     more trips of weights to the device, and the same result."""
@@ -293,6 +301,14 @@ class TrainingConfig:
             f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
         )
         _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
+        _require(
+            self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
+            f"training.micro_batch must be at least 1, or `auto`, found {self.micro_batch}",
+        )
+        _require(
+            self.momentum == "float32" or self.optimizer == "muon",
+            'training.momentum = "bfloat16" is for training.optimizer = "muon"; AdamW keeps fp32',
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -725,10 +741,13 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         told = f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}"
         _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        words = [arm for arm in typing.get_args(hint) if typing.get_origin(arm) is Literal]
+        if any(value in typing.get_args(arm) for arm in words):
+            return value
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None) and arm not in words)
     # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
