@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -25,6 +26,7 @@ from blocktrain.errors import RecipeError
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
 MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
+MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
         "objective.kind",
@@ -231,7 +233,11 @@ class DataConfig:
     corpus: str = "builtin"
     """`builtin` (Python's own documentation and sources), a file, a folder, or `hf:NAME`."""
     dataset: str | None = None
-    """Folder that `blocktrain data prepare` made; takes the place of all other settings here."""
+    """Folder that `blocktrain data prepare` made; takes the place of corpus, tokenizer, valid_fraction and
+    max_bytes."""
+    mirrors: str | None = None
+    """Addresses of copies of the text's folder, separated by spaces; workers ask these first and the
+    coordinator last. Leave the held-out and pooling shards out of a copy."""
     tokenizer: Literal["byte"] = "byte"
     """How text becomes tokens."""
     valid_fraction: float = 0.05
@@ -242,8 +248,18 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        for mirror in self.mirror_addresses:
+            _require(
+                re.fullmatch(r"https?://[!-~]+", mirror) is not None,
+                f"data.mirrors: expected http:// or https:// addresses with spaces between, found {mirror!r}",
+            )
+        _require(len(self.mirror_addresses) <= MAX_MIRRORS, f"data.mirrors: at most {MAX_MIRRORS} addresses")
         _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
         _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
+
+    @property
+    def mirror_addresses(self) -> list[str]:
+        return (self.mirrors or "").split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +293,14 @@ class TrainingConfig:
     """Also train the end-to-end reference of the same layers."""
     compile: bool | None = None
     """torch.compile; None means on CUDA only."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Sequences of a batch that are on the device at once; their gradients add up to those of the batch, to
+    rounding. None: all of it; `auto`: as many as fit into the memory of the device."""
+    recompute: bool = False
+    """Keep only the input of each layer for the backward pass and run the layer again there: about a third
+    more operations, and a layer's activations in place of a block's."""
+    momentum: Literal["float32", "bfloat16"] = "float32"
+    """How Muon keeps its momentum; `bfloat16` saves 2 bytes per value of the layers' matrices."""
     frozen_host_bytes: int = 1 << 30
     """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"`); less of it means
     more trips of weights to the device, and the same result."""
@@ -293,6 +317,14 @@ class TrainingConfig:
             f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
         )
         _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
+        _require(
+            self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
+            f"training.micro_batch must be at least 1, or `auto`, found {self.micro_batch}",
+        )
+        _require(
+            self.momentum == "float32" or self.optimizer == "muon",
+            'training.momentum = "bfloat16" is for training.optimizer = "muon"; AdamW keeps fp32',
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -514,6 +546,7 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
 
 CHANGEABLE: Mapping[str, str] = {
     "name": "shown on pages and in reports",
+    "data.mirrors": "where workers that start from now on fetch the text",
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",
@@ -544,8 +577,8 @@ CHANGEABLE: Mapping[str, str] = {
 }
 """Settings that may differ when a coordinator is started again on its run, and what changing them does.
 
-Only the coordinator reads these. Everything else is either in weights and ledger already, or was read by
-workers when they joined."""
+Only the coordinator reads these (new workers the mirrors too). Everything else is either in weights and
+ledger already, or was read by workers when they joined."""
 
 FIXED: Mapping[str, str] = {
     "seed": "first weights and codebook were drawn from it",
@@ -725,10 +758,13 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         told = f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}"
         _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        words = [arm for arm in typing.get_args(hint) if typing.get_origin(arm) is Literal]
+        if any(value in typing.get_args(arm) for arm in words):
+            return value
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None) and arm not in words)
     # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

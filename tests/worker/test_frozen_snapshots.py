@@ -69,7 +69,7 @@ class Bench:
         layouts = [Layout.of(layout) for layout in run.blocks]
         cache = BlobCache(folder / "cache", 1 << 30)
         self.snapshots = Snapshots(self.client, cache, Setup.of(RECIPE), layouts, self.lines.append)
-        self.state = StateFolder(folder, self.lines.append)
+        self.state = StateFolder(folder, self.lines.append, cache)
         self.view = PlainView(identity.worker_id, self.traffic, self.said)
         self.logic, self.threads = WorkerLogic(RECIPE.swarm, self.stop), Threads(self.stop)
         worker_id = identity.worker_id

@@ -28,7 +28,8 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
         for name, module in block.named_modules()
         if isinstance(module, torch.nn.Linear) and "condition" not in name and "gain_shift" not in name
     )
-    attention = 2 * config.context * config.width if config.mixer == "attention" else 0
+    features = config.heads * config.channels_per_head
+    attention = 2 * config.context * features if config.mixer == "attention" else 0
     return 2 * (linear + vocabulary * config.width) + block.num_layers * attention
 
 
