@@ -77,8 +77,12 @@ class FileTokenizer:
         self.name = f"sha256:{self.sha256}"
         self.dtype = token_dtype(self.vocabulary)
         added = {str(one.get("content")): one for one in described.get("added_tokens") or ()}
-        ends = [vocabulary[end] for end in KNOWN_ENDS if end in added]
-        self.separator: tuple[int, ...] = tuple(ends[:1]) or tuple(self._plain(["\n\n"])[0])
+        ends = [end for end in KNOWN_ENDS if end in added]
+        self.end = ends[0] if ends else None
+        """The token that ends a document, if it has one of the usual names."""
+        self.end_id = None if self.end is None else vocabulary[self.end]
+        plain = tuple(self._plain(["\n\n"])[0])
+        self.separator: tuple[int, ...] = plain if self.end_id is None else (self.end_id,)
         self._bytes_of = _byte_pieces(described, vocabulary, set(added))
         self._splits_as_we_do = described.get("pre_tokenizer") == _pre_tokenizer_json()
         self._words_seen: dict[str, bytes] = {}

@@ -39,11 +39,12 @@ def report_scores(report: AnyReport) -> Rows:
 
 
 def _front_matter(recipe: Recipe, scores: Rows) -> list[str]:
+    ours = recipe.model.family == "blocktrain"
     lines = [
         "---",
-        "library_name: blocktrain",
+        f"library_name: {'blocktrain' if ours else 'transformers'}",
         "pipeline_tag: text-generation",
-        "tags: [blocktrain, byte-level, block-local-training]",
+        f"tags: [blocktrain, {'byte-level' if ours else recipe.model.family}, block-local-training]",
     ]
     if scores:
         text = {"name": recipe.data.corpus, "type": "text"}
@@ -55,12 +56,13 @@ def _front_matter(recipe: Recipe, scores: Rows) -> list[str]:
 
 def _body(recipe: Recipe, corpus_sha256: str, report: AnyReport | None, scores: Rows) -> list[str]:
     model = recipe.model
+    kind = "byte-level" if model.family == "blocktrain" else model.family
     lines = [
         f"# {one_line(recipe.name)}",
         "",
-        f"A byte-level language model of {model.blocks} blocks with {model.layers_per_block} layers of width "
+        f"A {kind} language model of {model.blocks} blocks with {model.layers_per_block} layers of width "
         f"{model.width} each, context {model.context}. Every block was trained alone with BlockTrain; "
-        "composed, they predict the next byte.",
+        "composed, they predict the next token.",
         "",
         "```",
         "blocktrain import FOLDER --to checkpoint",
