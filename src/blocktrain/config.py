@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -25,6 +26,7 @@ from blocktrain.errors import RecipeError
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
 MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
+MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
         "objective.kind",
@@ -233,7 +235,11 @@ class DataConfig:
     corpus: str = "builtin"
     """`builtin` (Python's own documentation and sources), a file, a folder, or `hf:NAME`."""
     dataset: str | None = None
-    """Folder that `blocktrain data prepare` made; takes the place of all other settings here."""
+    """Folder that `blocktrain data prepare` made; takes the place of corpus, tokenizer, valid_fraction and
+    max_bytes."""
+    mirrors: str | None = None
+    """Addresses of copies of the text's folder, separated by spaces; workers ask these first and the
+    coordinator last. Leave the held-out and pooling shards out of a copy."""
     tokenizer: Literal["byte"] = "byte"
     """How text becomes tokens."""
     valid_fraction: float = 0.05
@@ -244,8 +250,18 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        for mirror in self.mirror_addresses:
+            _require(
+                re.fullmatch(r"https?://[!-~]+", mirror) is not None,
+                f"data.mirrors: expected http:// or https:// addresses with spaces between, found {mirror!r}",
+            )
+        _require(len(self.mirror_addresses) <= MAX_MIRRORS, f"data.mirrors: at most {MAX_MIRRORS} addresses")
         _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
         _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
+
+    @property
+    def mirror_addresses(self) -> list[str]:
+        return (self.mirrors or "").split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -542,6 +558,7 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
 
 CHANGEABLE: Mapping[str, str] = {
     "name": "shown on pages and in reports",
+    "data.mirrors": "where workers that start from now on fetch the text",
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",
@@ -572,8 +589,8 @@ CHANGEABLE: Mapping[str, str] = {
 }
 """Settings that may differ when a coordinator is started again on its run, and what changing them does.
 
-Only the coordinator reads these. Everything else is either in weights and ledger already, or was read by
-workers when they joined."""
+Only the coordinator reads these (new workers the mirrors too). Everything else is either in weights and
+ledger already, or was read by workers when they joined."""
 
 FIXED: Mapping[str, str] = {
     "seed": "first weights and codebook were drawn from it",

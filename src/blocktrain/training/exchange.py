@@ -94,7 +94,7 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     if isinstance(tokenizer, FileTokenizer):
         write_file(folder / TOKENIZER, tokenizer.content)
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, tokenizer.end))
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, tokenizer.end_text))
     else:
         write_json(folder / TOKENIZER, byte_tokenizer())
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, byte_letters()[LINE_FEED]))

@@ -196,7 +196,7 @@ def hugging_face_config(described: Description) -> dict[str, Any]:
         "rope_scaling": None if model.rope_scaling is None else rope,
         "rope_parameters": rope,
         "bos_token_id": None,
-        "eos_token_id": tokenizer.end_id if isinstance(tokenizer, FileTokenizer) else None,
+        "eos_token_id": tokenizer.end if isinstance(tokenizer, FileTokenizer) else None,
         MODEL_TYPE: {"recipe": described.recipe.to_dict(), "corpus_sha256": described.corpus_sha256},
     }
 

@@ -37,9 +37,8 @@ from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import JoinRequest, RunAnswer
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
@@ -65,7 +64,7 @@ class WorkerOptions:
     key: Path | None = None
     device: torch.device = torch.device("cpu")
     cache_bytes: int = 4_000_000_000
-    """Snapshots, payloads and text kept on disk."""
+    """Everything it keeps in `data_dir`, of all runs together."""
     corpus: str | None = None
     """Where the run's text lies on this machine, if not where the recipe says."""
     invite: str | None = None
@@ -98,8 +97,9 @@ def run_worker(
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
             check_fits(setup, options.device)
-            state = StateFolder(options.data_dir / run.run_id[:16], view.line)
-            cache = BlobCache(state.folder / "cache", options.cache_bytes)
+            folder = options.data_dir / run.run_id[:16]
+            cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
+            state = StateFolder(folder, view.line, cache)
             with state.locked():
                 text: RunText
                 if options.corpus is None and run.dataset is not None:
