@@ -119,7 +119,8 @@ class AdaptiveBlock(Block):
         # (4): F, then z_hat; (5): the logits.
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
         z_hat_BTD = self._denoised(f_BTD, hint)
-        return BlockOutput(z_hat_BTD, self.output_map(codebook_VD), self.logit_scale, x_BTD)
+        map_VD = self.output_map(codebook_VD)
+        return BlockOutput(z_hat_BTD, map_VD, self.logit_scale, x_BTD, len(map_VD))
 
     def output_map(self, codebook_VD: Tensor) -> Tensor:
         """The codebook, which a noised target needs to be the same for all; or the block's own rows."""
