@@ -33,6 +33,27 @@ export function times(ratio) {
   return `${ratio >= 10 ? Math.round(ratio) : ratio.toFixed(1)}×`;
 }
 
+// 950, 12.3 k, 4.56 M: three digits are enough for a reader.
+export function amount(number) {
+  const units = ["", " k", " M", " G", " T"];
+  let unit = 0;
+  let left = number;
+  while (left >= 999.5 && unit < units.length - 1) {
+    left /= 1000;
+    unit += 1;
+  }
+  return `${left >= 100 || (unit === 0 && Number.isInteger(left)) ? Math.round(left) : Number(left.toPrecision(3))}${units[unit]}`;
+}
+
+// How a verdict is told: `unused` does not count, and its worker did nothing wrong.
+export function verdictWord(one) {
+  return one.state === "refused" && !one.held_against ? "unused" : one.state;
+}
+
+export function reasonWords(reason) {
+  return (reason ?? "").replaceAll("_", " ");
+}
+
 export function count(number, one, many) {
   return `${number} ${number === 1 ? one : many}`;
 }
