@@ -90,6 +90,20 @@ def locked_file(path: Path, taken: str) -> Iterator[None]:
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Whether some process is inside `locked_file` of this path; False where the system cannot tell."""
+    try:
+        import fcntl
+
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except ImportError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 @contextmanager
 def explained_errors(path: Path) -> Iterator[None]:
     try:

@@ -242,6 +242,18 @@ def test_blocks_whose_last_stage_drains_are_left_out_in_time_and_asked_again_lat
     asyncio.run(served())
 
 
+def test_blocks_whose_only_stage_fails_every_question_are_left_out_in_time(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, **QUICK) as c:
+            c.stages[1].held.weights = [float("nan")] * 3  # it is connected, and fails whatever it is asked
+            tokens, stats = await text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar", deadline_seconds=20)
+            assert len(tokens) == 1
+            assert stats.degraded_blocks == [1]
+            assert stats.retries > 1, "it was asked again, and given up after degrade_seconds"
+
+    asyncio.run(served())
+
+
 @pytest.fixture(scope="module")
 def processes(checkpoint: Path) -> Iterator[list[StageProcess]]:
     """Stages as processes: all blocks twice."""

@@ -24,7 +24,12 @@ def generate(
         int | None,
         typer.Option("--passes", min=1, help="With --mode sweep: refining steps of each block."),
     ] = None,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-bytes", "--max-tokens", min=1, help="Tokens to generate; of a byte model, bytes."
+        ),
+    ] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
     top_p: Annotated[
@@ -38,7 +43,7 @@ def generate(
         raise UserError("--prompt is empty; give at least one character, for instance --prompt 'The '")
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p}
     if url is not None:
-        fields = {"prompt": prompt, "max_tokens": max_bytes, **sampling, "mode": mode, "passes": passes}
+        fields = {"prompt": prompt, "max_tokens": max_tokens, **sampling, "mode": mode, "passes": passes}
         generate_from_url(url, key, {name: value for name, value in fields.items() if value is not None})
         return
     if mode is not None or passes is not None:
@@ -61,8 +66,11 @@ def generate(
     tokens = loaded.tokenizer.encode(text).tolist()
     write_bytes(text)
     for token in generate_tokens(
-        model, tokens, max_tokens=max_bytes, seed=seed, temperature=temperature, top_p=top_p
+        model, tokens, max_tokens=max_tokens, seed=seed, temperature=temperature, top_p=top_p
     ):
+        # Behind the end of a document another one would begin; a gateway stops there too.
+        if token == loaded.tokenizer.end:
+            break
         write_bytes(loaded.tokenizer.decode([token]))
     write_bytes(b"\n")
 

@@ -19,7 +19,7 @@ def join(
     ] = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
     label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
-    cache_gb: Annotated[float, typer.Option(help="Disk space for snapshots and payloads.", min=0.1)] = 4.0,
+    cache_gb: Annotated[float, typer.Option(help="Disk space for everything it keeps.", min=0.1)] = 4.0,
 ) -> None:
     """Join a run by its link: shows what it will use of this machine, then trains. Ctrl-C leaves politely."""
     from blocktrain.client.coordinator import public_client

@@ -36,7 +36,7 @@ def worker(
     ] = None,
     label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
     cache_gb: Annotated[
-        float, typer.Option(help="Disk space for text, snapshots and payloads.", min=0.1)
+        float, typer.Option(help="Disk space for everything it keeps, training state too.", min=0.1)
     ] = 4.0,
     max_up: Annotated[
         float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)

@@ -28,7 +28,7 @@ def joining_plan(
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
         f"device   {device.name} {device.description}".rstrip(),
         f"memory   about {_size(estimated_training_bytes(setup))}{free}, beside the program's own",
-        f"disk     up to {cache_gb:g} GB and the training state, in {disk.folder}{disk_free}",
+        f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
         f"network  each round about {_size(payload)} up and at most {_size(down)} "
         f"down; to begin {_size(snapshot)} down; outbound connections only",
         f"text     {'part of the program' if text == 'builtin' else f'{text}, named here with --corpus'}",

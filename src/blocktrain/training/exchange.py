@@ -89,7 +89,7 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         context, tokenizer = described.recipe.model.context, described.tokenizer
         if isinstance(tokenizer, FileTokenizer):
             write_file(folder / TOKENIZER, tokenizer.content)
-            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context))
+            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, tokenizer.end_text))
         else:
             write_json(folder / TOKENIZER, byte_tokenizer())
             write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, byte_letters()[LINE_FEED]))

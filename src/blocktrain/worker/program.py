@@ -66,7 +66,7 @@ class WorkerOptions:
     key: Path | None = None
     device: torch.device = torch.device("cpu")
     cache_bytes: int = 4_000_000_000
-    """Snapshots, payloads and text kept on disk."""
+    """Everything it keeps in `data_dir`, of all runs together."""
     corpus: str | None = None
     """Where the run's text lies on this machine, if not where the recipe says."""
     invite: str | None = None
@@ -99,8 +99,9 @@ def run_worker(
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
             check_fits(setup, options.device)
-            state = StateFolder(options.data_dir / run.run_id[:16], view.line)
-            cache = BlobCache(state.folder / "cache", options.cache_bytes)
+            folder = options.data_dir / run.run_id[:16]
+            cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
+            state = StateFolder(folder, view.line, cache)
             with state.locked():
                 text: RunText
                 if options.corpus is None and run.dataset is not None:
@@ -113,8 +114,8 @@ def run_worker(
                 finally:
                     worker.close()
                     given.computing_seconds += traffic.seconds()[Spent.COMPUTING.value]
-                    given.bytes_up += sum(traffic.bytes_up().values())
-                    given.bytes_down += sum(traffic.bytes_down().values())
+                    given.bytes_up += sum(traffic.bytes_of("up").values())
+                    given.bytes_down += sum(traffic.bytes_of("down").values())
 
 
 @contextlib.contextmanager
@@ -316,8 +317,8 @@ class Worker:
                 "worker_id": self.client.identity.worker_id,
                 "seconds": seconds,
                 "steady_seconds": steady,
-                "up": self.traffic.bytes_up(),
-                "down": self.traffic.bytes_down(),
+                "up": self.traffic.bytes_of("up"),
+                "down": self.traffic.bytes_of("down"),
                 "text_bytes": self.traffic.text_bytes,
                 "verdicts": dict(self.view.verdicts),
             }

@@ -25,6 +25,24 @@ export function nats(loss) {
   return loss === null || loss === undefined ? "–" : loss.toFixed(loss < 10 ? 3 : 2);
 }
 
+// The status with its losses per byte of text, which compare with any other run's; `per_token` keeps the newest
+// one as it came, where a token is more than a byte.
+export function perByte(status) {
+  const newest = status.evaluations.at(-1);
+  const size = newest?.bytes_per_token ?? 1;
+  if (size === 1) return { ...status, per_token: null };
+  const evaluations = status.evaluations.map((one) => ({
+    ...one,
+    consensus_ce: one.consensus_ce / one.bytes_per_token,
+    block_ce: one.block_ce.map((loss) => loss / one.bytes_per_token),
+  }));
+  const scaled = (loss) => (loss === null ? null : loss / size);
+  const references = status.references.map((one) => ({ ...one, ce: one.ce / size }));
+  const reports = status.reports.map((one) => ({ ...one, mean_loss: scaled(one.mean_loss) }));
+  const workers = status.workers.map((one) => ({ ...one, loss: scaled(one.loss) }));
+  return { ...status, evaluations, references, reports, workers, per_token: newest.consensus_ce };
+}
+
 export function percent(share) {
   return share === null ? "–" : `${Math.round(100 * share)} %`;
 }

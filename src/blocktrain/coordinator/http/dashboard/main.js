@@ -5,7 +5,7 @@ import { Blocks } from "./blocks.js";
 import { Chart } from "./chart.js";
 import { Chat } from "./chat.js";
 import { announce, byId, setText } from "./dom.js";
-import { duration } from "./format.js";
+import { duration, perByte } from "./format.js";
 import { History } from "./history.js";
 import { Ledger } from "./ledger.js";
 import { Live } from "./live.js";
@@ -28,8 +28,9 @@ const clock = () => serverTime + (performance.now() - heardAt) / 1000;
 
 let before = null;
 
-function show(state) {
-  const { status } = state;
+function show(received) {
+  const status = perByte(received.status);
+  const state = { ...received, status };
   if (status.protocol !== PROTOCOL) {
     setText(byId("subtitle"), "The coordinator is of another version than this page: reload it.");
     return;

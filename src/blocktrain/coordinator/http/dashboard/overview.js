@@ -71,6 +71,7 @@ function loss(status) {
     const gap = newest.consensus_ce - known.ce;
     note = `${known.name} ${nats(known.ce)}, ${nats(Math.abs(gap))} ${gap > 0 ? "above" : "below"} it`;
   }
+  if (status.per_token !== null) note += `; ${nats(status.per_token)} per token`;
   return { name: "Composed loss", value: nats(newest?.consensus_ce), note };
 }
 
