@@ -176,9 +176,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    kind: Literal["denoise", "chain"] = "denoise"
-    """`denoise`: the published block-local objective, blocks independent; `chain`: a serial model, in which a
-    block takes the features of the frozen one before it as input."""
+    kind: Literal["denoise", "chain", "serial"] = "denoise"
+    """`denoise`: the published block-local objective, blocks independent (plain cross entropy where the
+    family knows no noise); `chain`: a serial model, in which a block takes the features of the frozen one
+    before it as input; `serial`: parts of one deep model, as `import --parts` makes them, to be served and
+    exported."""
     hint_probability: float = 0.15
     """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
     sweep_probability: float = 0.0
@@ -498,7 +500,12 @@ class Recipe:
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
             'by side: set training.order = "turns", or objective.codebook = "fixed"',
         )
-        if self.model.family != "blocktrain":
+        if self.model.family == "blocktrain":
+            _require(
+                self.objective.kind != "serial",
+                'objective.kind = "serial" needs model.family = "llama" or "qwen3"',
+            )
+        else:
             _require(
                 self.objective.kind != "chain" and self.objective.hint_probability == 0,
                 f'model.family = "{self.model.family}" is trained by plain cross entropy: it knows no '
@@ -506,6 +513,11 @@ class Recipe:
                 'objective.kind = "denoise"',
             )
             keys = {one.name for one in dataclasses.fields(ObjectiveConfig)} - {"kind", "hint_probability"}
+            _require(
+                not (self.model.tied and self.objective.kind == "serial" and self.model.blocks > 1),
+                'objective.kind = "serial": the first and the last part cannot share one matrix; set '
+                "model.tied = false",
+            )
             _refuse_settings(
                 self.objective,
                 sorted(keys),

@@ -15,10 +15,9 @@ from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, AssignmentStat
 from blocktrain.coordinator.storage.ledger import read_entries
 from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow
 from blocktrain.coordinator.verdicts import settle
-from blocktrain.validation.evidence import Evidence, Gain
+from blocktrain.validation.evidence import Evidence, Gain, report_of
 from blocktrain.validation.ruling import Mark, Ruling
 from blocktrain.validation.scorer import Scorer
-from blocktrain.validation.tasks import report_of
 from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
@@ -163,6 +162,8 @@ def test_a_ban_takes_back_what_was_accepted_in_counters_and_metrics_too(tmp_path
         coordinator.judging.report("judge", task.update_id, GOOD)
         assert worker.counters() == (1, 0, 0, 0)
         rating = coordinator.workers.worker(worker.name).worker.rating
+        coordinator.workers.ban(worker.name, BanRequest(reason="a mistake", seconds=0.0))
+        assert worker.counters() == (1, 0, 0), "to lift a ban takes nothing back"
         coordinator.workers.ban(worker.name, BanRequest(reason="rude", seconds=60.0))
         assert worker.counters() == (0, 0, 1, 0)
         assert told(coordinator, "accepted", "on_time")

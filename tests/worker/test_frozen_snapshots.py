@@ -25,9 +25,8 @@ from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, FrozenSnapshot, JoinRequest
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
 from blocktrain.worker.logic import WorkerLogic

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.gateway import gateway_config
 from blocktrain.cli.options import (
     HostOption,
     KeysOption,
@@ -40,6 +39,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
     from blocktrain.local.launcher import LaunchConfig, Launcher
+    from blocktrain.serving.gateway.main import gateway_config
 
     log_to_stderr()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log

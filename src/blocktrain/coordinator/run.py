@@ -56,6 +56,8 @@ class Run:
     schemas: tuple[Schema, ...]
     layouts: tuple[BlockLayout, ...]
     objective: Objective
+    _followed: str = ""
+    """The stored recipe that was looked at last: reading one takes as long as some requests."""
 
     @property
     def swarm(self) -> SwarmConfig:
@@ -74,7 +76,9 @@ class Run:
 
     def follow(self, stored: str) -> None:
         """Take over what another process, or the operator, has changed in the stored recipe."""
-        changed = changed_settings(json.loads(stored), self.recipe)
+        if stored == self._followed:
+            return
+        self._followed, changed = stored, changed_settings(json.loads(stored), self.recipe)
         settings = {key: old for key, (old, _) in changed.items() if key in CHANGEABLE}
         if settings:
             self.recipe = resolve_recipe(with_settings(self.recipe.to_dict(), settings))

@@ -177,15 +177,16 @@ class Workers:
     # --- the operator ---
 
     def ban(self, worker_id: str, request: BanRequest) -> OperatorAnswer:
-        """Also takes back what the worker has waiting for a merge."""
+        """Ban a worker, which also takes back what it has waiting for a merge; 0 seconds lift a ban."""
         now = self._resources.clock()
         with self._resources.store.write() as session:
             # A ban also holds for an id that never joined: an operator may know it from another run.
             row = session.get(WorkerRow, worker_id, with_for_update=True)
-            self._take_back(session, worker_id, row, request.reason, now)
+            if request.seconds:  # 0 lifts a ban, and leaves the worker's updates and its seat alone
+                self._take_back(session, worker_id, row, request.reason, now)
+                if row is not None:
+                    row.block = None
             receipt = ban(session, self._resources.ledger, worker_id, request.reason, request.seconds, now)
-            if row is not None:
-                row.block = None
         self._resources.changes.notify()
         return OperatorAnswer(receipt=receipt)
 

@@ -1,7 +1,8 @@
-"""A run's status as tables for a terminal, and as the numbers of a report."""
+"""Status and reports of runs as tables for a terminal, and the numbers of a swarm's report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.client.durations import duration
+from blocktrain.training.report import TrainingReport
 from blocktrain.wire.messages import StatusAnswer, WorkerState, WorkerSummary
 
 SHORT_ID = 8
@@ -30,6 +32,7 @@ def status_tables(status: StatusAnswer) -> Group:
 
     blocks = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
     block_ce: Sequence[float] = () if newest is None else newest.block_ce
+    per_token = 1.0 if newest is None else newest.bytes_per_token
     # Most blocks share a reason for their deadline; a line for each would push the workers off the screen.
     sharing: dict[str, list[str]] = {}
     for block in status.blocks:
@@ -41,7 +44,7 @@ def status_tables(status: StatusAnswer) -> Group:
             f"{now.accepted + now.late}/{now.wanted}",
             str(now.workers),
             left,
-            f"{block_ce[block.block]:.4f}" if block.block < len(block_ce) else "-",
+            f"{block_ce[block.block] / per_token:.4f}" if block.block < len(block_ce) else "-",
         )
         if not block.finished and now.deadline_reason:
             sharing.setdefault(now.deadline_reason, []).append(str(block.block))
@@ -143,4 +146,51 @@ def report_table(report: dict[str, Any]) -> Table:
         table.add_row(f"workers' bytes {direction}", kinds)
     table.add_row("seconds", ", ".join(f"{n:.1f} {what}" for what, n in report["seconds"].items()))
     table.add_row("wall time", f"{report['wall_seconds']:.1f} s")
+    return table
+
+
+def results_table(report: TrainingReport) -> Table:
+    """Everything scored on the same held-out text, best composed model last but one."""
+    scores = report.scores
+    table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out tokens")
+    table.add_column("model")
+    for column in ("nats/byte", "perplexity", "bits/byte"):
+        table.add_column(column, justify="right")
+    # The bigram first, as the floor: a model that is not below it has learned nothing.
+    rows = [("bigram counts", scores.bigram_ce)]
+    rows += [(f"block {i} alone", score.ce) for i, score in enumerate(scores.blocks)]
+    if scores.euler is not None:
+        rows.append(("composed: euler (from noise)", scores.euler.ce))
+    rows.append(("composed: consensus", scores.consensus.ce))
+    if scores.reference is not None:
+        rows.append(("end-to-end reference", scores.reference.ce))
+    # Losses are per token; by bytes they compare between tokenizers.
+    per_token = scores.bytes_per_token
+    for name, ce in rows:
+        style, nats = "bold" if "consensus" in name else None, ce / per_token
+        table.add_row(name, f"{nats:.4f}", f"{math.exp(ce):.2f}", f"{nats / math.log(2):.3f}", style=style)
+    if scores.gap is not None:
+        gap = scores.gap / per_token
+        table.caption = f"gap of the best composed model to end-to-end: {gap:+.4f} nats/byte"
+    return table
+
+
+def simulation_table(report: dict[str, Any]) -> Table:
+    table = Table("", "", show_header=False, box=None, pad_edge=False)
+    blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
+    rows = {
+        "final CE (consensus)": f"{report['final_ce']:.4f}",
+        "final CE of each block": blocks,
+        "participation (on time)": f"{report['participation']:.1%}",
+        "merged at any age": f"{report['merged_share']:.1%}",
+        "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
+        "refused updates": ", ".join(f"{why}: {n}" for why, n in report["refused_for"].items()) or "none",
+        "rounds without an update": str(report["empty_rounds"]),
+        "virtual wall time": f"{report['wall_seconds']:.0f} s",
+        "time spent computing": f"{report['computing_share']:.1%}",
+        "bytes up, down": f"{report['bytes_up'] / 1e9:.2f} GB, {report['bytes_down'] / 1e9:.2f} GB "
+        f"(blocks standing for {report['stands_for_parameters'] / 1e6:.0f} M parameters)",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
     return table

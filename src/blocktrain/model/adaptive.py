@@ -118,7 +118,7 @@ class AdaptiveBlock(Block):
         z_hat_BTD = self._denoised(f_BTD, hint)
         # The codebook is the output map too, fixed and shared: distributions of blocks that never met can be
         # pooled.
-        return BlockOutput(z_hat_BTD, codebook_VD, self.logit_scale, x_BTD)
+        return BlockOutput(z_hat_BTD, codebook_VD, self.logit_scale, x_BTD, len(codebook_VD))
 
     def _inputs(
         self,

@@ -12,7 +12,7 @@ import torch
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block
-from blocktrain.model.llama import LlamaBlock
+from blocktrain.model.llama import LlamaAttention, LlamaBlock
 from blocktrain.model.qwen3 import Qwen3Attention
 
 
@@ -31,16 +31,23 @@ def build_block(
     num_layers: int | None = None,
     hints: bool = True,
     upstream: bool = False,
+    last: bool = True,
 ) -> Block:
-    """A block with the seeded initial weights that every machine can regenerate."""
+    """A block with the seeded initial weights that every machine can regenerate. `last`: whether it is the
+    end of a model; an inner part of a serial one has no output map."""
     # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
     # Forked, so that building a block does not move the random numbers of whoever builds it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if model.family == "llama":
-            return LlamaBlock(model, vocabulary=vocabulary, num_layers=num_layers)
-        if model.family == "qwen3":
-            return LlamaBlock(model, vocabulary=vocabulary, num_layers=num_layers, attention=Qwen3Attention)
+        if not denoises(model):
+            return LlamaBlock(
+                model,
+                vocabulary=vocabulary,
+                num_layers=num_layers,
+                attention=Qwen3Attention if model.family == "qwen3" else LlamaAttention,
+                first=not upstream,
+                last=last,
+            )
         return AdaptiveBlock(
             model, objective, vocabulary=vocabulary, num_layers=num_layers, hints=hints, upstream=upstream
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.batches import Batches
-from blocktrain.errors import DeviceError
+from blocktrain.errors import DeviceError, RecipeError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.families import denoises
@@ -78,6 +78,11 @@ class BlockTrainer:
         frozen: Sequence[Block] = (),
         codebook_optimizer: Optimizer | None = None,
     ) -> None:
+        if objective.is_serial and index is not None:
+            raise RecipeError(
+                'parts of a serial model (objective.kind = "serial") are served, evaluated and exported, not '
+                "trained: their loss runs through the parts behind them; import the model without --parts"
+            )
         self.recipe, self.objective, self.block, self.index = recipe, objective, block, index
         self.shards, self.codebook = shards, codebook
         self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))

@@ -38,9 +38,8 @@ from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import JoinRequest, RunAnswer
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
