@@ -22,6 +22,11 @@ def denoises(model: ModelConfig) -> bool:
     return model.family == "blocktrain"
 
 
+def codebook_rows(model: ModelConfig, objective: ObjectiveConfig, vocabulary: int) -> int:
+    """None where every block has an output map of its own."""
+    return vocabulary if denoises(model) and objective.codebook != "own" else 0
+
+
 def build_block(
     model: ModelConfig,
     objective: ObjectiveConfig,

@@ -24,7 +24,7 @@ from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
-from blocktrain.model.families import denoises
+from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
 from blocktrain.training.setup import Setup
 from blocktrain.training.storage import read_tensors, replaced_folder, write_file, write_json, write_tensors
@@ -267,5 +267,5 @@ def kind(tensor: Tensor) -> str:
 
 
 def codebook_kind(objective: Objective) -> str:
-    rows = objective.vocabulary if denoises(objective.model) else 0
+    rows = codebook_rows(objective.model, objective.config, objective.vocabulary)
     return f"float32 {[rows, objective.model.width]}"

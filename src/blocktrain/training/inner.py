@@ -20,7 +20,7 @@ from blocktrain.data.batches import Batches
 from blocktrain.errors import DeviceError, RecipeError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
-from blocktrain.model.families import denoises
+from blocktrain.model.families import codebook_rows, denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
@@ -49,8 +49,7 @@ class Codebook(nn.Module):
 
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
-    """A family with an output map of its own has a codebook without rows."""
-    rows = vocabulary if denoises(recipe.model) else 0
+    rows = codebook_rows(recipe.model, recipe.objective, vocabulary)
     table = make_codebook(rows, recipe.model.width, derive_seed("codebook", recipe.seed))
     return Codebook(table, recipe.objective.codebook == "learned")
 
