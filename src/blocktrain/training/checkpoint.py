@@ -216,8 +216,8 @@ def starting_blocks(path: Path, setup: Setup) -> tuple[list[Block], Tensor]:
         )
     if loaded.tokenizer.vocabulary != setup.vocabulary:
         raise CheckpointError(
-            f"{path} was trained with data.tokenizer = {loaded.recipe.data.tokenizer!r}, the recipe has "
-            f"{recipe.data.tokenizer!r}; set data.tokenizer"
+            f"{path} has a tokenizer of {loaded.tokenizer.vocabulary} tokens, the recipe's text "
+            f"{setup.vocabulary}; prepare the text with the tokenizer of the checkpoint"
         )
     blocks = []
     for index, block in enumerate(loaded.blocks):
