@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import Recipe
+from blocktrain.data.batches import Drawing
 from blocktrain.data.corpora import read_text
 from blocktrain.data.dataset import RunText, TokenArray, Windows
-from blocktrain.data.shards import window_offsets
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
@@ -58,7 +58,7 @@ class Scorer:
     def __init__(self, recipe: Recipe, text: RunText, device: torch.device | None = None) -> None:
         self.recipe, self.device, self._text = recipe, device or torch.device("cpu"), text
         setup = Setup.of(recipe, text.manifest.vocabulary)
-        self._objective = setup.objective
+        self._objective, self._drawing = setup.objective, Drawing.of(recipe)
         self._codebook: Tensor = setup.codebook().to(self.device)()
         private, context = recipe.trust.private_text, recipe.model.context
         if private is None:
@@ -110,19 +110,18 @@ class Scorer:
 
         # The worker's own batches, from as many of its steps as possible, against any other training text.
         generator, count = np.random.default_rng(seed), budget.assigned
-        batch, context = self.recipe.training.batch, self.recipe.model.context
-        own_text = self._text.shard_windows(self.recipe.seed, work.shard, context)
+        place = work.shard, work.first_step, block
+        own_text = self._drawing.windows(self._text, *place)
         offsets = generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
-        rows = generator.integers(0, batch, count)
-        key = (self._text.sha256, self.recipe.seed, work.shard)
+        rows = generator.integers(0, self._drawing.batch, count)
         assigned = [
-            window_offsets(*key, work.first_step + int(offset), count=batch, choices=own_text.choices)[row]
+            own_text.starts(work.first_step + int(offset))[row]
             for offset, row in zip(offsets, rows, strict=True)
         ]
         # Other text from two files alone: a judge elsewhere must not fetch a whole dataset for one update.
         other_seed = derive_seed("other", seed)
-        other_text = self._text.shard_windows(other_seed, work.shard, context)
-        other = np.random.default_rng(other_seed).integers(0, other_text.choices, budget.other)
+        other_text = dataclasses.replace(self._drawing, seed=other_seed).windows(self._text, *place)
+        other = other_text.anywhere(np.random.default_rng(other_seed), budget.other)
         own_gain = Gain.of(differences(own_text, np.array(assigned), seed + 1))
         other_gain = Gain.of(differences(other_text, other, seed + 2))
 
