@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from blocktrain.config import (
     Recipe,
     TrainingConfig,
 )
+from blocktrain.model.pooling import DECAYS, Pooling
 from blocktrain.training.local import LocalRun, Silent
 
 TINY = Recipe(
@@ -56,6 +59,17 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def following_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same blocks, with weights that follow the text more than any that were fitted."""
+    folder = tmp_path_factory.mktemp("following") / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pooling_follows_text"] = Pooling((), DECAYS, (0.4, 0.2, 0.1)).how_it_follows
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -581,6 +581,9 @@ class EvaluationState(BaseModel):
     euler_ce: float | None
     block_ce: tuple[float, ...]
     weights: tuple[float, ...]
+    decays: tuple[float, ...] = ()
+    """Where the blocks are specialised: how fast older text fades, and how much the weights follow it."""
+    taus: tuple[float, ...] = ()
 
 
 class ReferenceState(BaseModel):
