@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.requests import GenerationRequest
 from blocktrain.serving.fingerprint import fingerprint
+from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from tests.serving.cluster import PROMPTS, cluster, drain, text_of
@@ -101,6 +103,28 @@ def test_stages_that_come_and_go_change_nothing(following_checkpoint: Path) -> N
             assert sum(score.weights) == pytest.approx(1)
 
     asyncio.run(served())
+
+
+def test_a_completion_can_tell_what_each_block_counted_for(following_checkpoint: Path) -> None:
+    body = {"model": "tiny", "prompt": "The value", "max_tokens": 12, "seed": 1, "block_weights": True}
+    prior = load_checkpoint(following_checkpoint, CPU).pooling.weights
+    with (
+        background_gateway(LocalEngine(following_checkpoint)) as url,
+        httpx2.Client(base_url=url, timeout=60) as http,
+    ):
+        told = http.post("/v1/completions", json={**body, "echo": True}).json()["choices"][0]
+        assert told["logprobs"] is None
+        assert len(told["block_weights"]) == 9 + 12
+        assert told["block_weights"][0] is None
+        assert told["block_weights"][1] == pytest.approx(prior)
+        assert all(sum(weights) == pytest.approx(1) for weights in told["block_weights"][1:])
+        ar = http.post("/v1/completions", json={**body, "mode": "ar"}).json()["choices"][0]
+        assert ar["text"] == told["text"].removeprefix("The value")
+        assert ar["block_weights"][5] == pytest.approx(told["block_weights"][9 + 5], abs=1e-5)
+        plain = http.post("/v1/completions", json={**body, "block_weights": False}).json()["choices"][0]
+        assert "block_weights" not in plain
+        refused = http.post("/v1/completions", json={**body, "mode": "sweep"}).json()["error"]
+        assert "blocks take turns" in refused["message"]
 
 
 def test_another_pooling_is_another_model(following_checkpoint: Path, checkpoint: Path) -> None:

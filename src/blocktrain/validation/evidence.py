@@ -2,8 +2,9 @@
 
 The same windows, noise levels and noise are scored before and after applying the update (common random
 numbers), so what is left is the update's own effect and its error is far below that of either loss. Three
-kinds of window: *held-out* text decides; *assigned* text (the worker's own batches) against *other* training
-text tells work from copying. The draw follows from `evidence_seed`: the commit, and a secret of the
+kinds of window: *held-out* text decides (for a specialised block its own cluster and the rest, each for
+itself); *assigned* text (the worker's own batches) against *other* training text tells work from copying. The
+draw follows from `evidence_seed`: the commit, and a secret of the
 coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or verdicts.
 
 Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
@@ -142,6 +143,10 @@ class Evidence:
     other: Gain
     tokens: int
     """Tokens of forward passes that it took."""
+    own: Gain | None = None
+    """Of `held_out`, the windows of a specialised block's own cluster; None where blocks are alike."""
+    rest: Gain | None = None
+    """And those of other clusters."""
 
     @property
     def mark(self) -> int:

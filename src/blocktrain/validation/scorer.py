@@ -52,6 +52,44 @@ FrozenBlocks = Mapping[int, Tensors]
 NONE_FROZEN: FrozenBlocks = {}
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of held-out text; of a specialised block those of its own cluster first."""
+
+    windows: Windows
+    num_own: int = 0
+
+    def draw(self, seed: int, count: int, own_share: float) -> tuple[Tokens, list[bool]]:
+        """Starts of windows, and which of them are of the own cluster: as many as in training, since a
+        specialist is to get better at that mixture."""
+        generator = np.random.default_rng(seed)
+        if not self.num_own:
+            return generator.integers(0, self.windows.choices, count), [False] * count
+        own = generator.integers(0, self.num_own, count)
+        rest = generator.integers(self.num_own, self.windows.choices, count)
+        # Spread evenly: each part is judged for itself, and harm in one may show at the first look.
+        is_own = np.diff(np.floor(np.arange(count + 1) * own_share)) > 0
+        return np.where(is_own, own, rest), is_own.tolist()
+
+
+def held_out_by_cluster(text: RunText, context: int) -> list[HeldOut]:
+    """For each cluster its held-out text, and behind it that of the others."""
+    found: list[list[TokenArray]] = [[] for _ in range(text.manifest.clusters)]
+    for entry in text.manifest.held_out:
+        found[entry.cluster].append(text.tokens(entry))
+    parts = []
+    for cluster, own in enumerate(found):
+        others = [tokens for number, files in enumerate(found) if number != cluster for tokens in files]
+        num_own = Windows(own, context).choices if own else 0
+        if num_own < 1:
+            raise DataError(
+                f"judging specialised blocks needs held-out text of every cluster, and cluster {cluster} has "
+                f"none longer than a window of {context} tokens; prepare the text with a larger --held-out"
+            )
+        parts.append(HeldOut(Windows([*own, *others], context), num_own))
+    return parts
+
+
 class Scorer:
     """Not for two threads at once."""
 
@@ -67,12 +105,15 @@ class Scorer:
             held_out = text.tokenizer().encode(read_text(Path(private).expanduser()))
         # As narrow as in a shard: up to 64 MB of text, which as int64 would take eight times that.
         narrow: TokenArray = held_out.astype(text.manifest.dtype)
-        self._held_out = Windows([narrow], context)
-        if self._held_out.choices < 1:
+        self._everything = HeldOut(Windows([narrow], context))
+        if self._everything.windows.choices < 1:
             raise DataError(
                 f"judging needs more held-out text than one window of {context} tokens, found "
                 f"{len(held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
             )
+        # Private text has no clusters, so specialists are then judged on it as a whole.
+        specialised = recipe.data.own_share > 0 and private is None
+        self._by_cluster = held_out_by_cluster(text, context) if specialised else []
         # Built once, as building costs as much as some windows, and loaded with each update's weights.
         self._pairs: dict[Schema, tuple[Block, Block]] = {}
         self._others: dict[int, Block] = {}
@@ -100,13 +141,21 @@ class Scorer:
             return [was - became for was, became in zip(old, new, strict=True)]
 
         # Held-out text decides, so it is looked at in steps: harm is sure after few windows.
-        starts = self._held_out_starts(seed, budget.held_out)
-        held_out = sequential_gain(
-            lambda first, end: differences(
-                self._held_out, starts[first:end], derive_seed("look", seed, first)
-            ),
-            len(starts),
-        )
+        text = self._held_out_of(block)
+        starts, is_own = text.draw(seed, budget.held_out, self.recipe.data.own_share)
+        scored: list[float] = []
+
+        def look(first: int, end: int) -> list[float]:
+            found = differences(text.windows, starts[first:end], derive_seed("look", seed, first))
+            scored.extend(found)
+            return found
+
+        held_out = sequential_gain(look, len(starts))
+        parts = [
+            [one for one, own in zip(scored, is_own, strict=False) if own == kind] for kind in (True, False)
+        ]
+        # One window has no error that could be estimated.
+        own, rest = (Gain.of(part) if text.num_own and len(part) > 1 else None for part in parts)
 
         # The worker's own batches, from as many of its steps as possible, against any other training text.
         generator, count = np.random.default_rng(seed), budget.assigned
@@ -126,7 +175,8 @@ class Scorer:
         other_gain = Gain.of(differences(other_text, other, seed + 2))
 
         windows = held_out.windows + own_gain.windows + other_gain.windows
-        return Evidence(held_out, own_gain, other_gain, budget.forwards * budget.length * windows)
+        tokens = budget.forwards * budget.length * windows
+        return Evidence(held_out, own_gain, other_gain, tokens, own, rest)
 
     def guard(
         self,
@@ -138,14 +188,15 @@ class Scorer:
         frozen: FrozenBlocks = NONE_FROZEN,
     ) -> list[list[float]]:
         """What each candidate gains over `base`, window by window of the same held-out text."""
-        starts, upstream = self._held_out_starts(seed, windows), self._upstream(frozen)
+        text, upstream = self._held_out_of(block), self._upstream(frozen)
+        starts, _ = text.draw(seed, windows, self.recipe.data.own_share)
         before, after = self._loaded(block, base, base)
-        [old] = self._losses(block, (before,), upstream, self._held_out, starts, seed)
+        [old] = self._losses(block, (before,), upstream, text.windows, starts, seed)
         found = []
         # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
-            [new] = self._losses(block, (after,), upstream, self._held_out, starts, seed)
+            [new] = self._losses(block, (after,), upstream, text.windows, starts, seed)
             found.append([was - became for was, became in zip(old, new, strict=True)])
         return found
 
@@ -167,8 +218,9 @@ class Scorer:
             load_into(self._others[index], weights)
         return [self._others[index] for index in frozen]
 
-    def _held_out_starts(self, seed: int, count: int) -> Tokens:
-        return np.random.default_rng(seed).integers(0, self._held_out.choices, count)
+    def _held_out_of(self, block: int) -> HeldOut:
+        """The held-out text that a block is judged on."""
+        return self._by_cluster[block % len(self._by_cluster)] if self._by_cluster else self._everything
 
     def _losses(
         self,

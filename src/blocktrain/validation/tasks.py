@@ -41,6 +41,8 @@ def report_of(evidence: Evidence) -> EvidenceReport:
         assigned=_report(evidence.assigned),
         other=_report(evidence.other),
         tokens=evidence.tokens,
+        own=None if evidence.own is None else _report(evidence.own),
+        rest=None if evidence.rest is None else _report(evidence.rest),
     )
 
 
@@ -52,7 +54,14 @@ def _report(gain: Gain) -> GainReport:
 
 
 def evidence_of(found: EvidenceReport) -> Evidence:
-    return Evidence(_gain(found.held_out), _gain(found.assigned), _gain(found.other), found.tokens)
+    return Evidence(
+        _gain(found.held_out),
+        _gain(found.assigned),
+        _gain(found.other),
+        found.tokens,
+        None if found.own is None else _gain(found.own),
+        None if found.rest is None else _gain(found.rest),
+    )
 
 
 def _gain(found: GainReport) -> Gain:

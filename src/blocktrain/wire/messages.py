@@ -696,6 +696,9 @@ class EvidenceReport(Request):
     other: GainReport
     tokens: Count
     """Tokens of forward passes that judging took."""
+    own: GainReport | None = None
+    """Where blocks are specialised: the held-out windows of the block's own cluster, and the others."""
+    rest: GainReport | None = None
 
 
 class BanRequest(Request):
