@@ -32,7 +32,8 @@ from blocktrain.data.corpora import load_corpus
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, build_block
+from blocktrain.model.block import Block
+from blocktrain.model.families import build_block
 from blocktrain.model.objective import Objective
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer, build_codebook

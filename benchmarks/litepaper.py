@@ -38,7 +38,6 @@ import torch
 from rich.console import Console
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
-from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.local.swarm import SwarmOptions, run_swarm
 from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Policy, Scenario, Simulation
@@ -307,7 +306,7 @@ def _swarm(recipe: str, settings: Sequence[str], workers: int, options: Options,
     CONSOLE.print(f"{name}: {workers} workers")
     out = _fresh(options.out / name)
     swarm = SwarmOptions(find_recipe(recipe).absolute(), workers, out, tuple(settings), options.device)
-    return run_swarm(swarm, CONSOLE, threading.Event(), save_final_checkpoint)
+    return run_swarm(swarm, CONSOLE, threading.Event())
 
 
 def _final(report: dict[str, Any]) -> float:

@@ -1,7 +1,8 @@
 """Blocks that specialise in a part of the text, pooled by how well each predicted the text so far.
 
     python benchmarks/specialise.py --docs FOLDER [--steps 4000] [--shares 0,0.75] [--seeds 0] [--jobs 12]
-    python benchmarks/specialise.py --docs FOLDER --quick      # CPU, tiny models, a few minutes
+    python benchmarks/specialise.py --docs FOLDER --tokenizer tokenizer.json --prepare
+    python benchmarks/specialise.py --quick ...      # CPU, tiny models, a few minutes
 
 FOLDER has train.txt.xz and valid.txt.xz, documents that begin with a `---` line of front matter. Documents
 are clustered once (hashed words, k-means with equal bytes per cluster). Block b draws `share` of each batch
@@ -12,7 +13,12 @@ from cluster b and the rest from all text; share 0 is the plain pool of blocks. 
 and the pool is log-linear. Prior, taus and the sum of the weights are fitted on pooling documents, which
 nobody trains on; held-out text is scored once. The end-to-end reference has the layers of all blocks and
 sees as many bytes. Learning rates: `--tune` tries the same grid for a block and for the reference and prints
-the loss on pooling text.
+the loss on pooling text. Losses are nats per byte, whatever the tokenizer.
+
+With a large vocabulary the output maps of four blocks cost more than one: `--block-steps` gives the blocks
+fewer steps, and the report has the operations of each side. `--own-output` lets every model learn its output
+map instead of using the fixed codebook. `--stop-after SECONDS` saves what is not finished and exits 3; the
+same command goes on.
 Exits 1 when the best specialised pool is more than 0.012 nats per byte above end to end.
 """
 
@@ -22,6 +28,7 @@ import argparse
 import hashlib
 import json
 import lzma
+import os
 import platform
 import re
 import subprocess
@@ -30,6 +37,7 @@ import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,20 +50,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.data.bpe import FileTokenizer
 from blocktrain.ids import derive_seed
-from blocktrain.model.block import Block, build_block
+from blocktrain.model.block import Block
+from blocktrain.model.families import build_block
 from blocktrain.model.objective import Objective
+from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import autocast
-from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
+from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook, training_config
+from blocktrain.training.optimizer import Optimizer
 
 BLOCKS = 4
+NOT_FINISHED = 3
 POOL_BYTES = 1_500_000
 FEATURES, SKETCH = 1 << 15, 256
 DECAYS = (0.9, 0.98, 0.998)
 """One decay of 0.98 gave 0.5633 where all three gave 0.5619; without decay it was 0.5656 (4000 steps)."""
 FILTER_CHUNK = 64
 MAX_GAP = 0.012
-GRID = [(matrix, other) for matrix in (3e-3, 6e-3) for other in (1e-3, 3e-3, 6e-3)]
+OTHER_RATES = (1e-3, 3e-3, 6e-3)
 
 
 @dataclass(frozen=True)
@@ -68,19 +81,29 @@ class Unit:
     matrix_lr: float
     other_lr: float
     share: float = 0.0
+    own_output: bool = False
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a unit finds its text, and how large it is."""
+    """Where a unit finds its text, how large it is, and when it must stop for now."""
 
     texts: str
     device: str
     quick: bool
+    stop_at: float | None = None
+    vocabulary: int = 256
+
+    def tokens(self, part: str) -> Tensor:
+        dtype = np.uint8 if self.vocabulary <= 256 else np.uint16
+        return torch.from_numpy(np.fromfile(Path(self.texts) / part, dtype).astype(np.int32))
+
+    def bytes_per_token(self, part: str) -> float:
+        return float(json.loads((Path(self.texts) / "text.json").read_text())["bytes_per_token"][part])
 
 
-def prepare_texts(source: Path, folder: Path, clusters: int) -> None:
-    """Training text, its clusters, pooling and held-out text as files of bytes; made once."""
+def prepare_texts(source: Path, folder: Path, clusters: int, tokenizer: Path | None) -> None:
+    """Training, pooling and held-out text as files of tokens, and each document's length and cluster."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = lzma.decompress((source / "train.txt.xz").read_bytes())
     starts = [found.start() for found in re.finditer(rb"(?:(?<=\n\n)|\A)---\n(?=[a-zA-Z_.-]+:)", whole)]
@@ -91,12 +114,26 @@ def prepare_texts(source: Path, folder: Path, clusters: int) -> None:
     pooling = set(by_hash[: int(np.searchsorted(sizes, POOL_BYTES)) + 1])
     training = [document for i, document in enumerate(documents) if i not in pooling]
     labels = cluster(sketches(training), np.array([len(one) for one in training]), clusters)
-    (folder / "valid").write_bytes(lzma.decompress((source / "valid.txt.xz").read_bytes()))
-    (folder / "pool").write_bytes(b"".join(documents[i] for i in by_hash if i in pooling))
-    (folder / "train").write_bytes(b"".join(training))
-    for number in range(clusters):
-        own = b"".join(one for one, label in zip(training, labels, strict=True) if label == number)
-        (folder / f"cluster-{number}").write_bytes(own)
+    texts = {
+        "train": training,
+        "pool": [documents[i] for i in by_hash if i in pooling],
+        "valid": [lzma.decompress((source / "valid.txt.xz").read_bytes())],
+    }
+    encoder = None if tokenizer is None else FileTokenizer.open(tokenizer)
+    about: dict[str, Any] = {"vocabulary": encoder.vocabulary if encoder else 256, "bytes_per_token": {}}
+    for part, found in texts.items():
+        # Without the separator that the product puts between documents: bytes have none either.
+        plain = [one.decode(errors="replace") for one in found]
+        encoded = found if encoder is None else encoder.encode_documents(plain)
+        (folder / part).write_bytes(b"".join(encoded))
+        size = 1 if encoder is None else 2
+        lengths = [len(one) // size for one in encoded]
+        about["bytes_per_token"][part] = sum(map(len, found)) / sum(lengths)
+        if part == "train":
+            save_file(
+                {"lengths": torch.tensor(lengths), "labels": torch.tensor(labels)}, folder / "documents"
+            )
+    (folder / "text.json").write_text(json.dumps(about))
 
 
 def sketches(documents: list[bytes]) -> NDArray[np.float32]:
@@ -135,12 +172,14 @@ def cluster(rows: NDArray[np.float32], sizes: NDArray[np.int64], clusters: int) 
 class Batches:
     """Windows drawn by hash: the first rows from the block's own cluster, the rest from all text."""
 
-    def __init__(self, folder: Path, unit: Unit, recipe: Recipe, device: torch.device) -> None:
-        def on_device(name: str) -> Tensor:
-            return torch.frombuffer(bytearray((folder / name).read_bytes()), dtype=torch.uint8).to(device)
-
-        self.everything = on_device("train")
-        self.own = on_device(f"cluster-{unit.index}") if unit.share else self.everything
+    def __init__(self, place: Place, unit: Unit, recipe: Recipe) -> None:
+        device = torch.device(place.device)
+        everything = place.tokens("train")
+        documents = load_file(Path(place.texts) / "documents")
+        cluster_of_token = documents["labels"].repeat_interleave(documents["lengths"])
+        own = everything[cluster_of_token == unit.index] if unit.share else everything
+        self.everything = everything.to(device)
+        self.own = own.to(device) if unit.share else self.everything
         self.seed, self.batch_size = unit.seed, recipe.training.batch
         self.own_rows = round(unit.share * self.batch_size)
         self.reach = torch.arange(recipe.model.context + 1, device=device)
@@ -181,64 +220,103 @@ def recipe_of(unit: Unit, quick: bool) -> Recipe:
 
 def build(unit: Unit, place: Place) -> tuple[Recipe, Objective, Codebook, Block]:
     recipe, device = recipe_of(unit, place.quick), torch.device(place.device)
-    objective = Objective(recipe.model, recipe.objective, vocabulary=256)
+    objective = Objective(recipe.model, recipe.objective, vocabulary=place.vocabulary)
     block = build_block(
         recipe.model,
         recipe.objective,
-        vocabulary=256,
+        vocabulary=place.vocabulary,
         seed=derive_seed("init", unit.seed, "reference" if unit.index is None else unit.index),
         num_layers=recipe.model.layers_per_block * (BLOCKS if unit.index is None else 1),
         hints=False,
     )
-    return recipe, objective, build_codebook(recipe, 256).to(device), block.to(device)
+    codebook = build_codebook(recipe, place.vocabulary)
+    if unit.own_output:
+        codebook = Codebook(codebook.table, learned=True)
+    return recipe, objective, codebook.to(device), block.to(device)
 
 
-def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float]]:
-    """In a process of its own; leaves the weights beside the text, returns the losses of this model alone."""
+def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float] | None]:
+    """In a process of its own; leaves the weights beside the text, returns the losses of this model alone,
+    or None if it had to stop before the end."""
     torch.set_num_threads(1)
-    recipe, objective, codebook, block = build(unit, place)
-    batches: Any = Batches(Path(place.texts), unit, recipe, torch.device(place.device))
-    trainer = BlockTrainer(recipe, objective, block, unit.index, batches, codebook)
-    for step in range(unit.steps):
-        trainer.step(step, unit.index or 0)
-    save_file(
-        {name: value.contiguous() for name, value in block.cpu().state_dict().items()}, weights(unit, place)
-    )
-    alone = {part: log_probs([unit], place, part) for part in ("pool", "valid")}
-    return unit, {part: -float(picked(rows, y).mean()) for part, (rows, y) in alone.items()}
+    path = weights(unit, place)
+    if not path.exists():
+        recipe, objective, codebook, block = build(unit, place)
+        config = training_config(recipe, reference=unit.index is None)
+        map_optimizer = Optimizer(codebook, config) if unit.own_output else None
+        batches: Any = Batches(place, unit, recipe)
+        trainer = BlockTrainer(
+            recipe, objective, block, unit.index, batches, codebook, codebook_optimizer=map_optimizer
+        )
+        optimizers = [one for one in (trainer.optimizer, map_optimizer) if one is not None]
+        model, first, half_way = nn.ModuleList([block, codebook]), 0, path.with_suffix(".half")
+        if half_way.exists():
+            saved = load_file(half_way)
+            first = int(saved.pop("step"))
+            model.load_state_dict({n[2:]: saved.pop(n) for n in list(saved) if n.startswith("w.")})
+            for i, one in enumerate(optimizers):
+                one.load_state_tensors({n[2:]: v for n, v in saved.items() if n.startswith(f"{i}.")})
+        for step in range(first, unit.steps):
+            trainer.step(step, unit.index or 0)
+            if step % 50 == 49 and place.stop_at is not None and step + 1 < unit.steps:
+                if place.device == "cuda":
+                    torch.cuda.synchronize()
+                if time.time() > place.stop_at:
+                    state = {"step": torch.tensor(step + 1)}
+                    state |= {f"w.{n}": v.cpu().clone() for n, v in model.state_dict().items()}
+                    for i, one in enumerate(optimizers):
+                        state |= {f"{i}.{n}": v.cpu().clone() for n, v in one.state_tensors().items()}
+                    save_file(state, half_way)
+                    return unit, None
+        save_file({n: v.cpu().clone() for n, v in model.state_dict().items()}, path)
+    return unit, {part: -float(Rows([unit], place, part).picked().mean()) for part in ("pool", "valid")}
 
 
 def weights(unit: Unit, place: Place) -> Path:
     return Path(place.texts) / f"{hashlib.sha256(repr(unit).encode()).hexdigest()[:16]}.safetensors"
 
 
-@torch.no_grad()
-def log_probs(units: list[Unit], place: Place, part: str) -> tuple[Tensor, Tensor]:
-    """Every model's log-probs, B x windows x positions x vocabulary in half precision, and the targets."""
-    text, device = (Path(place.texts) / part).read_bytes(), torch.device(place.device)
-    rows, y = [], torch.empty(0)
-    for unit in units:
-        recipe, _, codebook, block = build(unit, place)
-        block.load_state_dict(load_file(weights(unit, place)))
-        block.eval()
+class Rows:
+    """Every model's log-probs of a text, by windows, in half precision. Never all at once: a vocabulary of
+    16,384 makes 67 MB of a window of 512 tokens and four models."""
+
+    def __init__(self, units: list[Unit], place: Place, part: str) -> None:
+        self.device = torch.device(place.device)
+        self.models = []
+        for unit in units:
+            recipe, _, codebook, block = build(unit, place)
+            nn.ModuleList([block, codebook]).load_state_dict(load_file(weights(unit, place)))
+            self.models.append((block.eval(), codebook))
         context = recipe.model.context
-        tokens = torch.frombuffer(bytearray(text[:20_000] if place.quick else text), dtype=torch.uint8).long()
+        tokens = place.tokens(part)[: 20_000 if place.quick else None].long().to(self.device)
         count = (len(tokens) - 1) // context
-        x = tokens[: count * context].view(count, context).to(device)
-        y = tokens[1 : count * context + 1].view(count, context).to(device)
-        parts = []
-        for windows in torch.split(x, 64):
-            with autocast(device):
-                logits = block(windows, codebook()).logits_BTV
-            parts.append(torch.log_softmax(logits.float(), -1).half())
-        rows.append(torch.cat(parts))
-    return torch.stack(rows), y
+        self.x = tokens[: count * context].view(count, context)
+        self.y = tokens[1 : count * context + 1].view(count, context)
+        self.at_once = max(1, (2 << 30) // (2 * len(units) * context * place.vocabulary))
 
+    @torch.no_grad()
+    def of(self, windows: slice | Tensor) -> Tensor:
+        """Log-probs B x windows x positions x vocabulary."""
+        rows = []
+        for block, codebook in self.models:
+            parts = []
+            for x in torch.split(self.x[windows], 16):
+                with autocast(self.device):
+                    logits = block(x, codebook()).logits_BTV
+                parts.append(torch.log_softmax(logits.float(), -1).half())
+            rows.append(torch.cat(parts))
+        return torch.stack(rows)
 
-def picked(rows_BNTV: Tensor, y_NT: Tensor) -> Tensor:
-    """Log-likelihood of each target under each model."""
-    index = y_NT[None, ..., None].expand(len(rows_BNTV), -1, -1, 1)
-    return rows_BNTV.gather(-1, index)[..., 0].float()
+    def pieces(self) -> list[slice]:
+        return [slice(i, i + self.at_once) for i in range(0, len(self.x), self.at_once)]
+
+    def picked(self) -> Tensor:
+        """Log-likelihood of each target under each model, B x windows x positions."""
+        found = []
+        for piece in self.pieces():
+            index = self.y[piece][None, ..., None].expand(len(self.models), -1, -1, 1)
+            found.append(self.of(piece).gather(-1, index)[..., 0].float())
+        return torch.cat(found, 1)
 
 
 def past_likelihood(picked_BNT: Tensor, decay: float) -> Tensor:
@@ -274,31 +352,40 @@ class Pool(nn.Module):
 
 def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> dict[str, float]:
     """Fit on pooling text, score on both."""
-    texts = {}
-    for part in ("pool", "valid"):
-        rows, y = log_probs(units, place, part)
-        likelihood = picked(rows, y)
-        past = [past_likelihood(likelihood, decay).flatten(1) for decay in decays]
-        empty = torch.zeros(0, len(units), y.numel(), device=y.device)
-        texts[part] = rows.flatten(1, 2), y.flatten(), torch.stack(past) if past else empty
+
+    def past(rows: Rows) -> Tensor:
+        likelihood = rows.picked()
+        found = [past_likelihood(likelihood, decay) for decay in decays]
+        return torch.stack(found) if found else torch.zeros(0, *likelihood.shape, device=rows.device)
+
+    pooling = Rows(units, place, "pool")
+    # As much of the pooling text as fits: 8 numbers are fitted, so 46,000 positions are plenty.
+    fitted = min(len(pooling.x), 4 * pooling.at_once)
+    spread = torch.linspace(0, len(pooling.x) - 1, fitted, device=pooling.device).long()
+    rows, y = pooling.of(spread).flatten(1, 2), pooling.y[spread].flatten()
+    past_pool = past(pooling)
+    past_fit = past_pool[:, :, spread].flatten(2)
     pool = Pool(len(units), decays).to(place.device)
     optimizer = torch.optim.Adam(pool.parameters(), 0.02)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
-    rows, y, past_all = texts["pool"]
     generator = torch.Generator(y.device).manual_seed(1)
     for _ in range(60 if place.quick else 250):
         chosen = torch.randint(0, len(y), (8192,), generator=generator, device=y.device)
-        loss = F.nll_loss(pool(rows[:, chosen], past_all[:, :, chosen]), y[chosen])
+        loss = F.nll_loss(pool(rows[:, chosen], past_fit[:, :, chosen]), y[chosen])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
+    del rows
     found = {}
-    with torch.no_grad():
-        for part, (rows, y, past_all) in texts.items():
-            pieces = [slice(i, i + 65_536) for i in range(0, len(y), 65_536)]
-            sums = [F.nll_loss(pool(rows[:, s], past_all[:, :, s]), y[s], reduction="sum") for s in pieces]
-            found[part] = float(sum(sums)) / len(y)
+    for part, text in (("pool", pooling), ("valid", Rows(units, place, "valid"))):
+        past_all, total = (past_pool if part == "pool" else past(text)), 0.0
+        for piece in text.pieces():
+            for window, row in enumerate(text.of(piece).unbind(1), start=piece.start):
+                with torch.no_grad():
+                    rows = pool(row, past_all[:, :, window])
+                    total += float(F.nll_loss(rows, text.y[window], reduction="sum"))
+        found[part] = total / text.y.numel()
     return found
 
 
@@ -306,9 +393,11 @@ def provenance() -> dict[str, Any]:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
 
+    # A machine that got a copy of the tree without its history is told by whoever made the copy.
+    told = os.environ.get("BLOCKTRAIN_COMMIT")
     return {
-        "commit": git("rev-parse", "HEAD") or None,
-        "clean": not git("status", "--porcelain"),
+        "commit": told or git("rev-parse", "HEAD") or None,
+        "clean": bool(told) or not git("status", "--porcelain"),
         "command": " ".join(sys.argv),
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -322,44 +411,78 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--docs", type=Path, required=True)
+    parser.add_argument("--docs", type=Path, help="not needed where --texts is already prepared")
     parser.add_argument(
         "--texts", type=Path, default=Path("build/specialise"), help="prepared text and weights"
     )
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: bytes")
+    parser.add_argument("--prepare", action="store_true", help="prepare the text and stop")
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--block-steps", type=int, help="default: those of the reference")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--shares", default="0,0.75")
     parser.add_argument("--block-lr", default="6e-3,3e-3", help="matrix_lr,other_lr")
     parser.add_argument("--reference-lr", default="6e-3,1e-3", help="matrix_lr,other_lr")
-    parser.add_argument("--tune", action="store_true", help="try the grid of learning rates for both sides")
+    parser.add_argument("--own-output", action="store_true", help="every model learns its output map")
+    parser.add_argument(
+        "--tune",
+        nargs="?",
+        const="3e-3,6e-3",
+        metavar="MATRIX_LRS",
+        help=f"try these, each with other_lr {OTHER_RATES}, for both sides; default 3e-3,6e-3",
+    )
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--stop-after", type=float, help="seconds of training; exit 3 if not finished")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     began = time.monotonic()
-    if not (arguments.texts / f"cluster-{BLOCKS - 1}").exists():
-        prepare_texts(arguments.docs, arguments.texts, BLOCKS)
+    if not (arguments.texts / "text.json").exists():
+        if arguments.docs is None:
+            parser.error(f"{arguments.texts} is not prepared: --docs FOLDER is needed")
+        prepare_texts(arguments.docs, arguments.texts, BLOCKS, arguments.tokenizer)
+    if arguments.prepare:
+        return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = Place(str(arguments.texts), device, arguments.quick)
+    place = Place(
+        str(arguments.texts),
+        device,
+        arguments.quick,
+        time.time() + arguments.stop_after if arguments.stop_after else None,
+        json.loads((arguments.texts / "text.json").read_text())["vocabulary"],
+    )
     steps = 30 if arguments.quick else arguments.steps
-    units = []
+    block_steps = steps if arguments.quick else arguments.block_steps or steps
+    own_output, units = arguments.own_output, []
     for seed in (int(seed) for seed in arguments.seeds.split(",")):
         if arguments.tune:
-            units += [Unit(seed, steps, index, *rates) for rates in GRID for index in (None, 0)]
+            for matrix_lr, other_lr in product(map(float, arguments.tune.split(",")), OTHER_RATES):
+                units.append(Unit(seed, steps, None, matrix_lr, other_lr, own_output=own_output))
+                units.append(Unit(seed, block_steps, 0, matrix_lr, other_lr, own_output=own_output))
             continue
-        block_rates = (float(rate) for rate in arguments.block_lr.split(","))
-        reference_rates = (float(rate) for rate in arguments.reference_lr.split(","))
-        plain = Unit(seed, steps, 0, *block_rates)
-        units.append(Unit(seed, steps, None, *reference_rates))
+        matrix_lr, other_lr = (float(rate) for rate in arguments.reference_lr.split(","))
+        units.append(Unit(seed, steps, None, matrix_lr, other_lr, own_output=own_output))
+        matrix_lr, other_lr = (float(rate) for rate in arguments.block_lr.split(","))
+        plain = Unit(seed, block_steps, 0, matrix_lr, other_lr, own_output=own_output)
         for share in (float(share) for share in arguments.shares.split(",")):
             units += [replace(plain, index=index, share=share) for index in range(BLOCKS)]
     losses: dict[Unit, dict[str, float]] = {}
     report: dict[str, Any] = {**provenance(), "units": [], "pools": []}
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as processes:
         for future in as_completed([processes.submit(train_unit, unit, place) for unit in units]):
-            unit, losses[unit] = future.result()
-            report["units"].append({**asdict(unit), "ce": losses[unit]})
-            print(f"{time.monotonic() - began:5.0f} s {unit} {losses[unit]}", flush=True)
+            unit, found = future.result()
+            if found is None:
+                print(f"{time.monotonic() - began:5.0f} s {unit} goes on with the same command", flush=True)
+                continue
+            losses[unit] = {part: ce / place.bytes_per_token(part) for part, ce in found.items()}
+            recipe, _, _, block = build(unit, replace(place, device="cpu"))
+            tokens = unit.steps * recipe.training.batch * recipe.model.context
+            flops = training_flops(forward_flops_per_token(recipe.model, block, place.vocabulary), 0, tokens)
+            row = {**asdict(unit), "ce_per_byte": losses[unit], "tokens": tokens, "training_flops": flops}
+            report["units"].append(row)
+            print(f"{time.monotonic() - began:5.0f} s {row}", flush=True)
+    if len(losses) < len(units):
+        return NOT_FINISHED
     gaps = []
     for reference in () if arguments.tune else [unit for unit in units if unit.index is None]:
         for share in sorted({unit.share for unit in units}):
@@ -367,16 +490,18 @@ def main() -> int:
                 u for u in units if (u.seed, u.share) == (reference.seed, share) and u.index is not None
             ]
             for decays in ((), DECAYS) if blocks else ():
-                found = score_pool(blocks, place, decays)
+                per_token = score_pool(blocks, place, decays)
+                found = {part: ce / place.bytes_per_token(part) for part, ce in per_token.items()}
                 gap = found["valid"] - losses[reference]["valid"]
                 if share and decays:
                     gaps.append(gap)
                 row = {
                     "seed": reference.seed,
-                    "steps": steps,
+                    "steps": block_steps,
+                    "reference_steps": steps,
                     "share": share,
                     "decays": decays,
-                    "ce": found,
+                    "ce_per_byte": found,
                     "gap": gap,
                 }
                 report["pools"].append(row)

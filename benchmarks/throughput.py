@@ -135,7 +135,7 @@ def report(recipe: Recipe, block: Block, times: dict[str, list[float]], device: 
     flops = training_flops(forward_flops_per_token(recipe.model, block, VOCABULARY), 0, tokens)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
-    print(f"{name}, width {recipe.model.width}, {len(block.layers)} layers, {tokens} tokens per step")
+    print(f"{name}, width {recipe.model.width}, {block.num_layers} layers, {tokens} tokens per step")
     for loop, seconds in times.items():
         median = statistics.median(seconds)
         mfu = f"  MFU {flops / median / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ""

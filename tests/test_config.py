@@ -121,7 +121,7 @@ def test_a_flag_is_read_by_the_type_it_lands_on(flag: str, section: str, key: st
 
 
 BAD_FLAGS = {
-    "model.widht=64": r"unknown recipe key model\.widht; known here: width, heads",
+    "model.widht=64": r"unknown recipe key model\.widht; known here: family, width, heads",
     "modle.width=64": r"unknown recipe key modle; known here: name, seed, model",
     "width=64": "unknown recipe key width",
     "model.width=33": r"model\.width \(33\) must be a multiple of twice model\.heads \(2\)",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block, make_codebook
 from blocktrain.model.objective import Objective
 
@@ -49,6 +50,12 @@ def tiny_recipe(*overrides: str) -> Recipe:
 def tiny_objective(*overrides: str) -> Objective:
     recipe = tiny_recipe(*overrides)
     return Objective(recipe.model, recipe.objective, vocabulary=VOCABULARY)
+
+
+def adaptive(block: Block) -> AdaptiveBlock:
+    """A block of the family `blocktrain`, with its parts."""
+    assert isinstance(block, AdaptiveBlock)
+    return block
 
 
 def shaken(block: Block, seed: int = 0) -> Block:

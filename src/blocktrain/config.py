@@ -40,8 +40,64 @@ def _require(condition: bool, message: str) -> None:
         raise RecipeError(message)
 
 
+def _refuse_settings(config: Any, keys: Iterable[str], told: str) -> None:
+    """Settings that mean nothing here must not be set: who sets one believes that it does something."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for key in keys:
+        _require(getattr(config, key) == defaults[key], told.format(key))
+
+
+ONLY_OURS = ("mixer", "condition_width", "convolution")
+"""Settings of [model] that only the family `blocktrain` has, and those that it has not."""
+ONLY_OTHERS = (
+    "kv_heads",
+    "head_width",
+    "feedforward_width",
+    "rope_theta",
+    "rope_scaling",
+    "norm_eps",
+    "tied",
+    "padded_vocabulary",
+)
+OTHER_FAMILIES_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    # A plain causal model knows no hints, and its loss has no weight of 4 to clip for.
+    "objective": {"hint_probability": 0.0},
+    "training": {"clip_norm": 1.0},
+}
+"""What a recipe of another family than `blocktrain` has where it says nothing."""
+
+
+class RopeScaling(typing.NamedTuple):
+    """How Llama 3 stretches its rotary positions to a longer context: slow frequencies are divided by
+    `factor`, fast ones kept, with a smooth passage between."""
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_context: float
+
+    @classmethod
+    def parse(cls, text: str) -> RopeScaling:
+        kind, _, numbers = text.partition(":")
+        try:
+            parsed = cls(*map(float, numbers.split(",")))
+        except (ValueError, TypeError):
+            parsed = cls(0, 0, 0, 0)
+        _require(
+            kind == "llama3"
+            and all(math.isfinite(number) and number > 0 for number in parsed)
+            and parsed.low_frequency < parsed.high_frequency,
+            "model.rope_scaling must be llama3:FACTOR,LOW,HIGH,CONTEXT, numbers above 0 and LOW below HIGH, "
+            f"as in llama3:8,1,4,8192; found {text!r}",
+        )
+        return parsed
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    family: Literal["blocktrain", "llama", "qwen3"] = "blocktrain"
+    """What a block is made of. `blocktrain`: adaptive norms and short convolutions, trained to denoise;
+    `llama` and `qwen3`: the layers of those models, a plain causal model that others can load."""
     width: int = 384
     """Size of the residual stream (d)."""
     heads: int = 6
@@ -60,18 +116,60 @@ class ModelConfig:
     """Size of the vector that every norm's gain and shift are linear maps of."""
     convolution: int = 4
     """Taps of the causal depthwise convolution in front of each sub-layer; 0 for none."""
+    kv_heads: int | None = None
+    """Heads of keys and values (`llama`, `qwen3`), each shared by heads / kv_heads queries; None: `heads`."""
+    head_width: int | None = None
+    """Channels of a head (`llama`, `qwen3`); None: width / heads."""
+    feedforward_width: int | None = None
+    """Width of the gated feed-forward layer (`llama`, `qwen3`); None: feedforward * width."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions (`llama`, `qwen3`)."""
+    rope_scaling: str | None = None
+    """Rotary positions for a longer context (`llama`, `qwen3`), as in `llama3:8,1,4,8192`: factor, low and
+    high frequency factor, context before."""
+    norm_eps: float = 1e-6
+    """What the norms add to the variance (`llama`, `qwen3`)."""
+    tied: bool = False
+    """Whether the output map is the embedding (`llama`, `qwen3`)."""
+    padded_vocabulary: int | None = None
+    """Rows of embedding and output map (`llama`, `qwen3`) where a model has more than its tokenizer has
+    tokens; those beyond are never predicted."""
 
     def __post_init__(self) -> None:
         for key in ("width", "heads", "blocks", "layers_per_block", "context", "feedforward"):
             _require(getattr(self, key) >= 1, f"model.{key} must be at least 1, found {getattr(self, key)}")
         _require(
-            self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
+            self.head_width is None or (self.head_width >= 2 and self.head_width % 2 == 0),
+            f"model.head_width must be even, for rotary embedding, and at least 2, found {self.head_width}",
+        )
+        _require(
+            self.head_width is not None or self.width % (2 * self.heads) == 0,
             f"model.width ({self.width}) must be a multiple of twice model.heads ({self.heads}), so that "
             "rotary embedding can pair the channels of a head; change one of them",
         )
+        _refuse_settings(
+            self,
+            ONLY_OURS if self.family != "blocktrain" else ONLY_OTHERS,
+            f'"model.{{}}" does not apply to model.family = "{self.family}"; leave it out',
+        )
+        for key in ("kv_heads", "feedforward_width", "padded_vocabulary"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"model.{key} must be at least 1, found {value}")
+        _require(
+            self.heads % (self.kv_heads or self.heads) == 0,
+            f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
+        )
+        _require(self.rope_theta > 1, "model.rope_theta must be above 1")
+        _require(0 < self.norm_eps < 1, "model.norm_eps must be between 0 and 1")
+        if self.rope_scaling is not None:
+            RopeScaling.parse(self.rope_scaling)
         _require(self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}")
         _require(self.condition_width >= 2, "model.condition_width must be at least 2")
         _require(0 <= self.convolution <= 16, "model.convolution must be between 0 and 16 taps")
+
+    @property
+    def channels_per_head(self) -> int:
+        return self.head_width or self.width // self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +282,14 @@ class TrainingConfig:
     """Also train the end-to-end reference of the same layers."""
     compile: bool | None = None
     """torch.compile; None means on CUDA only."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Sequences of a batch that are on the device at once; their gradients add up to those of the batch, to
+    rounding. None: all of it; `auto`: as many as fit into the memory of the device."""
+    recompute: bool = False
+    """Keep only the input of each layer for the backward pass and run the layer again there: about a third
+    more operations, and a layer's activations in place of a block's."""
+    momentum: Literal["float32", "bfloat16"] = "float32"
+    """How Muon keeps its momentum; `bfloat16` saves 2 bytes per value of the layers' matrices."""
     frozen_host_bytes: int = 1 << 30
     """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"`); less of it means
     more trips of weights to the device, and the same result."""
@@ -200,6 +306,14 @@ class TrainingConfig:
             f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
         )
         _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
+        _require(
+            self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
+            f"training.micro_batch must be at least 1, or `auto`, found {self.micro_batch}",
+        )
+        _require(
+            self.momentum == "float32" or self.optimizer == "muon",
+            'training.momentum = "bfloat16" is for training.optimizer = "muon"; AdamW keeps fp32',
+        )
         _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
         _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
         _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
@@ -373,6 +487,20 @@ class Recipe:
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
             'by side: set training.order = "turns", or objective.codebook = "fixed"',
         )
+        if self.model.family != "blocktrain":
+            _require(
+                self.objective.kind != "chain" and self.objective.hint_probability == 0,
+                f'model.family = "{self.model.family}" is trained by plain cross entropy: it knows no '
+                "hints and takes no block's features beside its own; set objective.hint_probability = 0 and "
+                'objective.kind = "denoise"',
+            )
+            keys = {one.name for one in dataclasses.fields(ObjectiveConfig)} - {"kind", "hint_probability"}
+            _refuse_settings(
+                self.objective,
+                sorted(keys),
+                f'"objective.{{}}" does not apply to model.family = "{self.model.family}", which is trained '
+                "by plain cross entropy; leave it out",
+            )
         _require(
             self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
             f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
@@ -534,6 +662,12 @@ def resolve_recipe(
         dotted = dotted.strip()
         _require(bool(equals and dotted), f"--set {override!r}: expected section.key=value")
         _assign(merged, dotted, text.strip())
+    model = merged.get("model")
+    family = model.get("family", "blocktrain") if isinstance(model, dict) else "blocktrain"
+    if str(family) != "blocktrain":
+        for section, defaults in OTHER_FAMILIES_DEFAULTS.items():
+            given = merged.get(section, {})
+            merged[section] = {**defaults, **given} if isinstance(given, dict) else given
     recipe = _build(Recipe, merged, "")
     assert isinstance(recipe, Recipe)
     return recipe
@@ -622,10 +756,13 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         told = f"{where} must be one of {', '.join(map(str, choices))}; found {value!r}"
         _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
-        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None))
+        words = [arm for arm in typing.get_args(hint) if typing.get_origin(arm) is Literal]
+        if any(value in typing.get_args(arm) for arm in words):
+            return value
+        (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None) and arm not in words)
     # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.config import Recipe
+from blocktrain.judge.ledger_check import open_source
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.wire.messages import LedgerEntry
 from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
@@ -52,7 +53,7 @@ def test_a_chain_of_three_blocks_trains_to_its_end_and_composes(kit: Kit, text: 
     coordinator = Coordinator(kit, recipe).start()
     for number in range(2):
         kit.worker(coordinator.url, f"worker-{number}")
-    status = coordinator.finished(120)
+    coordinator.finished(120)
     entries = coordinator.ledger()
     named = named_by_assignments(entries)
     committed = [entry.body for entry in entries if entry.kind == "commit"]
@@ -61,7 +62,7 @@ def test_a_chain_of_three_blocks_trains_to_its_end_and_composes(kit: Kit, text: 
     assert max(versions) >= 1, "later blocks follow the earlier ones as they move"
     assert coordinator.verify().merges == 9
 
-    scores = save_final_checkpoint(coordinator.client(), status, kit.folder / "checkpoint")
+    scores = save_final_checkpoint(open_source(coordinator.url), kit.folder / "checkpoint")
     assert scores["consensus_ce"] < scores["block_ce"][0]
     assert scores["euler_ce"] is None, "blocks that take others' output as input do not compose by euler"
 

@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.noise import precondition
 from blocktrain.model.objective import Objective
-from tests.tiny import VOCABULARY, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
+from tests.tiny import VOCABULARY, adaptive, shaken, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 SHAPES = ["model.convolution=0", "model.convolution=1", "model.convolution=4", "model.layers_per_block=2"]
 
 
-def block_and_codebook(*overrides: str) -> tuple[Block, Tensor]:
+def block_and_codebook(*overrides: str) -> tuple[AdaptiveBlock, Tensor]:
     objective = tiny_objective(*overrides)
-    return shaken(objective.build(0, seed=0)), tiny_codebook(objective)
+    return adaptive(shaken(objective.build(0, seed=0))), tiny_codebook(objective)
 
 
 def some_hint(batch: int, width: int = 32) -> Hint:
@@ -139,7 +140,7 @@ def test_a_fresh_block_predicts_every_symbol_alike() -> None:
 def test_context_embeddings_are_as_long_as_the_scaled_hint() -> None:
     """Both are about sqrt(d) long; a block ignores a context that is much shorter."""
     objective = tiny_objective("model.width=128")
-    length = objective.build(0, seed=0).embedding.weight.detach().norm(dim=1).mean()
+    length = adaptive(objective.build(0, seed=0)).embedding.weight.detach().norm(dim=1).mean()
     assert float(length) == pytest.approx(math.sqrt(128), rel=0.1)
 
 
@@ -159,8 +160,8 @@ def test_blocks_share_no_trainable_tensor() -> None:
 
 def test_the_reference_has_the_layers_of_all_blocks() -> None:
     objective = tiny_objective("model.blocks=3", "model.layers_per_block=2")
-    assert len(objective.build_reference(seed=0).layers) == 6
-    assert len(objective.build(0, seed=0).layers) == 2
+    assert objective.build_reference(seed=0).num_layers == 6
+    assert objective.build(0, seed=0).num_layers == 2
 
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(16, 32), (32, 32), (256, 32), (256, 384)])
@@ -249,7 +250,7 @@ def test_a_block_downstream_takes_upstream_features() -> None:
 @pytest.mark.parametrize("overrides", [("model.width=2", "model.heads=1"), ("model.condition_width=3",)])
 def test_the_smallest_shapes_train(overrides: tuple[str, ...]) -> None:
     objective = tiny_objective(*overrides)
-    block, codebook = objective.build(0, seed=0), tiny_codebook(objective)
+    block, codebook = adaptive(objective.build(0, seed=0)), tiny_codebook(objective)
     tokens = some_tokens(2, 8)
     objective.loss(block, tokens, tokens, codebook).total.backward()  # type: ignore[no-untyped-call]
     assert block.out.weight.grad is not None

@@ -12,6 +12,7 @@ from blocktrain.model.noise import training_interval
 from blocktrain.model.objective import Objective
 from tests.tiny import (
     VOCABULARY,
+    adaptive,
     shaken,
     shaken_blocks,
     some_noise,
@@ -87,7 +88,8 @@ def test_every_weight_of_a_block_gets_a_finite_gradient(loss: str) -> None:
 
 
 def test_the_scale_of_the_regression_ablation_learns_without_steering_the_block() -> None:
-    objective, block, codebook = parts("objective.loss=mse")
+    objective, built, codebook = parts("objective.loss=mse")
+    block = adaptive(built)
     tokens, targets = some_tokens(2, LENGTH, seed=1), some_tokens(2, LENGTH, seed=2)
     before = torch.autograd.grad(objective.loss(block, tokens, targets, codebook).total, block.out.weight)[0]
     with torch.no_grad():

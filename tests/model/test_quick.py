@@ -8,7 +8,7 @@ from torch import nn
 
 from blocktrain.model.block import Block
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
-from tests.tiny import shaken, some_tokens, tiny_codebook, tiny_objective
+from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
 
@@ -40,7 +40,7 @@ def test_rows_token_by_token_are_near_those_of_the_whole_text(shape: str, steps:
         return
     tokens = some_tokens(1, LENGTH)
     expected = exact_rows(blocks, tokens, codebook)
-    quick = steps(blocks, codebook)
+    quick = steps([adaptive(block) for block in blocks], codebook)
     cache = quick.new_cache()
     for i, token in enumerate(tokens[0].tolist()):
         found = quick.step(token, cache).log_softmax(dim=-1)
@@ -54,7 +54,7 @@ def test_steps_and_whole_passes_share_one_cache(steps: type[QuickBlocks]) -> Non
     tokens = some_tokens(1, LENGTH)
     text = tokens[0].tolist()
     expected = exact_rows(blocks, tokens, codebook)
-    quick = steps(blocks, codebook)
+    quick = steps([adaptive(block) for block in blocks], codebook)
     cache = quick.new_cache()
     quick.extend(text[:10], cache)
     quick.step(text[10], cache)

@@ -6,12 +6,21 @@ import pytest
 import torch
 
 from blocktrain.errors import RecipeError
-from blocktrain.model.block import Hint, expected_target
+from blocktrain.model.adaptive import expected_target
+from blocktrain.model.block import Hint
 from blocktrain.model.composition import euler_log_probs
 from blocktrain.model.noise import levels, noise_share, owner
 from blocktrain.model.objective import Objective
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
-from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
+from tests.tiny import (
+    VOCABULARY,
+    adaptive,
+    shaken_blocks,
+    some_noise,
+    some_tokens,
+    tiny_codebook,
+    tiny_objective,
+)
 
 SWEEP = ("objective.hint_probability=0.5", "objective.sweep_probability=0.25", "objective.sigma_min=0.15")
 
@@ -39,7 +48,7 @@ def test_without_the_option_nothing_is_hidden_and_nothing_random_is_drawn() -> N
     before, tokens = generator.get_state(), some_tokens(8, 24)
     assert objective.hide_context(tokens, generator) is tokens
     assert torch.equal(generator.get_state(), before)
-    assert objective.build(0, seed=0).embedding.num_embeddings == VOCABULARY
+    assert adaptive(objective.build(0, seed=0)).embedding.num_embeddings == VOCABULARY
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import Block, build_block
+from blocktrain.model.block import Block
+from blocktrain.model.families import build_block
 from blocktrain.training.snapshot import (
     SnapshotError,
     from_safetensors,

@@ -97,12 +97,12 @@ class Bench:
 
     def bring_head(self, running: Running) -> dict[str, int]:
         """Bring the head of block 0; bytes that came down for it, by kind."""
-        before = self.traffic.bytes_down()
+        before = self.traffic.bytes_of("down")
         named = head(running)
         base = self.bring(named)
         assert (base.version, base.hash) == (named.version, named.hash)
         assert snapshot_hash(base.weights) == named.hash
-        return {kind: count - before[kind] for kind, count in self.traffic.bytes_down().items()}
+        return {kind: count - before[kind] for kind, count in self.traffic.bytes_of("down").items()}
 
 
 def naming(*named: FrozenSnapshot) -> Assignment:
@@ -167,7 +167,7 @@ def test_two_threads_that_want_the_same_snapshot_download_it_once(running: Runni
         )
     assert {snapshot_hash(base.weights) for base in bases} == {named.hash}
     size = 4 * bench.snapshots.layouts[0].schema.num_values
-    assert size < bench.traffic.bytes_down()["snapshot"] < 2 * size
+    assert size < bench.traffic.bytes_of("down")["snapshot"] < 2 * size
 
 
 def test_two_threads_may_keep_the_same_blob(tmp_path: Path) -> None:

@@ -188,11 +188,11 @@ def test_an_answer_of_another_protocol_is_explained(served: Served) -> None:
 def test_bytes_are_counted_with_headers_and_by_kind(served: Served) -> None:
     served.script = [lambda r: r.answer(200, BLOB), error(404, "not_found", "no such run")]
     served.client.payload("ab", len(BLOB))
-    assert len(BLOB) < served.traffic.bytes_down()["payload"] < len(BLOB) + 500
-    assert served.traffic.bytes_down()["control"] == 0
+    assert len(BLOB) < served.traffic.bytes_of("down")["payload"] < len(BLOB) + 500
+    assert served.traffic.bytes_of("down")["control"] == 0
     with pytest.raises(RequestRefused):
         served.client.run()
-    assert 0 < served.traffic.bytes_up()["control"] < 500
+    assert 0 < served.traffic.bytes_of("up")["control"] < 500
     assert served.traffic.seconds()["transferring"] > 0
 
 

@@ -41,7 +41,6 @@ def swarm(
     limit_processor(threads, nice)  # inherited by the coordinator and the workers
     from rich.console import Console
 
-    from blocktrain.local.assembly import save_final_checkpoint
     from blocktrain.local.swarm import SwarmOptions, run_swarm
     from blocktrain.tracking.trackers import recording
 
@@ -51,6 +50,6 @@ def swarm(
     options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, resolved)
     with recording(options.out, track, resolved.name, resolved.to_dict()) as recorder:
         stop = stop_on_signals()
-        report = run_swarm(options, Console(stderr=True), stop, save_final_checkpoint, recorder.status)
+        report = run_swarm(options, Console(stderr=True), stop, recorder.status)
     if as_json:
         typer.echo(json.dumps(report))

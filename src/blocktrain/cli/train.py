@@ -63,7 +63,7 @@ def train(
     ):
         observer = RecordedSteps(progress, recorder)
         run = LocalRun(resolved, out, chosen, observer, stop_on_signals(), start)
-        progress.plan({unit.name: len(unit.block.layers) for unit in run.units})
+        progress.plan({unit.name: unit.block.num_layers for unit in run.units})
         run.train(resume=resume)
         report = run.finish()
         recorder.report(report)

@@ -70,6 +70,8 @@ RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
 _judge_answer: TypeAdapter[JudgeAnswer] = TypeAdapter(JudgeAnswer)
 
+JSON_CONTENT = {"content-type": "application/json"}
+
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -161,16 +163,16 @@ class CoordinatorClient:
         return self._read(f"/v1/challenge/{self.identity.worker_id}", ChallengeAnswer)
 
     def ask(self, request: AssignmentRequest) -> AssignmentAnswer:
-        return _parsed(
-            _assignment_answer.validate_json, self._request("POST", "/v1/assignments", _body(request))
-        )
+        content = self._request("POST", "/v1/assignments", request.model_dump_json().encode())
+        return _parsed(_assignment_answer.validate_json, content)
 
     def heartbeat(self, assignment_id: str, request: HeartbeatRequest) -> HeartbeatAnswer:
         return self._ask("POST", f"/v1/assignments/{assignment_id}/heartbeat", HeartbeatAnswer, request)
 
     def hand_back(self, assignment_id: str) -> ReturnAnswer:
         # Twice and no longer: a worker that is leaving should leave, and the lease ends by itself.
-        return self._ask("DELETE", f"/v1/assignments/{assignment_id}", ReturnAnswer, attempts=2)
+        content = self._request("DELETE", f"/v1/assignments/{assignment_id}", attempts=2)
+        return _parsed(ReturnAnswer.model_validate_json, content)
 
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:
         return self._ask("POST", f"/v1/assignments/{assignment_id}/commit", CommitAnswer, request)
@@ -183,7 +185,7 @@ class CoordinatorClient:
                 # Straight to the object storage, whose URL carries its own permission; then the
                 # coordinator is told.
                 self._request("PUT", answer.upload.url, payload, signed=False)
-                content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded", b"")
+                content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded")
         return _parsed(Verdict.model_validate_json, content)
 
     def verdict(self, payload_hash: str) -> Verdict:
@@ -211,7 +213,7 @@ class CoordinatorClient:
 
     def fetch(self, path: str, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """A public object, whole and in memory."""
-        return self._request("GET", path, b"", signed=False, max_bytes=max_bytes)
+        return self._request("GET", path, signed=False, max_bytes=max_bytes)
 
     def payload(self, payload_hash: str, max_bytes: int) -> bytes:
         with self.traffic.sending(Kind.PAYLOAD):
@@ -222,17 +224,15 @@ class CoordinatorClient:
     ) -> None:
         """The whole of `path` in `target`, going on from whatever bytes `target` already has."""
         with self.traffic.sending(kind):
-            self._retried(
-                lambda: self._continue_download(path, target, max_bytes, signed), attempts=self.attempts
-            )
+            self._request("GET", path, signed=signed, max_bytes=max_bytes, target=target)
 
     # --- routes of judges and operators
 
     def judge_lease(self) -> JudgeAnswer:
-        return _parsed(_judge_answer.validate_json, self._request("POST", "/v1/judge/lease", b""))
+        return _parsed(_judge_answer.validate_json, self._request("POST", "/v1/judge/lease"))
 
     def judge_payload(self, update_id: str, max_bytes: int) -> bytes:
-        return self._request("GET", f"/v1/judge/tasks/{update_id}/payload", b"", max_bytes=max_bytes)
+        return self._request("GET", f"/v1/judge/tasks/{update_id}/payload", max_bytes=max_bytes)
 
     def judge_report(self, update_id: str, report: EvidenceReport) -> OperatorAnswer:
         return self._ask("POST", f"/v1/judge/tasks/{update_id}", OperatorAnswer, report)
@@ -248,16 +248,9 @@ class CoordinatorClient:
 
     # --- how
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        kind: type[Model],
-        request: BaseModel | None = None,
-        attempts: int | None = None,
-    ) -> Model:
-        body = b"" if request is None else _body(request)
-        return _parsed(kind.model_validate_json, self._request(method, path, body, attempts=attempts))
+    def _ask(self, method: str, path: str, kind: type[Model], request: BaseModel | None = None) -> Model:
+        body = b"" if request is None else request.model_dump_json().encode()
+        return _parsed(kind.model_validate_json, self._request(method, path, body))
 
     def _read(self, path: str, kind: type[Model]) -> Model:
         return _parsed(kind.model_validate_json, self.fetch(path))
@@ -285,30 +278,43 @@ class CoordinatorClient:
         self,
         method: str,
         path: str,
-        body: bytes,
+        body: bytes = b"",
         *,
         signed: bool = True,
         attempts: int | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
+        target: Path | None = None,
     ) -> bytes:
+        """The answer, tried for until there is one; with a `target` it goes into that file instead."""
         url = path if "://" in path else self.url + path
-
-        def once() -> bytes:
-            # At every try: a nonce may be used once, and the clock window is two minutes.
-            headers = self._signature(method, path, body) if signed else {}
-            with self._http.stream(method, url, content=body or None, headers=headers) as response:
-                content = _bounded(response, max_bytes)
-                if response.is_success:
-                    return content
-                raise _failure(response, content)
-
-        return self._retried(once, attempts or self.attempts)
-
-    def _retried(self, once: Callable[[], bytes], attempts: int | None) -> bytes:
-        attempt = 0
+        attempts, attempt = attempts or self.attempts, 0
         while True:
+            headers: dict[str, str] = {} if method == "PUT" or not body else JSON_CONTENT
+            have = target.stat().st_size if target is not None and target.exists() else 0
+            if have:
+                headers = {"range": f"bytes={have}-"}
+            if signed:
+                # At every try: a nonce may be used once, and the clock window is two minutes.
+                signature = sign_request(
+                    self.identity,
+                    method,
+                    path,
+                    now=self.clock(),
+                    nonce=fresh_nonce(),
+                    content_digest=body_digest(body),
+                    content_length=len(body),
+                    audience=self.audience,
+                )
+                headers = headers | signature
             try:
-                content = once()
+                with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                    if target is not None and (response.is_success or response.status_code == 416):
+                        self._write(response, target, path, max_bytes)
+                        content = b""
+                    else:
+                        content = _bounded(response, MAX_ANSWER_BYTES if target else max_bytes)
+                        if not response.is_success:
+                            raise _failure(response, content)
                 break
             except (httpx2.TransportError, httpx2.StreamError, RuntimeError, _TryAgain) as error:
                 # RuntimeError: `reconnect` closed the client that this request was using.
@@ -337,41 +343,20 @@ class CoordinatorClient:
             self._silent_since = None
         return content
 
-    def _signature(self, method: str, path: str, body: bytes) -> dict[str, str]:
-        content_type = {} if method == "PUT" or not body else {"content-type": "application/json"}
-        return content_type | sign_request(
-            self.identity,
-            method,
-            path,
-            now=self.clock(),
-            nonce=fresh_nonce(),
-            content_digest=body_digest(body),
-            content_length=len(body),
-            audience=self.audience,
-        )
-
-    def _continue_download(self, path: str, target: Path, max_bytes: int, signed: bool) -> bytes:
-        have = target.stat().st_size if target.exists() else 0
-        headers = {"range": f"bytes={have}-"} if have else {}
-        if signed:
-            headers |= self._signature("GET", path, b"")
-        with self._http.stream("GET", self.url + path, headers=headers) as response:
-            # Nothing is left to fetch: the file is complete, or damaged, which its hash will tell.
-            if response.status_code == 416:
-                return b""
-            if not response.is_success:
-                raise _failure(response, _bounded(response, MAX_ANSWER_BYTES))
-            # A server without ranges answers 200 and starts over; so must the file.
-            resumed = response.status_code == 206
-            # Unbuffered: what has come is there for the next start, also after a kill.
-            with target.open("ab" if resumed else "wb", buffering=0) as file:
-                for piece in response.iter_raw():
-                    if self.stop.is_set():
-                        raise Stopped("the worker is stopping")
-                    if file.tell() + len(piece) > max_bytes:
-                        raise WireError(f"{path} is longer than the {max_bytes} B that it can have")
-                    file.write(piece)
-        return b""
+    def _write(self, response: httpx2.Response, target: Path, path: str, max_bytes: int) -> None:
+        # Nothing is left to fetch: the file is complete, or damaged, which its hash will tell.
+        if response.status_code == 416:
+            return
+        # A server without ranges answers 200 and starts over; so must the file.
+        resumed = response.status_code == 206
+        # Unbuffered: what has come is there for the next start, also after a kill.
+        with target.open("ab" if resumed else "wb", buffering=0) as file:
+            for piece in response.iter_raw():
+                if self.stop.is_set():
+                    raise Stopped("the worker is stopping")
+                if file.tell() + len(piece) > max_bytes:
+                    raise WireError(f"{path} is longer than the {max_bytes} B that it can have")
+                file.write(piece)
 
 
 def public_client(
@@ -415,10 +400,6 @@ def what_may_be_wrong(url: str, error: Exception) -> str:
     else:
         found = "which does not answer as a coordinator does"
     return f"{tried}, {found}? `blocktrain doctor --coordinator {url}` looks closer"
-
-
-def _body(request: BaseModel) -> bytes:
-    return json.dumps(request.model_dump(mode="json")).encode()
 
 
 def _parsed(parse: Callable[[bytes], T], content: bytes) -> T:

@@ -22,6 +22,12 @@ import httpcore2
 import httpx2
 
 from blocktrain.errors import WireError
+from blocktrain.wire.messages import Account, ByteCounts
+
+KEEPALIVE_SECONDS = 60.0
+PACED_BYTES = 16 * 1024
+"""Moved between two waits: a second at 128 kbit/s."""
+SAVED_UP_SECONDS = 0.5
 
 
 class Kind(StrEnum):
@@ -59,21 +65,16 @@ class Pace:
             self._paid_until = begin + num_bytes / self.bytes_per_second
             return max(0.0, self._paid_until - now)
 
-    def moved(self, num_bytes: int) -> None:
-        debt = self.debt_seconds(num_bytes, time.monotonic())
-        if debt > 0:
-            time.sleep(debt)
-
 
 class Traffic:
     """Running totals, and the pace its user allows; safe to add to from every thread."""
 
     def __init__(self, *, max_up: float | None = None, max_down: float | None = None) -> None:
-        self.up_pace, self.down_pace = Pace(max_up), Pace(max_down)
+        self.paces = {"up": Pace(max_up), "down": Pace(max_down)}
         self._lock = threading.Lock()
-        self._up: Counter[str] = Counter()
-        self._down: Counter[str] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
         self._seconds: Counter[str] = Counter()
+        self._accounted = Counter(self._bytes), Counter(self._seconds)
         self._current = threading.local()
 
     @contextlib.contextmanager
@@ -100,31 +101,42 @@ class Traffic:
         with self._lock:
             self._seconds[spent] += seconds  # type: ignore[assignment]
 
-    def count_up(self, num_bytes: int) -> None:
+    def moved(self, way: str, num_bytes: int) -> None:
+        """Count what this thread has moved `up` or `down`, and wait where that was faster than allowed."""
         with self._lock:
-            self._up[self._kind()] += num_bytes
+            self._bytes[way, getattr(self._current, "kind", Kind.CONTROL)] += num_bytes
+        if debt := self.paces[way].debt_seconds(num_bytes, time.monotonic()):
+            time.sleep(debt)
 
-    def count_down(self, num_bytes: int) -> None:
+    def bytes_of(self, way: str) -> dict[str, int]:
+        """Moved `up` or `down` so far by kind, without the run's text."""
         with self._lock:
-            self._down[self._kind()] += num_bytes
+            return {kind.value: self._bytes[way, kind] for kind in Kind if kind is not Kind.TEXT}
 
-    def _kind(self) -> Kind:
-        kind: Kind = getattr(self._current, "kind", Kind.CONTROL)
-        return kind
-
-    def bytes_up(self) -> dict[str, int]:
+    def account(self) -> Account:
+        """What was spent since the last account."""
         with self._lock:
-            return {kind.value: self._up[kind] for kind in Kind if kind is not Kind.TEXT}
-
-    def bytes_down(self) -> dict[str, int]:
-        with self._lock:
-            return {kind.value: self._down[kind] for kind in Kind if kind is not Kind.TEXT}
+            spent, seconds = Counter(self._bytes), Counter(self._seconds)
+            spent.subtract(self._accounted[0])
+            seconds.subtract(self._accounted[1])
+            self._accounted = Counter(self._bytes), Counter(self._seconds)
+        up, down = (
+            ByteCounts(**{kind.value: spent[way, kind] for kind in Kind if kind is not Kind.TEXT})
+            for way in ("up", "down")
+        )
+        return Account(
+            seconds_computing=seconds[Spent.COMPUTING],
+            seconds_transferring=seconds[Spent.TRANSFERRING],
+            seconds_waiting=seconds[Spent.WAITING],
+            up=up,
+            down=down,
+        )
 
     @property
     def text_bytes(self) -> int:
         """Fetched of the run's text."""
         with self._lock:
-            return self._down[Kind.TEXT]
+            return self._bytes["down", Kind.TEXT]
 
     def seconds(self) -> dict[str, float]:
         with self._lock:
@@ -149,21 +161,19 @@ class CountingStream(httpcore2.NetworkStream):
         self._stream, self._traffic, self._pinned = stream, traffic, pinned
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        paced = self._traffic.down_pace.bytes_per_second is not None
+        paced = self._traffic.paces["down"].bytes_per_second is not None
         data = self._stream.read(min(max_bytes, PACED_BYTES) if paced else max_bytes, timeout)
-        self._traffic.count_down(len(data))
-        self._traffic.down_pace.moved(len(data))
+        self._traffic.moved("down", len(data))
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        paced = self._traffic.up_pace.bytes_per_second is not None
+        paced = self._traffic.paces["up"].bytes_per_second is not None
         size = PACED_BYTES if paced else max(1, len(buffer))
         for start in range(0, len(buffer), size):
             piece = buffer[start : start + size]
             self._stream.write(piece, timeout)
             # Counted after it went out: a write that fails moved nothing we know of.
-            self._traffic.count_up(len(piece))
-            self._traffic.up_pace.moved(len(piece))
+            self._traffic.moved("up", len(piece))
 
     def close(self) -> None:
         self._stream.close()
@@ -225,9 +235,3 @@ class CountingTransport(httpx2.HTTPTransport):
             keepalive_expiry=KEEPALIVE_SECONDS,
             network_backend=CountingBackend(traffic, pin),
         )
-
-
-KEEPALIVE_SECONDS = 60.0
-PACED_BYTES = 16 * 1024
-"""Moved between two waits: a second at 128 kbit/s."""
-SAVED_UP_SECONDS = 0.5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.published_text import PublishedText
@@ -16,22 +14,28 @@ from blocktrain.coordinator.storage.store import Store
 from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.threads import Changes
+from blocktrain.wire.identity import Identity
+from blocktrain.wire.tokens import secret_of
 
 
-@dataclass(frozen=True)
 class Resources:
-    run: Run
-    store: Store
-    blobs: Blobs
-    ledger: Ledger
-    weights: WeightCache
-    unneeded: UnneededPayloads
-    clock: Callable[[], float]
-    secret: bytes = bytes(32)
-    """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
-    new_id: Callable[[], str] = partial(secrets.token_hex, 16)
-    """Names assignments; a simulation, which must repeat itself, counts instead."""
-    changes: Changes = field(default_factory=Changes)
-    metrics: Metrics = field(default_factory=Metrics)
-    text: PublishedText | None = None
-    """None where workers must bring the run's text."""
+    def __init__(
+        self,
+        run: Run,
+        store: Store,
+        blobs: Blobs,
+        identity: Identity,
+        clock: Callable[[], float],
+        *,
+        text: PublishedText | None = None,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        """`text` is None where workers must bring the run's text. `new_id` names assignments; a simulation,
+        which must repeat itself, counts instead."""
+        self.run, self.store, self.blobs, self.clock = run, store, blobs, clock
+        self.text, self.new_id = text, new_id
+        self.ledger, self.weights = Ledger(identity), WeightCache(run, blobs)
+        self.unneeded = UnneededPayloads(store, blobs)
+        self.secret = secret_of(identity, "judging")
+        """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""
+        self.changes, self.metrics = Changes(), Metrics()

@@ -30,10 +30,7 @@ from blocktrain.coordinator.rounds import Rounds
 from blocktrain.coordinator.run import finish_run, open_run
 from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
-from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.store import NonceRow, RunRow, Store
-from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
-from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
 from blocktrain.data.dataset import RunText
@@ -44,7 +41,6 @@ from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import OperatorAnswer, StatusAnswer
 from blocktrain.wire.signing import Reason, VerifiedRequest
-from blocktrain.wire.tokens import secret_of
 
 KEY_FILE = "coordinator.key"
 DATABASE_FILE = "coordinator.sqlite"
@@ -185,17 +181,7 @@ def opened(
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
         identity = load_or_create(data_dir / KEY_FILE)
         run = open_run(store, blobs, identity, recipe, text, clock(), start)
-        resources = Resources(
-            run,
-            store,
-            blobs,
-            Ledger(identity),
-            WeightCache(run, blobs),
-            UnneededPayloads(store, blobs),
-            clock,
-            secret_of(identity, "judging"),
-            text=publish(text, data_dir, blobs),
-        )
+        resources = Resources(run, store, blobs, identity, clock, text=publish(text, data_dir, blobs))
         recipe = run.recipe
         # Judges elsewhere bring their own; the guard of a merge is the coordinator's in any case.
         trust, display = recipe.trust, display or Display()

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from blocktrain.client.cache import BlobCache
-from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.run import Layout, run_setup
-from blocktrain.client.snapshots import Snapshots
-from blocktrain.coordinator.storage.ledger import verify_ledger
+from blocktrain.client.run import run_setup
+from blocktrain.coordinator.storage.ledger import VerificationReport, verify_ledger
 from blocktrain.data.corpora import open_text
+from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import CheckpointError, UserError, WireError
 from blocktrain.ids import CorpusHash
 from blocktrain.judge.ledger_check import Source, is_data_folder, open_source
+from blocktrain.model.block import Block
 from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import save_checkpoint, write_checkpoint
 from blocktrain.training.evaluation import Evaluator
-from blocktrain.training.setup import with_swarm_schedule
+from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import from_safetensors, load_into, schema_of, snapshot_hash
-from blocktrain.wire.messages import StatusAnswer
 
 
 @dataclass(frozen=True)
@@ -47,22 +44,38 @@ class SavedModel:
         return f"{where}of {self.rounds}, as its ledger says{votes}"
 
 
-def write_model(source: Source, out: Path) -> SavedModel:
-    """The newest snapshots of a run as a checkpoint.
+def checked_run(source: Source, tokenizer: Tokenizer) -> tuple[Setup, VerificationReport]:
+    """What a run's signed ledger says of its recipe and its newest snapshots.
 
-    Which snapshots these are is the signed ledger's to say, and each has its hash checked. The merges are not
-    done again: `blocktrain ledger verify` does that, and fetches every payload for it.
+    The merges are not done again: `blocktrain ledger verify` does that, and fetches every payload for it.
     """
     report = verify_ledger(source.entries, None, source.snapshot)
     if not source.entries or not report.ok:
         reason = report.reason if source.entries else "it is empty"
         raise WireError(f"the ledger of {source.name} does not hold: {reason}; do not use its model")
-    first = source.entries[0].body
-    tokenizer = source.tokenizer()
     setup = run_setup(source.recipe(), tokenizer.vocabulary)
-    recipe, count = with_swarm_schedule(setup.recipe), setup.recipe.model.blocks
+    count = setup.recipe.model.blocks
     if sorted(report.heads) != list(range(count)):
         raise WireError(f"the ledger of {source.name} has {len(report.heads)} blocks, its recipe {count}")
+    return setup, report
+
+
+def head_blocks(source: Source, setup: Setup, report: VerificationReport) -> Iterator[Block]:
+    """The blocks at these heads, each checked against its hash and loaded when it is asked for."""
+    for index, wanted in sorted(report.heads.items()):
+        block = setup.initial(index)
+        tensors = from_safetensors(source.snapshot(wanted), schema_of(block))
+        if snapshot_hash(tensors) != wanted:
+            raise WireError(f"{source.name} gave other weights of block {index} than its ledger names")
+        load_into(block, tensors)
+        yield block
+
+
+def write_model(source: Source, out: Path) -> SavedModel:
+    """The newest snapshots of a run as a checkpoint."""
+    tokenizer = source.tokenizer()
+    setup, report = checked_run(source, tokenizer)
+    recipe, count = with_swarm_schedule(setup.recipe), setup.recipe.model.blocks
     # Equal votes cost 0.0005 nats on the demo model (docs/decisions/0003), so a run that was never scored
     # has a model all the same; the text that the votes are fitted on need not be on this machine.
     evaluation = source.evaluation()
@@ -70,19 +83,9 @@ def write_model(source: Source, out: Path) -> SavedModel:
     pooling = Pooling((1 / count,) * count)
     if evaluation is not None and scored:
         pooling = Pooling(evaluation.weights, evaluation.decays, evaluation.taus)
-
-    def weights() -> Iterator[Mapping[str, Tensor]]:
-        for index in range(count):
-            block, wanted = setup.initial(index), report.heads[index]
-            tensors = from_safetensors(source.snapshot(wanted), schema_of(block))
-            if snapshot_hash(tensors) != wanted:
-                raise WireError(f"{source.name} gave other weights of block {index} than its ledger names")
-            load_into(block, tensors)
-            yield block.state_dict()
-
-    table = setup.codebook()().detach()
-    corpus = CorpusHash(str(first["corpus_sha256"]))
-    write_checkpoint(out, recipe, corpus, weights(), table, pooling, tokenizer)
+    first, weights = source.entries[0].body, (b.state_dict() for b in head_blocks(source, setup, report))
+    corpus, table = CorpusHash(str(first["corpus_sha256"])), setup.codebook()().detach()
+    write_checkpoint(out, recipe, corpus, weights, table, pooling, tokenizer)
     versions = tuple(report.versions[index] for index in range(count))
     return SavedModel(recipe.name, str(first["run_id"]), versions, recipe.swarm.rounds, scored)
 
@@ -115,21 +118,14 @@ def save_model(place: str, out: Path) -> SavedModel:
     return write_model(open_source(place), out)
 
 
-def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: Path) -> dict[str, Any]:
-    """Write the checkpoint of a finished run; returns its scores on the whole held-out text."""
-    run = client.run()
-    setup = run_setup(run.recipe, run.vocabulary)
+def save_final_checkpoint(source: Source, out: Path) -> dict[str, Any]:
+    """Write the checkpoint of a finished run, its votes fitted here; returns its scores on the whole held-out
+    text, which must be on this machine."""
+    tokenizer = source.tokenizer()
+    setup, report = checked_run(source, tokenizer)
     recipe, text = setup.recipe, open_text(setup.recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    blocks = [setup.initial(state.block) for state in status.blocks]
-    with tempfile.TemporaryDirectory() as folder:
-        # Nothing is kept: each snapshot is needed once.
-        cache = BlobCache(Path(folder), max_bytes=0)
-        layouts = [Layout.of(layout) for layout in run.blocks]
-        snapshots = Snapshots(client, cache, setup, layouts, lambda _: None)
-        for block, state in zip(blocks, status.blocks, strict=True):
-            load_into(block, snapshots.whole(state.block, state.head_hash))
-            block.to(device).eval()
+    blocks = [block.to(device).eval() for block in head_blocks(source, setup, report)]
     table = setup.codebook()().detach().to(device)
     evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
     # On the pooling text, as in a local run: the scores of both compare.
@@ -141,9 +137,9 @@ def save_final_checkpoint(client: CoordinatorClient, status: StatusAnswer, out: 
     valid = text.first_tokens("held_out", recipe.evaluation.max_bytes)
     scores = evaluator.score(blocks, pooling, valid, euler=setup.objective.composes_by_euler)
     recipe, cpu = with_swarm_schedule(recipe), [block.cpu() for block in blocks]
-    save_checkpoint(out, recipe, text.sha256, cpu, table.cpu(), pooling, text.tokenizer())
+    save_checkpoint(out, recipe, text.sha256, cpu, table.cpu(), pooling, tokenizer)
     return {
-        "versions": [block.head_version for block in status.blocks],
+        "versions": [report.versions[index] for index in range(len(blocks))],
         "consensus_ce": scores.consensus.ce,
         "euler_ce": None if scores.euler is None else scores.euler.ce,
         "block_ce": [score.ce for score in scores.blocks],

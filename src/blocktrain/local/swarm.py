@@ -24,6 +24,8 @@ from blocktrain.client.coordinator import CoordinatorClient, public_client
 from blocktrain.config import Recipe, changed_settings, load_recipe
 from blocktrain.errors import StoppedError, UserError
 from blocktrain.files import locked_file
+from blocktrain.judge.ledger_check import open_source
+from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.local.processes import Child, await_line, end_children, start_child
 from blocktrain.local.status_view import report_table, status_tables, swarm_report
 from blocktrain.training.storage import stored_run, write_json
@@ -106,14 +108,14 @@ class LocalSwarm:
             attempts=STATUS_ATTEMPTS,
         )
 
-    def watch(self, client: CoordinatorClient, *show: Callable[[StatusAnswer], None]) -> StatusAnswer:
+    def watch(self, client: CoordinatorClient, *show: Callable[[StatusAnswer], None]) -> None:
         """Until the run is finished; a worker that dies is reported, and the run goes on without it."""
         while not self.stop.is_set():
             status = client.status()
             for one in show:
                 one(status)
             if status.finished:
-                return status
+                return
             self._check_children()
             self.stop.wait(STATUS_SECONDS)
         raise StoppedError("stopped before the run was finished; the same command goes on from here")
@@ -153,10 +155,9 @@ def run_swarm(
     options: SwarmOptions,
     console: Console,
     stop: threading.Event,
-    finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
     record: Callable[[StatusAnswer], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The report of a whole run; `finish` writes the checkpoint and returns the final scores."""
+    """The report of a whole run, whose checkpoint is written too."""
     taken = f"another swarm is using {options.out}; wait for it, stop it, or choose another --out"
     # The kernel drops the lock with the process, so a killed swarm leaves nothing to clean up.
     with locked_file(options.out / "swarm.lock", taken):
@@ -167,7 +168,7 @@ def run_swarm(
             console.print(told, highlight=False, soft_wrap=True)
             report = earlier
         else:
-            report = _run(LocalSwarm(options, console, stop), finish, record)
+            report = _run(LocalSwarm(options, console, stop), record)
     show_report(report, options.out, console)
     return report
 
@@ -204,11 +205,7 @@ def show_report(report: dict[str, Any], out: Path, console: Console) -> None:
         console.print(f"{name:<11} {out / file}", highlight=False, soft_wrap=True)
 
 
-def _run(
-    swarm: LocalSwarm,
-    finish: Callable[[CoordinatorClient, StatusAnswer, Path], dict[str, Any]],
-    record: Callable[[StatusAnswer], None],
-) -> dict[str, Any]:
+def _run(swarm: LocalSwarm, record: Callable[[StatusAnswer], None]) -> dict[str, Any]:
     options, console = swarm.options, swarm.console
     started = time.monotonic()
     try:
@@ -221,12 +218,12 @@ def _run(
         )
         client = swarm.client()
         with shown(console) as show:
-            status = swarm.watch(client, show, record)
+            swarm.watch(client, show, record)
         # Taken before the workers end: the time to the result, not the time to put everything away.
         seconds = time.monotonic() - started
         swarm.end_workers()
         console.print("all rounds are done; scoring the final model on all held-out text", highlight=False)
-        final = finish(client, status, options.out / "checkpoint")
+        final = save_final_checkpoint(open_source(swarm.url), options.out / "checkpoint")
         # Once more: the last verdicts and byte counts come in while workers end.
         ended = client.status()
         record(ended)

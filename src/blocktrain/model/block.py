@@ -1,24 +1,23 @@
 """A block: layers with their own embedding and output map, trained as one unit.
 
-It knows nothing of the other blocks. It maps tokens, and optionally a noised target (the hint) and
-another block's features (upstream), to a denoised target embedding z_hat and to logits over the
-vocabulary. Shapes as in layers.py, plus V vocabulary and P hinted sequences, the first P of the batch.
+It knows nothing of the other blocks. It maps tokens, and optionally a noised target (the hint) and another
+block's features (upstream), to a vector for each position and to logits over the vocabulary. What its layers
+are is its family's (families.py); everything else uses only what stands here. Shapes as in layers.py, plus V
+vocabulary and P hinted sequences, the first P of the batch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.layers import AdaptiveNorm, Layer, LayerCache, PackedLayerCache, rms_norm, rotary_table
-from blocktrain.model.noise import precondition
+from blocktrain.model.layers import LayerCache, PackedLayerCache
 
 
 def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
@@ -90,82 +89,61 @@ class PackedCache:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    logits_BTV: Tensor
+    """The logits are `scale` times the products of `z_hat_BTD` with the rows of the output map, made when
+    they are asked for: a batch's logits over 32,768 tokens take more memory than all its layers."""
+
     z_hat_BTD: Tensor
+    """What is compared with the rows of the output map; of a denoising block, the denoised target."""
+    map_VD: Tensor
+    scale: Tensor | None
     features_BTD: Tensor
 
+    @property
+    def logits_BTV(self) -> Tensor:
+        return self.logits_of(self.z_hat_BTD)
 
-def expected_target(hint: Hint, codebook_VD: Tensor) -> Tensor:
-    """E[e_y | z] where every token is as likely as another, scaled to the length of an embedding.
-
-    z itself has a norm of sigma sqrt(d) and hides e_y from whatever is not its own logit.
-    """
-    # Bayes with a flat prior: log p(y | z) = z e_y / sigma^2 + constant, as all rows have norm 1. It is worth
-    # 1.2 nats to text written in one traversal (docs/experiments.md, sweep).
-    table_VD = codebook_VD.to(hint.z_PTD.dtype)
-    likelihood_PTV = hint.z_PTD @ table_VD.T / hint.sigma_P.square()[:, None, None]
-    expected_PTD: Tensor = table_VD.shape[1] ** 0.5 * likelihood_PTV.softmax(dim=-1) @ table_VD
-    return expected_PTD
+    def logits_of(self, z_hat: Tensor) -> Tensor:
+        """The logits of some of the positions."""
+        logits = F.linear(z_hat, self.map_VD.to(z_hat.dtype))
+        return logits if self.scale is None else self.scale * logits
 
 
-class NoiseCondition(nn.Module):
-    """The condition vector of a noise level, and a learned one for the null hint."""
+LayerCall = Callable[..., Tensor]
+"""Runs a layer, its first argument, on the others."""
 
-    def __init__(self, condition_width: int) -> None:
-        super().__init__()
-        self.frequencies = condition_width // 2
-        self.hidden = nn.Linear(2 * self.frequencies, condition_width)
-        # Random and not zero: at c = 0 the maps of the norms would get no gradient, and only their biases
-        # would learn.
-        self.null = nn.Parameter(torch.randn(condition_width))
 
-    def forward(self, c_noise_P: Tensor) -> Tensor:
-        # c_noise = ln(sigma) / 4 spans 0.6 over [1, 10]: frequencies of 1 to 32 tell its levels apart.
-        frequency = torch.exp(torch.linspace(0, math.log(32), self.frequencies, device=c_noise_P.device))
-        angle = 2 * math.pi * c_noise_P[:, None] * frequency
-        y: Tensor = F.silu(self.hidden(torch.cat([angle.cos(), angle.sin()], dim=-1)))
-        return y
+def call_layer(layer: nn.Module, *arguments: object) -> Tensor:
+    y: Tensor = layer(*arguments)
+    return y
 
 
 class Block(nn.Module):
-    rotary_cos: Tensor
-    rotary_sin: Tensor
+    """What every family's block can do."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        objective: ObjectiveConfig,
-        *,
-        vocabulary: int,
-        num_layers: int | None = None,
-        hints: bool = True,
-        upstream: bool = False,
-    ) -> None:
+    context: int
+    num_layers: int
+
+    def __init__(self) -> None:
         super().__init__()
-        width = model.width
-        self.sigma_data = objective.sigma_data
-        self.bayes = objective.hint == "bayes"
-        self.context = model.context
-        # Not tied to the codebook: that one is fixed, while a block's view of its context is its own to
-        # learn.
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.hint = nn.Linear(width, width, bias=False) if hints else None
-        self.upstream = nn.Linear(width, width, bias=False) if upstream else None
-        self.condition = NoiseCondition(model.condition_width)
-        self.layers = nn.ModuleList(Layer(model) for _ in range(num_layers or model.layers_per_block))
-        self.out_norm = AdaptiveNorm(width, model.condition_width)
-        self.out = nn.Linear(width, width, bias=False)
-        # Zero: every block starts at the uniform distribution (with a hint: at what the hint says).
-        nn.init.zeros_(self.out.weight)
-        # Against unit-norm rows logits without a scale are small, and a block cannot become confident.
-        self.logit_scale = nn.Parameter(torch.tensor(objective.logit_scale))
-        # Computed, so they are no part of a snapshot: nothing to hash, send or average.
-        cos, sin = rotary_table(model.context, width // model.heads)
-        self.register_buffer("rotary_cos", cos, persistent=False)
-        self.register_buffer("rotary_sin", sin, persistent=False)
+        self.recompute = False
+        """In training, keep each layer's input only, and run the layer again in the backward pass."""
+        self.call_layer: LayerCall = call_layer
+        """How training runs a layer."""
+
+    def compile_layers(self) -> None:
+        """Compile what training runs: the layers have one shape, so one compilation serves them all."""
+        self.call_layer = torch.compile(call_layer, dynamic=False)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.call_layer is not call_layer
 
     def new_cache(self) -> Cache:
-        return Cache([LayerCache() for _ in self.layers])
+        return Cache([LayerCache() for _ in range(self.num_layers)])
+
+    def matrices(self) -> set[str]:
+        """Names of the layers' matrices, which Muon trains; AdamW trains the rest."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -177,80 +155,15 @@ class Block(nn.Module):
         both_ways: int = 0,
     ) -> BlockOutput:
         """`both_ways`: how many of the first sequences attend to later positions too (see sweep.py)."""
-        expected = expected_target(hint, codebook_VD) if self.bayes and hint is not None else None
-        x_BTD, c_BC = self._inputs(tokens_BT, hint, upstream_BTD, expected)
-        length = tokens_BT.shape[1]
-        positions = cache.positions(length) if cache is not None else slice(0, length)
-        rotary = self.rotary_cos[positions], self.rotary_sin[positions]
-        for i, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, c_BC, rotary, cache.layer(i) if cache is not None else None, both_ways)
-        if cache is not None:
-            cache.advance(length)
-        # (4): F, then z_hat; (5): the logits.
-        f_BTD = self.out(self.out_norm(x_BTD, c_BC))
-        z_hat_BTD = self._denoised(f_BTD, hint)
-        # The codebook is the output map too, fixed and shared: distributions of blocks that never met can be
-        # pooled.
-        logits_BTV = self.logit_scale * F.linear(z_hat_BTD, codebook_VD.to(z_hat_BTD.dtype))
-        return BlockOutput(logits_BTV, z_hat_BTD, x_BTD)
+        raise NotImplementedError
 
-    def _inputs(
-        self,
-        tokens_BT: Tensor,
-        hint: Hint | None,
-        upstream_BTD: Tensor | None,
-        expected_PTD: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        # Context, upstream and hint enter by sum, at comparable norms: a block ignores an input much smaller
-        # than another. c_in z has a norm of about sqrt(d), as the embeddings have.
-        x_BTD = self.embedding(tokens_BT)
-        if self.upstream is not None and upstream_BTD is not None:
-            # Normalised: features grow while their block trains, and this block reads them a round later.
-            x_BTD = x_BTD + self.upstream(rms_norm(upstream_BTD))
-        # The null hint has a vector of its own: ln(sigma) at infinity is no number to compute with.
-        c_BC = self.condition.null.expand(tokens_BT.shape[0], -1)
-        if hint is None:
-            return x_BTD, c_BC
-        assert self.hint is not None, "this block was built without hints"
-        hinted = hint.z_PTD.shape[0]
-        c = precondition(hint.sigma_P, self.sigma_data)
-        injected_PTD = self.hint(c.c_in[:, None, None] * hint.z_PTD if expected_PTD is None else expected_PTD)
-        # Hinted sequences come first, so one slice serves in place of a mask, and both kinds share every
-        # product.
-        x_BTD = torch.cat([x_BTD[:hinted] + injected_PTD, x_BTD[hinted:]])
-        return x_BTD, torch.cat([self.condition(c.c_noise).to(c_BC.dtype), c_BC[hinted:]])
-
-    def _denoised(self, f_BTD: Tensor, hint: Hint | None) -> Tensor:
-        """z_hat = c_out F + c_skip z; for the null hint its limit, sigma_data * F."""
-        if hint is None:
-            return self.sigma_data * f_BTD
-        hinted = hint.z_PTD.shape[0]
-        c = precondition(hint.sigma_P, self.sigma_data)
-        # `bayes`: after the scale g the skip adds z E / sigma^2, the hint's own likelihood, to the logits.
-        c_skip_P = 1 / (self.logit_scale * hint.sigma_P.square()) if self.bayes else c.c_skip
-        skip_PTD = c_skip_P[:, None, None] * hint.z_PTD
-        with_hint = c.c_out[:, None, None] * f_BTD[:hinted] + skip_PTD
-        return torch.cat([with_hint.to(f_BTD.dtype), self.sigma_data * f_BTD[hinted:]])
-
-
-def build_block(
-    model: ModelConfig,
-    objective: ObjectiveConfig,
-    *,
-    vocabulary: int,
-    seed: int,
-    num_layers: int | None = None,
-    hints: bool = True,
-    upstream: bool = False,
-) -> Block:
-    """A block with the seeded initial weights that every machine can regenerate."""
-    # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
-    # Forked, so that building a block does not move the random numbers of whoever builds it.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Block(
-            model, objective, vocabulary=vocabulary, num_layers=num_layers, hints=hints, upstream=upstream
-        )
+    def run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
+        if not torch.is_grad_enabled():
+            return call_layer(layer, *arguments)
+        if self.recompute:
+            y: Tensor = checkpoint(self.call_layer, layer, *arguments, use_reentrant=False)
+            return y
+        return self.call_layer(layer, *arguments)
 
 
 def num_parameters(module: nn.Module) -> int:

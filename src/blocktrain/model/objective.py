@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import Block, Hint, build_block
+from blocktrain.model.block import Block, BlockOutput, Hint
+from blocktrain.model.cross_entropy import chunked_cross_entropy, rows_at_once
+from blocktrain.model.families import build_block, denoises
 from blocktrain.model.noise import loss_weight, sample_sigma
 
 
@@ -130,38 +132,64 @@ class Objective:
         codebook_VD: Tensor,
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
+        swept: int | None = None,
     ) -> Loss:
-        """(6): w(sigma) * CE(g z_hat E^T, y), the weight one number per sequence."""
+        """(6): w(sigma) * CE(g z_hat E^T, y), the weight one number per sequence; plain cross entropy where
+        the family knows no noise. `swept`: how many of the first sequences have unknown context, if not the
+        share that a batch of this size has."""
         batch, length = tokens_BT.shape
         hinted = 0 if hint is None else hint.sigma_P.shape[0]
-        swept = self.num_swept(batch) if hint is not None else 0
+        if swept is None:
+            swept = self.num_swept(batch) if hint is not None else 0
         # (4), (5): one pass over hinted sequences and those without; the latter are the limit sigma -> inf.
-        output = block(tokens_BT, codebook_VD, hint, upstream_BTD, both_ways=swept)
-        logits_BTV = output.logits_BTV
-        if self.config.loss == "mse":
-            # The regression alone trains z_hat; cross entropy here fits the scale g and nothing else.
-            logits_BTV = block.logit_scale * F.linear(output.z_hat_BTD.detach(), codebook_VD)
-        # In fp32: in bf16 logits of 12 come in steps of 1/16, too coarse for a loss of 1 nat.
-        ce = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
-        ce_BT = ce.view(batch, length)
+        output: BlockOutput = block(tokens_BT, codebook_VD, hint, upstream_BTD, both_ways=swept)
+        # w has shape [B], as ce_B has: [B, 1] would broadcast to [B, B] and mix the sequences' weights.
+        weight_B = torch.ones(batch, device=tokens_BT.device)
+        if denoises(self.model):
+            sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
+            if hint is not None:
+                sigma_B = torch.cat([hint.sigma_P, sigma_B[hinted:]])
+            weight_B = loss_weight(sigma_B, self.config.sigma_data)
+        counts_BT: Tensor | None = None
         if swept:
             # A target that stands in the known context of a swept sequence, which attends both ways, could be
             # copied: it does not count.
-            counts_BT = torch.ones_like(ce_BT)
+            counts_BT = torch.ones(batch, length, device=tokens_BT.device)
             unknown_ST = tokens_BT[:swept, 1:] == self.unknown_token
             counts_BT[:swept, :-1] = unknown_ST.to(counts_BT.dtype)
-            ce_B = (ce_BT * counts_BT).sum(dim=1) / counts_BT.sum(dim=1)
+        # With `mse` the regression alone trains z_hat; cross entropy then fits the scale g and nothing else.
+        z_hat_BTD = output.z_hat_BTD.detach() if self.config.loss == "mse" else output.z_hat_BTD
+        if self.holds_logits(batch * length):
+            # In fp32: in bf16 logits of 12 come in steps of 1/16, too coarse for a loss of 1 nat.
+            logits_BTV = output.logits_of(z_hat_BTD)
+            ce = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
+            ce_BT = ce.view(batch, length)
+            if counts_BT is None:
+                ce_B = ce_BT.mean(dim=1)
+            else:
+                ce_B = (ce_BT * counts_BT).sum(dim=1) / counts_BT.sum(dim=1)
+            total = (weight_B * ce_B).mean()
         else:
-            ce_B = ce_BT.mean(dim=1)
-        # w has shape [B], as ce_B has: [B, 1] here would broadcast to [B, B] and mix the sequences' weights.
-        sigma_B = torch.full((batch,), torch.inf, device=tokens_BT.device)
-        if hint is not None:
-            sigma_B = torch.cat([hint.sigma_P, sigma_B[hinted:]])
-        weight_B = loss_weight(sigma_B, self.config.sigma_data)
-        total = (weight_B * ce_B).mean()
+            if output.scale is not None:
+                z_hat_BTD = (output.scale * z_hat_BTD).to(z_hat_BTD.dtype)
+            share_BT = weight_B[:, None].expand(batch, length) / (batch * length)
+            if counts_BT is not None:
+                share_BT = counts_BT * (weight_B / batch / counts_BT.sum(dim=1))[:, None]
+            total, ce = chunked_cross_entropy(
+                z_hat_BTD.flatten(0, 1),
+                output.map_VD,
+                targets_BT.flatten(),
+                share_BT.flatten(),
+                compiled=block.is_compiled,
+            )
+            ce_BT = ce.view(batch, length)
         if self.config.loss == "mse":
             error_BT = (output.z_hat_BTD - F.embedding(targets_BT, codebook_VD)).square().sum(dim=-1)
             total = total + (weight_B * error_BT.mean(dim=1)).mean()
         # Reported is what a block knows without the truth in its input: the local cross entropy with a noised
         # truth is better by (1 - E|p|^2) / (2 sigma_min^2) nats, 0.22 at [1, 10], and means nothing.
         return Loss(total, ce_BT[hinted if hinted < batch else 0 :].mean().detach())
+
+    def holds_logits(self, positions: int) -> bool:
+        """Whether the logits of so many positions are held at once; see cross_entropy.py."""
+        return positions <= rows_at_once(self.vocabulary)

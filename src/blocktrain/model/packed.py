@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 30
 
 def is_packable(block: Block) -> bool:
     # oneDNN's layout is for fp32 on a CPU; on a GPU the library chooses its own kernels.
-    weight = block.embedding.weight
+    weight = next(block.parameters())
     size = sum(p.numel() * p.element_size() for p in block.parameters())
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32 and size <= MAX_BYTES
     return fits and bool(torch._C._has_mkldnn)

@@ -12,11 +12,13 @@ Shapes as in layers.py, plus N blocks, which take the place of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block, BlockOutput, Cache
 from blocktrain.model.layers import (
     AdaptiveNorm,
@@ -32,8 +34,10 @@ from blocktrain.model.layers import (
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
 
-def is_quickenable(block: Block) -> bool:
+def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
     """Whether this module knows all the block does without a hint, and the block is on the processor."""
+    if not isinstance(block, AdaptiveBlock):
+        return False
     parts = {name for name, _ in block.named_children()}
     known = parts <= KNOWN_PARTS and block.upstream is None
     attends = all(isinstance(layer, Layer) and layer.attention is not None for layer in block.layers)
@@ -129,7 +133,7 @@ class QuickBlocks:
     """Blocks of one shape, stepped together; their cache has a row for each."""
 
     @torch.inference_mode()
-    def __init__(self, blocks: Sequence[Block], codebook_VD: Tensor) -> None:
+    def __init__(self, blocks: Sequence[AdaptiveBlock], codebook_VD: Tensor) -> None:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
         conditions = [block.condition.null for block in blocks]

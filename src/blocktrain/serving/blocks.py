@@ -125,8 +125,11 @@ class HeldBlocks:
         # Kept: all requests draft with the same rounded matrices.
         if blocks not in self._steps:
             chosen = [self._running[block] for block in blocks]
-            kind = QuickBlocks if all(map(is_quickenable, chosen)) else PlainBlocks
-            self._steps[blocks] = kind(chosen, self.codebook)
+            quick = [block for block in chosen if is_quickenable(block)]
+            all_quick = len(quick) == len(chosen)
+            self._steps[blocks] = (
+                QuickBlocks(quick, self.codebook) if all_quick else PlainBlocks(chosen, self.codebook)
+            )
         return self._steps[blocks]
 
     @torch.inference_mode()

@@ -35,7 +35,6 @@ from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import POLL_SECONDS, Coordinator
 from blocktrain.coordinator.states import UpdateState
 from blocktrain.coordinator.storage.blobs import Blobs
-from blocktrain.coordinator.storage.ledger import Ledger
 from blocktrain.coordinator.storage.queries import block_row, live_assignments, round_facts
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
@@ -47,8 +46,6 @@ from blocktrain.coordinator.storage.store import (
     UpdateRow,
     WorkerRow,
 )
-from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
-from blocktrain.coordinator.storage.weights import WeightCache
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError
 from blocktrain.ids import derive_seed
@@ -67,7 +64,6 @@ from blocktrain.wire.messages import (
     Outcome,
     Verdict,
 )
-from blocktrain.wire.tokens import secret_of
 from blocktrain.worker.block_progress import PendingUpdate
 
 MAX_VAIN_DEADLINES = 20
@@ -116,15 +112,7 @@ class SimulatedCoordinator:
         Table.metadata.create_all(store.engine)
         run = open_run(store, blobs, identity, recipe, text, clock.now)
         self.resources = Resources(
-            run,
-            store,
-            blobs,
-            Ledger(identity),
-            WeightCache(run, blobs),
-            UnneededPayloads(store, blobs),
-            lambda: clock.now,
-            secret_of(identity, "judging"),
-            new_id=lambda: f"{next(numbers):032x}",
+            run, store, blobs, identity, lambda: clock.now, new_id=lambda: f"{next(numbers):032x}"
         )
         scorer = Scorer(recipe, text) if judged else None
         self.service = Coordinator(self.resources, None, scorer, Path(), Display())

@@ -23,6 +23,7 @@ from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
+from blocktrain.model.families import denoises
 from blocktrain.model.objective import Objective
 from blocktrain.model.pooling import Pooling
 from blocktrain.training.setup import Setup
@@ -268,4 +269,5 @@ def kind(tensor: Tensor) -> str:
 
 
 def codebook_kind(objective: Objective) -> str:
-    return f"float32 {[objective.vocabulary, objective.model.width]}"
+    rows = objective.vocabulary if denoises(objective.model) else 0
+    return f"float32 {[rows, objective.model.width]}"

@@ -28,8 +28,9 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
         for name, module in block.named_modules()
         if isinstance(module, torch.nn.Linear) and "condition" not in name and "gain_shift" not in name
     )
-    attention = 2 * config.context * config.width if config.mixer == "attention" else 0
-    return 2 * (linear + vocabulary * config.width) + len(block.layers) * attention
+    features = config.heads * config.channels_per_head
+    attention = 2 * config.context * features if config.mixer == "attention" else 0
+    return 2 * (linear + vocabulary * config.width) + block.num_layers * attention
 
 
 def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens: int) -> int:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.batches import Batches
+from blocktrain.errors import DeviceError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
+from blocktrain.model.families import denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
@@ -47,7 +49,9 @@ class Codebook(nn.Module):
 
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
-    table = make_codebook(vocabulary, recipe.model.width, derive_seed("codebook", recipe.seed))
+    """A family with an output map of its own has a codebook without rows."""
+    rows = vocabulary if denoises(recipe.model) else 0
+    table = make_codebook(rows, recipe.model.width, derive_seed("codebook", recipe.seed))
     return Codebook(table, recipe.objective.codebook == "learned")
 
 
@@ -84,11 +88,19 @@ class BlockTrainer:
         """Frozen outputs are prepared for steps before this one only; None: to the end of training."""
         self.freeze(frozen)
         self.generator = torch.Generator(self.device)
-        wanted = recipe.training.compile
         self._loss: Callable[..., Loss] = objective.loss
-        if wanted or (wanted is None and self.device.type == "cuda"):
-            # Shapes never change within a run, so the compiled code need not allow for others.
-            self._loss = torch.compile(objective.loss, dynamic=False)
+        batch, wanted = recipe.training.batch, recipe.training.micro_batch
+        self.micro_batch: int = batch if wanted in (None, "auto") else min(int(wanted), batch)
+        block.recompute = recipe.training.recompute
+        compiled = recipe.training.compile
+        if compiled or (compiled is None and self.device.type == "cuda"):
+            # Shapes never change within a run, so the compiled code need not allow for others. Small blocks
+            # are compiled whole, loss included; a deep one layer by layer, which compiles once for all.
+            positions = self.micro_batch * recipe.model.context
+            if denoises(recipe.model) and objective.holds_logits(positions) and not block.recompute:
+                self._loss = torch.compile(objective.loss, dynamic=False)
+            else:
+                block.compile_layers()
 
     def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
         """Use these frozen blocks (on the CPU, in the order of `objective.upstream`) as input from the next
@@ -104,16 +116,69 @@ class BlockTrainer:
     def step(self, step: int, shard: int) -> Tensor:
         """One optimizer step on batch (shard, step); returns the cross entropy, still on the device."""
         upstream = self._upstream(step, shard)
-        table = self.codebook()
-        tokens, targets, hint = self._batch(step, shard, table)
-        with autocast(self.device):
-            loss = self._loss(self.block, tokens, targets, table, hint, upstream)
-        # Under no autocast: gradients take the types of the forward pass.
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        while True:
+            try:
+                ce = self._gradients(step, shard, upstream)
+                break
+            except torch.OutOfMemoryError:
+                self.optimizer.clear_gradients()
+                self._shrink()
         self.optimizer.step(step)
         if self.codebook_optimizer is not None:
             self.codebook_optimizer.step(step)
-        return loss.ce
+        return ce
+
+    def _gradients(self, step: int, shard: int, upstream: Tensor | None) -> Tensor:
+        """Adds up the gradients of a batch, micro-batch by micro-batch; returns its cross entropy."""
+        table = self.codebook()
+        tokens, targets, hint = self._batch(step, shard, table)
+        batch, length = len(tokens), self.micro_batch
+        # Sequences with a hint come first, those with unknown context before the others of them.
+        hinted = 0 if hint is None else len(hint.sigma_P)
+        swept = self.objective.num_swept(batch) if hint is not None else 0
+        # The cross entropy is that of the sequences without a hint, or of all where all have one.
+        reported = batch - hinted if hinted < batch else batch
+        ce = torch.zeros((), device=self.device)
+        for start in range(0, batch, length):
+            part = slice(start, min(start + length, batch))
+            count = part.stop - start
+            with autocast(self.device):
+                loss = self._loss(
+                    self.block,
+                    tokens[part],
+                    targets[part],
+                    table,
+                    Hint(hint.z_PTD[part], hint.sigma_P[part])
+                    if hint is not None and start < hinted
+                    else None,
+                    upstream[part] if upstream is not None else None,
+                    min(max(swept - start, 0), count),
+                )
+            # Under no autocast: gradients take the types of the forward pass. A learned codebook is part of
+            # every micro-batch's graph.
+            kept = self.codebook.learned and part.stop < batch
+            (loss.total * (count / batch)).backward(retain_graph=kept)  # type: ignore[no-untyped-call]
+            plain = count - min(max(hinted - start, 0), count) if hinted < batch else count
+            if plain:
+                ce = ce + loss.ce * (plain / reported)
+        return ce
+
+    def _shrink(self) -> None:
+        """After running out of memory: half the micro-batch where the recipe leaves it to us."""
+        training = self.recipe.training
+        if training.micro_batch != "auto" or self.micro_batch == 1:
+            less = (
+                [] if self.micro_batch == 1 else [f"training.micro_batch below {self.micro_batch} (or auto)"]
+            )
+            less += [] if training.recompute else ["training.recompute = true"]
+            raise DeviceError(
+                f"{self.device} ran out of memory in a step with {self.micro_batch} sequences at once; set "
+                f"{' or '.join([*less, 'a smaller model.layers_per_block or model.width'])}, or close other "
+                "programs"
+            )
+        self.micro_batch = (self.micro_batch + 1) // 2
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _batch(self, step: int, shard: int, table: Tensor) -> tuple[Tensor, Tensor, Hint | None]:
         """What the block may see, what it should predict, and its hint."""

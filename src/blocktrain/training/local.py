@@ -67,22 +67,18 @@ START_FOLDER = "start"
 class Observer(Protocol):
     """Who watches a run: the command line's progress display, or nobody."""
 
-    def started(self, unit: str, step: int, total: int) -> None: ...
-
-    def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-
-class Silent:
     def started(self, unit: str, step: int, total: int) -> None:
-        pass
+        return
 
     def stepped(self, unit: str, step: int, total: int, ce: float, tokens: int) -> None:
-        pass
+        return
 
     def message(self, text: str) -> None:
-        pass
+        return
+
+
+class Silent(Observer):
+    """Nobody: for benchmarks and tests."""
 
 
 @dataclass

@@ -33,7 +33,16 @@ def orthogonalised(
     return x.mT if tall else x
 
 
+STACK_VALUES = 1 << 26
+"""Matrix values orthogonalised at once: a stack of all matrices of a block of a billion parameters would take
+as much memory again as their momentum, and from 64 million on nothing is gained by more."""
+
+
 class BatchedMuon(torch.optim.Muon):
+    def __init__(self, *arguments: Any, buffer_dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.buffer_dtype = buffer_dtype
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
@@ -42,18 +51,20 @@ class BatchedMuon(torch.optim.Muon):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shapes[parameter.shape].append(parameter)
-            for parameters in shapes.values():
-                self._step_shape(parameters, group)
+            for shape, parameters in shapes.items():
+                at_once = max(1, STACK_VALUES // shape.numel())
+                for start in range(0, len(parameters), at_once):
+                    self._step_shape(parameters[start : start + at_once], group)
 
     def _step_shape(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        # Nesterov momentum, as the library's default.
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        buffers = [self._buffer(parameter) for parameter in parameters]
+        # Nesterov momentum, as the library's default. It moves in fp32, however it is kept.
+        wide = [buffer.to(gradients[0].dtype) for buffer in buffers]
+        torch._foreach_lerp_(wide, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, wide, group["momentum"])
+        if wide[0] is not buffers[0]:
+            torch._foreach_copy_(buffers, wide)
         stack = orthogonalised(
             torch.stack(list(updates)), group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
@@ -62,3 +73,12 @@ class BatchedMuon(torch.optim.Muon):
         adjusted = group["lr"] * 0.2 * math.sqrt(max(rows, columns))
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, list(stack.to(parameters[0].dtype).unbind()), alpha=-adjusted)
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.buffer_dtype)
+        # A state that was loaded has the parameter's type.
+        state["momentum_buffer"] = state["momentum_buffer"].to(self.buffer_dtype)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer

@@ -73,7 +73,7 @@ class PlainView:
     def _still_training(self) -> None:
         self.line(
             f"step block={self.block} round={self.round} step={self.step}/{self.steps} loss={self._loss()} "
-            f"up={_size(self.traffic.bytes_up())} down={_size(self.traffic.bytes_down())}"
+            f"up={_size(self.traffic.bytes_of('up'))} down={_size(self.traffic.bytes_of('down'))}"
         )
 
     def _loss(self) -> str:
@@ -113,7 +113,7 @@ class LiveView(PlainView):
     def _table(self) -> Group:
         filled = 20 * self.step // max(1, self.steps)
         verdicts = ", ".join(f"{count} {outcome}" for outcome, count in self.verdicts.items())
-        up, down = _size(self.traffic.bytes_up()), _size(self.traffic.bytes_down())
+        up, down = _size(self.traffic.bytes_of("up")), _size(self.traffic.bytes_of("down"))
         seconds = (f"{value:.0f} {what}" for what, value in self.traffic.seconds().items())
         table = Table.grid(padding=(0, 2))
         table.add_row("worker", self.worker)

@@ -112,8 +112,8 @@ def run_worker(
                 finally:
                     worker.close()
                     given.computing_seconds += traffic.seconds()[Spent.COMPUTING.value]
-                    given.bytes_up += sum(traffic.bytes_up().values())
-                    given.bytes_down += sum(traffic.bytes_down().values())
+                    given.bytes_up += sum(traffic.bytes_of("up").values())
+                    given.bytes_down += sum(traffic.bytes_of("down").values())
 
 
 @contextlib.contextmanager
@@ -317,8 +317,8 @@ class Worker:
                 "worker_id": self.client.identity.worker_id,
                 "seconds": seconds,
                 "steady_seconds": steady,
-                "up": self.traffic.bytes_up(),
-                "down": self.traffic.bytes_down(),
+                "up": self.traffic.bytes_of("up"),
+                "down": self.traffic.bytes_of("down"),
                 "text_bytes": self.traffic.text_bytes,
                 "verdicts": dict(self.view.verdicts),
             }

@@ -10,8 +10,7 @@ from __future__ import annotations
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.threads import Stopped
-from blocktrain.wire import messages
-from blocktrain.wire.messages import Account, CommitRequest, ErrorReason, Outcome, Verdict
+from blocktrain.wire.messages import CommitRequest, ErrorReason, Outcome, Verdict
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, is_discarded
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
@@ -39,7 +38,6 @@ class Sending:
     ) -> None:
         self.logic, self.client, self.membership = logic, client, membership
         self.snapshots, self.state, self.view = snapshots, state, view
-        self._accounted: dict[str, float] = {}
 
     def run(self) -> None:
         while not self.logic.stop.is_set():
@@ -87,7 +85,7 @@ class Sending:
             payload_bytes=len(update.payload),
             base_hash=update.base.hash,
             loss=update.loss,
-            account=self._account(),
+            account=self.client.traffic.account(),
         )
         # Every request may be repeated: the coordinator knows a commit and a payload by their hashes.
         verdict: Verdict | None = None
@@ -126,23 +124,3 @@ class Sending:
         if asked:
             self.state.save_receipt(verdict.receipt)
         return verdict
-
-    def _account(self) -> Account:
-        """What was spent since the last account."""
-        traffic = self.client.traffic
-        totals: dict[str, float] = dict(traffic.seconds())
-        totals |= {f"up.{kind}": num_bytes for kind, num_bytes in traffic.bytes_up().items()}
-        totals |= {f"down.{kind}": num_bytes for kind, num_bytes in traffic.bytes_down().items()}
-        spent = {key: value - self._accounted.get(key, 0) for key, value in totals.items()}
-        self._accounted = totals
-        up, down = (
-            {key.removeprefix(way): int(value) for key, value in spent.items() if key.startswith(way)}
-            for way in ("up.", "down.")
-        )
-        return Account(
-            seconds_computing=spent["computing"],
-            seconds_transferring=spent["transferring"],
-            seconds_waiting=spent["waiting"],
-            up=messages.ByteCounts(**up),
-            down=messages.ByteCounts(**down),
-        )

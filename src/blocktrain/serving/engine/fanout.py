@@ -110,8 +110,8 @@ class Fanout:
 
     async def collect(self, question: Question, blocks: tuple[int, ...] | None = None) -> list[Part]:
         """Answers that cover every block (or these) once, or fewer where some are out of reach."""
-        wanted = blocks or self.blocks
-        parts = await self._fetch(question, wanted, frozenset())
+        wanted, began = blocks or self.blocks, asyncio.get_running_loop().time()
+        parts = await self._fetch(question, wanted, frozenset(), began)
         if not parts:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
@@ -119,17 +119,19 @@ class Fanout:
         question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
-    async def _fetch(self, question: Question, blocks: tuple[int, ...], avoid: frozenset[int]) -> list[Part]:
+    async def _fetch(
+        self, question: Question, blocks: tuple[int, ...], avoid: frozenset[int], began: float
+    ) -> list[Part]:
+        """`began` is when the traversal did, however often its blocks were asked for since."""
         route = self.route(question, blocks, avoid)
-        legs = [self._leg(question, self.links[link], part, avoid) for link, part in route.legs]
+        legs = [self._leg(question, self.links[link], part, avoid, began) for link, part in route.legs]
         if route.missing:
-            legs.append(self._await_return(question, route.missing))
+            legs.append(self._await_return(question, route.missing, began))
         return await _all(legs)
 
-    async def _await_return(self, question: Question, missing: tuple[int, ...]) -> list[Part]:
+    async def _await_return(self, question: Question, missing: tuple[int, ...], began: float) -> list[Part]:
         """Ask again when a stage comes back in time; give the blocks up when none does."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
         while True:
             now = loop.time()
             since = max(self._missing_since(block, now, began) for block in missing)
@@ -139,18 +141,25 @@ class Fanout:
             # Only where a stage can be asked: one that drains is within reach and is no answer, and asking
             # for its blocks again would end here again, one call deeper at every look.
             if self.route(question, missing, frozenset()).legs:
-                return await self._fetch(question, missing, frozenset())
+                return await self._fetch(question, missing, frozenset(), began)
 
     def _missing_since(self, block: int, now: float, began: float) -> float:
-        """When the block's last stage went away; `began` where one still drains, or none ever held it."""
+        """When the block's last stage went away; `began` where one is within reach (it drains, or fails
+        whatever it is asked), or none ever held it."""
         # From when the stage went away, not from when we asked: a block that is known to be gone costs no
-        # request its two seconds again.
+        # request its two seconds again. And from when the traversal began, not from this look: a stage that
+        # failed every question was asked again every 50 ms, one call deeper, until Python's stack was full.
         times = [link.lost_at(now) for link in self.links if block in link.blocks]
         lost = [time for time in times if time is not None]
         return max(lost) if lost and len(lost) == len(times) else began
 
     async def _leg(
-        self, question: Question, link: StageLink, blocks: tuple[int, ...], avoid: frozenset[int]
+        self,
+        question: Question,
+        link: StageLink,
+        blocks: tuple[int, ...],
+        avoid: frozenset[int],
+        began: float,
     ) -> list[Part]:
         """One stage's share of the question: its own answer, or others' where it fails or lags."""
         loop = asyncio.get_running_loop()
@@ -166,7 +175,7 @@ class Fanout:
                 if not self.route(question, blocks, avoid).missing:
                     # It lags, and spares could answer for all its blocks: whoever is first counts.
                     question.stats.retries += 1
-                    spare = loop.create_task(self._fetch(question, blocks, avoid))
+                    spare = loop.create_task(self._fetch(question, blocks, avoid, began))
                     tasks.add(spare)
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     if answer.done() and answer.exception() is None:
@@ -179,13 +188,13 @@ class Fanout:
                 now = loop.time()
                 lost = link.lost_at(now)
                 if lost is not None and now >= lost + self.config.degrade_seconds:
-                    return await self._fetch(question, blocks, avoid)
+                    return await self._fetch(question, blocks, avoid, began)
                 await asyncio.wait({answer}, timeout=HEALTH_POLL_SECONDS)
             try:
                 return [answer.result()]
             except LinkError:
                 question.stats.retries += 1
-                return await self._fetch(question, blocks, avoid)
+                return await self._fetch(question, blocks, avoid, began)
         finally:
             for task in tasks:
                 task.cancel()

@@ -1,0 +1,195 @@
+"""The family `llama`: a plain causal model with the arithmetic and the tensor names of LlamaForCausalLM.
+
+RMS norms with a weight, rotary positions, grouped-query attention, SwiGLU, an output map of its own or tied
+to the embedding. Logits equal those of transformers (tests/model/test_llama.py). It takes no hints and looks
+at no later position. Shapes as in layers.py; H query heads, G heads of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig, RopeScaling
+from blocktrain.model.block import Block, BlockOutput, Cache, Hint, PackedCache
+from blocktrain.model.layers import AnyLayerCache, causal_attention, rotate
+
+INITIAL_STD = 0.02
+"""Of embeddings and matrices, as in transformers."""
+
+
+def llama_rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin of shape [context, head width / 2]."""
+    # In fp32, as transformers and vLLM compute them: at position 2,000 an angle in float64 differs by 1e-4,
+    # and the models were trained with the rounded ones.
+    width = config.channels_per_head
+    frequency = 1.0 / (config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    if config.rope_scaling is not None:
+        frequency = stretched(frequency, RopeScaling.parse(config.rope_scaling))
+    angle = torch.outer(torch.arange(config.context, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's frequencies: a wave longer than the old context is slowed by `factor`, a short one kept."""
+    turns = scaling.original_context * frequency / (2 * math.pi)
+    kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    kept = kept.clamp(0, 1)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+class WeightedNorm(nn.Module):
+    """RMS norm with a weight for each channel."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Squares in fp32 at least: in bf16 their mean has three digits.
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        y: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * y).to(x.dtype)
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_width = config.channels_per_head
+        queries = config.heads * self.head_width
+        keys = (config.kv_heads or config.heads) * self.head_width
+        self.q_proj = nn.Linear(config.width, queries, bias=False)
+        self.k_proj = nn.Linear(config.width, keys, bias=False)
+        self.v_proj = nn.Linear(config.width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None) -> Tensor:
+        batch, length, _ = x_BTD.shape
+        shape = (batch, length, -1, self.head_width)
+        q_BHTK, k_BGTK = self.queries_and_keys(self.q_proj(x_BTD).view(shape), self.k_proj(x_BTD).view(shape))
+        v_BGTK = self.v_proj(x_BTD).view(shape).transpose(1, 2)
+        q_BHTK, k_BGTK = (rotate(part, *rotary).to(v_BGTK.dtype) for part in (q_BHTK, k_BGTK))
+        attend = causal_attention if cache is None else cache.attend
+        y_BHTK = attend(q_BHTK, k_BGTK, v_BGTK)
+        merged: Tensor = self.o_proj(y_BHTK.transpose(1, 2).reshape(batch, length, -1))
+        return merged
+
+    def queries_and_keys(self, q_BTHK: Tensor, k_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads before positions; a family that norms them does it here."""
+        return q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
+
+
+class GatedFeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inner = config.feedforward_width or config.feedforward * config.width
+        self.gate_proj = nn.Linear(config.width, inner, bias=False)
+        self.up_proj = nn.Linear(config.width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return y
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Callable[[ModelConfig], LlamaAttention]) -> None:
+        super().__init__()
+        self.input_layernorm = WeightedNorm(config.width, config.norm_eps)
+        self.self_attn = attention(config)
+        self.post_attention_layernorm = WeightedNorm(config.width, config.norm_eps)
+        self.mlp = GatedFeedForward(config)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: AnyLayerCache | None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, cache)
+        y_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return y_BTD
+
+
+class OutputMap(nn.Module):
+    """The rows that the last features are compared with."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        # Zero: a block starts at the uniform distribution.
+        self.weight = nn.Parameter(torch.zeros(rows, width))
+
+
+class Trunk(nn.Module):
+    """All of the block but the output map."""
+
+    def __init__(self, config: ModelConfig, rows: int, layers: Sequence[LlamaLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(rows, config.width)
+        self.layers = nn.ModuleList(layers)
+        self.norm = WeightedNorm(config.width, config.norm_eps)
+
+
+class LlamaBlock(Block):
+    rotary_cos: Tensor
+    rotary_sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocabulary: int,
+        num_layers: int | None = None,
+        attention: Callable[[ModelConfig], LlamaAttention] = LlamaAttention,
+    ) -> None:
+        super().__init__()
+        self.context, self.vocabulary = config.context, vocabulary
+        self.num_layers = num_layers or config.layers_per_block
+        rows = config.padded_vocabulary or vocabulary
+        assert rows >= vocabulary, "the rows beyond the tokens are padding"
+        # `model` and `lm_head` are the names in the files that others load.
+        self.model = Trunk(config, rows, [LlamaLayer(config, attention) for _ in range(self.num_layers)])
+        self.lm_head = None if config.tied else OutputMap(rows, config.width)
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim == 2:
+                # Each sub-layer starts by adding nothing, so depth does not change the scale of the first
+                # steps.
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.zeros_(parameter) if adds else nn.init.normal_(parameter, std=INITIAL_STD)
+        cos, sin = llama_rotary(config)
+        self.register_buffer("rotary_cos", cos, persistent=False)
+        self.register_buffer("rotary_sin", sin, persistent=False)
+
+    def matrices(self) -> set[str]:
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            if name.startswith("model.layers.") and parameter.ndim == 2
+        }
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        codebook_VD: Tensor,
+        hint: Hint | None = None,
+        upstream_BTD: Tensor | None = None,
+        cache: Cache | PackedCache | None = None,
+        both_ways: int = 0,
+    ) -> BlockOutput:
+        assert hint is None, "a plain causal model knows no hints"
+        assert upstream_BTD is None, "its input is the tokens alone"
+        assert not both_ways, "it looks at no later position"
+        embedding = self.model.embed_tokens.weight
+        x_BTD = F.embedding(tokens_BT, embedding)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            # The products are bf16 anyway; a residual stream in fp32 would double the bytes between them.
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
+        length = tokens_BT.shape[1]
+        positions = cache.positions(length) if cache is not None else slice(0, length)
+        rotary = self.rotary_cos[positions], self.rotary_sin[positions]
+        for i, layer in enumerate(self.model.layers):
+            x_BTD = self.run_layer(layer, x_BTD, rotary, cache.layer(i) if cache is not None else None)
+        if cache is not None:
+            cache.advance(length)
+        rows = embedding if self.lm_head is None else self.lm_head.weight
+        return BlockOutput(self.model.norm(x_BTD), rows[: self.vocabulary], None, x_BTD)
