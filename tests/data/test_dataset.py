@@ -235,13 +235,17 @@ def test_a_specialised_block_draws_its_share_from_its_own_cluster(tmp_path: Path
     for block in (0, 1):
         own = shard_files(dataset.manifest, 0, 3, context=8, cluster=block)
         assert all(n % 2 == block for n in own)
-        first, usual = special.batch(3, 5, block)[0][:, 0], plain.batch(3, 5)[0][:, 0]
+        first, other = (special.batch(3, 5, one)[0][:, 0] for one in (block, 1 - block))
         is_own = np.diff(np.floor(np.arange(21) * 0.75)) > 0
         assert is_own.sum() == 15
-        # The rest is what every block draws, row by row, and own rows lie in files of the cluster.
-        assert torch.equal(first[~is_own], usual[~is_own])
-        assert not torch.equal(first[is_own], usual[is_own])
-        assert all(any(100 * n <= start < 100 * n + 400 for n in own) for start in first[is_own].tolist())
+        # The rest is the same for every block, from a file of each cluster; own rows are of the own cluster.
+        shared, mine = special.drawing.files(dataset.manifest, 3, 5, block)
+        assert mine == own
+        assert [n % 2 for n in shared] == [0, 1]
+        assert torch.equal(first[~is_own], other[~is_own])
+        assert not torch.equal(first[is_own], other[is_own])
+        for files, starts in ((own, first[is_own]), (shared, first[~is_own])):
+            assert all(any(100 * n <= at < 100 * n + 400 for n in files) for at in starts.tolist())
     # The reference of all layers draws as before, and so does every block without a share.
     assert torch.equal(special.batch(3, 5, None)[0], plain.batch(3, 5)[0])
     assert torch.equal(plain.batch(3, 5, 1)[0], plain.batch(3, 5)[0])

@@ -248,7 +248,7 @@ def test_blocks_whose_only_stage_fails_every_question_are_left_out_in_time(check
         async with cluster(checkpoint, **QUICK) as c:
             c.stages[1].held.pooling = Pooling(
                 (float("nan"),) * 3
-            )  # it is connected, and fails whatever it is asked
+            )  # connected, and fails whatever it is asked
             tokens, stats = await text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar", deadline_seconds=20)
             assert len(tokens) == 1
             assert stats.degraded_blocks == [1]

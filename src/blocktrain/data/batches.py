@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -66,13 +67,13 @@ class Drawing:
         self, manifest: Manifest, shard: int, step: int, block: int | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Training files of all text, and of the block's own cluster where it has one."""
-        turn, context = self.turn(step), self.context
+        chosen = partial(shard_files, manifest, self.seed, shard, context=self.context, turn=self.turn(step))
         cluster = own_cluster(manifest, self.num_blocks, self.own_share, block)
-        shared = shard_files(manifest, self.seed, shard, context=context, turn=turn)
         if cluster is None:
-            return shared, ()
-        own = shard_files(manifest, self.seed, shard, context=context, turn=turn, cluster=cluster)
-        return shared, own
+            return chosen(), ()
+        # One of each cluster, where two by chance could be of one and the same: blocks forgot the others.
+        shared = [file for one in range(manifest.clusters) for file in chosen(cluster=one, spread=1)]
+        return tuple(shared), chosen(cluster=cluster)
 
     def windows(self, text: RunText, shard: int, step: int, block: int | None) -> BatchWindows:
         shared, own = self.files(text.manifest, shard, step, block)

@@ -122,6 +122,14 @@ class Gain:
         variance = math.fsum((one - mean) ** 2 for one in differences) / max(1, count - 1)
         return cls(mean, math.sqrt(variance / count), count)
 
+    def plus(self, other: Gain) -> Gain:
+        """The sum of both, of windows that have nothing in common."""
+        error = math.hypot(self.error, other.error)
+        return Gain(self.mean + other.mean, error, self.windows + other.windows)
+
+    def times(self, share: float) -> Gain:
+        return Gain(share * self.mean, share * self.error, self.windows)
+
     def is_loss(self, standard_errors: float) -> bool:
         """True if the loss rose by more than this many standard errors, or is no longer a number."""
         return not math.isfinite(self.mean) or self.mean < -standard_errors * self.error

@@ -156,6 +156,10 @@ class Scorer:
         ]
         # One window has no error that could be estimated.
         own, rest = (Gain.of(part) if text.num_own and len(part) > 1 else None for part in parts)
+        if own is not None and rest is not None:
+            # How many windows are of each kind is no chance, so the difference of kinds is no error.
+            share = own.windows / held_out.windows
+            held_out = own.times(share).plus(rest.times(1 - share))
 
         # The worker's own batches, from as many of its steps as possible, against any other training text.
         generator, count = np.random.default_rng(seed), budget.assigned
