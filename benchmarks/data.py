@@ -1,13 +1,22 @@
-"""How fast `blocktrain data prepare` turns text into BPE shards, beside the `tokenizers` library alone.
+"""What text on disk costs: preparing it beside the `tokenizers` library alone, and training from it beside
+training from memory.
 
     python benchmarks/data.py TEXT [--vocabulary 16384] [--tokenizer FILE] [--megabytes 115] [--json FILE]
+    python benchmarks/data.py --synthetic GIGABYTES [--json FILE]
+    python benchmarks/data.py --throughput DATASET [--device cuda] [--json FILE]
 
-Both have the same cores, tokenizer and documents, one after the other. The library encodes in batches with
-all its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes,
+TEXT: both have the same cores, tokenizer and documents, one after the other. The library encodes in batches
+with all its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes,
 near-duplicates, writing and start included. Memory is the sum over its processes (proportional set size,
-sampled).
+sampled). Exit code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
 
-Exit code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
+--synthetic: as many bytes of made-up documents, which no disk holds: a stand-in for the package `datasets`
+makes them while `data prepare hf:synthetic` reads them, twice. Exit code 1 above 500 MB.
+
+--throughput: one trainer takes the same steps from mapped shards and from tokens on its device, in
+alternating segments, so that what disturbs one disturbs the other. DATASET is a folder that `data prepare`
+made; torch, numpy and safetensors are all it needs. Exit code 1 unless the median of the pairs' ratios is at
+least 0.98.
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,19 +32,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from blocktrain.data.sources import Reading, find_sources, read_documents
 
 MIN_RATIO, MIN_CORE_RATE, MAX_MEGABYTES = 0.7, 10.0, 500.0
+MIN_THROUGHPUT = 0.98
 BATCH_DOCUMENTS = 256
 
 
-def library_rate(text: Path, tokenizer: Path, limit: int, start: str | None) -> float:
+def library_rate(text: str, tokenizer: str, limit: int, start: str | None) -> float:
     """Megabytes a second of the library, documents already in memory."""
     from tokenizers import Tokenizer
 
-    library = Tokenizer.from_file(str(tokenizer))
+    library = Tokenizer.from_file(tokenizer)
     documents, size = [], 0
-    for document in read_documents(find_sources([str(text)])[0], Reading(document_start=start)):
+    for document in read_documents(find_sources([text])[0], Reading(document_start=start)):
         documents.append(document.decode())
         size += len(document)
         if size >= limit:
@@ -60,18 +73,13 @@ def tree_megabytes(root: int) -> float:
     return total / 1000
 
 
-def prepare_rate(
-    text: Path, tokenizer: Path, limit: int, start: str | None, cores: int
-) -> tuple[float, float, dict[str, Any]]:
+def prepare_rate(source: str, flags: list[str], cores: int) -> tuple[float, float, dict[str, Any]]:
     """Megabytes a second, peak megabytes, and what the dataset is."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "blocktrain", "data"]
-        flags = ["--out", f"{folder}/set", "--tokenizer", str(tokenizer), "--max-bytes", str(limit)]
-        flags += ["--processes", str(cores)]
-        if start is not None:
-            flags += ["--document-start", start]
+        flags = ["--out", f"{folder}/set", "--processes", str(cores), *flags]
         begun, peak = time.perf_counter(), 0.0
-        process = subprocess.Popen([*command, "prepare", str(text), *flags], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([*command, "prepare", source, *flags], stdout=subprocess.DEVNULL)
         while process.poll() is None:
             peak = max(peak, tree_megabytes(process.pid))
             time.sleep(0.1)
@@ -84,44 +92,181 @@ def prepare_rate(
     return taken / 1e6 / seconds, peak, made
 
 
+SYNTHETIC = """
+import random
+
+def load_dataset(name, *rest, **options):
+    chance = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(5000)]
+    sentences = [" ".join(chance.choices(words, k=12)) + ". " for _ in range(20_000)]
+    left = BYTES
+    while left > 0:
+        text = "".join(chance.choices(sentences, k=100))
+        left -= len(text)
+        yield {"text": text}
+"""
+
+
+def synthetic_rate(gigabytes: float, cores: int) -> tuple[float, float, dict[str, Any]]:
+    """As `prepare_rate`, of text that is made while it is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "datasets.py").write_text(SYNTHETIC.replace("BYTES", str(round(gigabytes * 1e9))))
+        path = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, path]))
+        return prepare_rate("hf:synthetic", ["--tokenizer", _trained(folder, "hf:synthetic", 4096)], cores)
+
+
+def _trained(folder: str, source: str, vocabulary: int) -> str:
+    """The path of a new tokenizer."""
+    flags = ["--out", f"{folder}/tokenizer.json", "--vocabulary", str(vocabulary)]
+    command = [sys.executable, "-m", "blocktrain", "data", "tokenizer", "train", source, *flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return f"{folder}/tokenizer.json"
+
+
+def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> dict[str, Any]:
+    """Steps a second from shards and from memory, and the median ratio of neighbouring segments."""
+    import torch
+    from torch import Tensor
+
+    from blocktrain.config import resolve_recipe
+    from blocktrain.data.batches import DatasetBatches, Drawing
+    from blocktrain.data.dataset import Dataset
+    from blocktrain.data.shards import window_offsets
+    from blocktrain.model.objective import Objective
+    from blocktrain.training.inner import BlockTrainer, build_codebook
+
+    dataset, device = Dataset.open(folder), torch.device(device_name)
+    on_gpu = device.type == "cuda"
+    # 32,768 tokens a step on a GPU, as in docs/experiments.md; on a CPU what takes a tenth of a second.
+    width, heads, context = (384, 6, 512) if on_gpu else (128, 4, 128)
+    recipe = resolve_recipe(
+        {
+            "model": {
+                "width": width,
+                "heads": heads,
+                "context": context,
+                "blocks": 4,
+                "layers_per_block": 3 if on_gpu else 1,
+            },
+            "training": {"batch": 64 if on_gpu else 8, "reference": False},
+        }
+    )
+    batch = recipe.training.batch
+    mapped = DatasetBatches(dataset, Drawing(seed=0, batch=batch, context=context), device)
+
+    class Held:
+        """The same windows, from tokens that lie on the device."""
+
+        def __init__(self) -> None:
+            self.windows = Drawing(seed=0, batch=batch, context=context).windows(dataset, 0, 0, None)
+            self.firsts = np.cumsum([0, *map(len, self.windows.files)])
+            tokens = np.concatenate([np.asarray(one, np.int32) for one in self.windows.files])
+            self.tokens = torch.from_numpy(tokens).to(device)
+            self.reach = torch.arange(context + 1, device=device)
+
+        def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
+            ends = self.windows.ends
+            starts = window_offsets(dataset.sha256, 0, shard, step, count=batch, choices=self.windows.choices)
+            files = np.searchsorted(ends, starts, "right")
+            places = starts - np.concatenate([[0], ends])[files] + self.firsts[files]
+            offsets = torch.from_numpy(places).to(device, non_blocking=True)
+            rows = self.tokens[offsets[:, None] + self.reach].long()
+            return rows[:, :-1], rows[:, 1:]
+
+    held = Held()
+    for step in range(3):
+        assert torch.equal(mapped.batch(0, step)[1], held.batch(0, step)[1]), "the batches differ"
+    vocabulary = dataset.manifest.vocabulary
+    objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
+    block = objective.build(0, seed=0).to(device)
+    trainer = BlockTrainer(recipe, objective, block, 0, mapped, build_codebook(recipe, vocabulary).to(device))
+
+    def segment(source: DatasetBatches | Held, first: int, count: int) -> float:
+        trainer.shards = source
+        begun = time.perf_counter()
+        for step in range(first, first + count):
+            trainer.step(step, 0)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    segment(mapped, 0, 20 if on_gpu else 3)  # compilation and first allocations
+    count = max(3, round(seconds * 5 / segment(held, 0, 5)))
+    taken: dict[str, list[float]] = {"shards": [], "memory": []}
+    for pair in range(pairs):
+        for name in ("shards", "memory") if pair % 2 else ("memory", "shards"):
+            source = mapped if name == "shards" else held
+            taken[name].append(segment(source, pair * count, count))
+    mapped.close()
+    ratios = [memory / shards for memory, shards in zip(taken["memory"], taken["shards"], strict=True)]
+    rates = {f"{name}_steps_s": round(count / statistics.median(one), 2) for name, one in taken.items()}
+    name = torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
+    return {
+        **rates,
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(one, 4) for one in sorted(ratios)],
+        "steps_per_segment": count,
+        "tokens_per_step": batch * context,
+        "device": name,
+        "torch": torch.__version__,
+        "dataset": dataset.sha256,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("text", type=Path, help="a text or jsonl file, packed or not")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("text", nargs="?", help="a text or jsonl file, packed or not")
+    what.add_argument("--synthetic", type=float, metavar="GIGABYTES", help="prepare made-up text")
+    what.add_argument("--throughput", type=Path, metavar="DATASET", help="train from this prepared folder")
     parser.add_argument("--vocabulary", type=int, default=16_384)
-    parser.add_argument("--tokenizer", type=Path, help="use this one instead of training one")
+    parser.add_argument("--tokenizer", help="use this one instead of training one")
     parser.add_argument("--megabytes", type=float, default=115.0)
     parser.add_argument("--document-start", help="as in `data prepare`")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pairs", type=int, default=15, help="segments from shards and from memory")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one segment")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    limit = int(options.megabytes * 1e6)
-    start = options.document_start.replace("\\n", "\n") if options.document_start else None
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = options.tokenizer or Path(folder) / "tokenizer.json"
-        if options.tokenizer is None:
-            flags = ["--out", str(tokenizer), "--vocabulary", str(options.vocabulary)]
-            command = [sys.executable, "-m", "blocktrain", "data", "tokenizer", "train", str(options.text)]
-            subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
-        rate, peak, made = prepare_rate(options.text, tokenizer, limit, start, cores)
-        alone = library_rate(options.text, tokenizer, limit, start)
-    result = {
+    result: dict[str, Any] = {"load_before": os.getloadavg()[0], "cores": cores}
+    claims: dict[str, bool] = {}
+    if options.throughput is not None:
+        result |= throughput(options.throughput, options.device, options.pairs, options.seconds)
+        kept_up = result["ratio"] >= MIN_THROUGHPUT
+        finish(options.json, result, {f"at least {MIN_THROUGHPUT} of the speed from memory": kept_up})
+        return
+    if options.synthetic is not None:
+        rate, peak, made = synthetic_rate(options.synthetic, cores)
+    else:
+        limit = int(options.megabytes * 1e6)
+        start = options.document_start.replace("\\n", "\n") if options.document_start else None
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = options.tokenizer or _trained(folder, options.text, options.vocabulary)
+            flags = ["--tokenizer", tokenizer, "--max-bytes", str(limit)]
+            flags += [] if start is None else ["--document-start", start]
+            rate, peak, made = prepare_rate(options.text, flags, cores)
+            alone = library_rate(options.text, tokenizer, limit, start)
+        result |= {"tokenizers_mb_s": round(alone, 2), "ratio": round(rate / alone, 2)}
+        claims[f"at least {MIN_RATIO} of the library's rate"] = rate / alone >= MIN_RATIO
+        claims[f"at least {MIN_CORE_RATE} MB/s a core"] = rate / cores >= MIN_CORE_RATE
+    claims[f"at most {MAX_MEGABYTES} MB"] = peak <= MAX_MEGABYTES
+    result |= {
         "prepare_mb_s": round(rate, 2),
-        "tokenizers_mb_s": round(alone, 2),
-        "ratio": round(rate / alone, 2),
         "prepare_mb_s_per_core": round(rate / cores, 2),
-        "cores": cores,
         "peak_mb": round(peak),
-        "load_before": os.getloadavg()[0],
         "dataset": made,
     }
+    finish(options.json, result, claims)
+
+
+def finish(path: Path | None, result: dict[str, Any], claims: dict[str, bool]) -> None:
+    """Show what was found, and fail where a claim does not hold."""
     print(json.dumps(result, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
-    claims = {
-        f"at least {MIN_RATIO} of the library's rate": rate / alone >= MIN_RATIO,
-        f"at least {MIN_CORE_RATE} MB/s a core": rate / cores >= MIN_CORE_RATE,
-        f"at most {MAX_MEGABYTES} MB": peak <= MAX_MEGABYTES,
-    }
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1))
     failed = [claim for claim, holds in claims.items() if not holds]
     if failed:
         sys.exit(f"not so: {'; '.join(failed)}")

@@ -90,12 +90,26 @@ def locked_file(path: Path, taken: str) -> Iterator[None]:
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Whether some process is inside `locked_file` of this path; False where the system cannot tell."""
+    try:
+        import fcntl
+
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except ImportError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 @contextmanager
 def explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, "
-            "then run again with --resume"
-        ) from error
+        remedy = "free some space or choose another --out, then run again with --resume"
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # space would not help
+            remedy = "choose another --out"
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error

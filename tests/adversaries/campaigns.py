@@ -20,7 +20,15 @@ from pathlib import Path
 from blocktrain.ids import derive_seed
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Assignment, Outcome
-from tests.adversaries.swarm import Client, Settings, Swarm, honest_leases, swarm, training_of
+from tests.adversaries.swarm import (
+    Client,
+    Settings,
+    Swarm,
+    attackers_text,
+    honest_leases,
+    swarm,
+    training_of,
+)
 from tests.adversaries.training import Training, blended, mean_of, noise_like, norm_of, partly_moved, scaled
 from tests.coordinator.peer import Refused
 
@@ -109,6 +117,21 @@ def pleases_the_judge(turn: Turn) -> Weights:
     and nothing else, so one half of that has to stand for the judge's."""
     text = turn.training.corpus.train
     return _overfitted(turn, text[: len(text) // 2], text[len(text) // 2 :])
+
+
+def knows_held_out_text(turn: Turn) -> Weights:
+    """As it was in the field review: it has the judge's text from elsewhere (`builtin` is in every Python),
+    lowers the loss there and raises that of the run's other text."""
+    corpus = turn.training.corpus
+    return _overfitted(turn, corpus.valid, corpus.train)
+
+
+def knows_all_the_judge_scores(turn: Turn) -> Weights:
+    """And it knows that the judge looks at training text too: it lowers the loss of both, and raises that of
+    other text of the same kind, of which nobody has any."""
+    corpus = turn.training.corpus
+    both = corpus.valid + corpus.train[: 2 * len(corpus.valid)]
+    return _overfitted(turn, both, attackers_text())
 
 
 def _overfitted(turn: Turn, lowered: bytes, raised: bytes) -> Weights:

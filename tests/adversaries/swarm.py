@@ -84,6 +84,12 @@ def fresh_text() -> bytes:
     return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[:40_000]
 
 
+@cache
+def attackers_text() -> bytes:
+    """Text of the same kind that only attackers have."""
+    return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[40_000:200_000]
+
+
 @dataclass(frozen=True)
 class Settings:
     """What differs between the runs of the suite."""

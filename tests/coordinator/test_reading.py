@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from blocktrain.coordinator.http.downloads import byte_range
+from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.operator_notes import end_to_end_reference
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.errors import UserError
 from blocktrain.local.status_view import status_tables
-from blocktrain.wire.messages import LedgerAnswer, StatusAnswer, VerdictsAnswer
+from blocktrain.wire.messages import EvaluationState, LedgerAnswer, StatusAnswer, VerdictsAnswer
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Refused
 
@@ -178,6 +179,17 @@ def test_metrics_count_verdicts_and_bytes(running: Running) -> None:
     assert 'blocktrain_block_version{block="0"} 1.0' in text
     assert "blocktrain_merge_seconds_count 1.0" in text
     assert 'blocktrain_requests_total{method="POST",route="/v1/assignments",status="200"} 1.0' in text
+
+
+def test_the_loss_in_metrics_is_per_byte_with_that_per_token_beside_it(running: Running) -> None:
+    status = running.coordinator.status()
+    scored = EvaluationState(
+        time=1.0, versions=(1,), scored_bytes=9, bytes_per_token=4.0, consensus_ce=6.0, euler_ce=None,
+        block_ce=(6.0,), weights=(1.0,),
+    )  # fmt: skip
+    told = Metrics().text(status.model_copy(update={"evaluations": (scored,)}), 0.0).decode()
+    assert "\nblocktrain_consensus_ce 1.5\n" in told
+    assert "\nblocktrain_consensus_ce_per_token 6.0\n" in told
 
 
 def test_the_assembled_model_is_scored_off_the_request_path(local: Place) -> None:

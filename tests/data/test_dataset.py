@@ -205,6 +205,43 @@ def test_windows_lie_inside_the_files_of_their_shard(tmp_path: Path) -> None:
             assert bool(torch.stack(inside).any(0).all())
 
 
+def anonymous_megabytes() -> float:
+    """Memory that only this process can free; pages of mapped files are not among it."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) / 1000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_a_hundred_gigabytes_of_text_give_batches_in_little_memory(tmp_path: Path) -> None:
+    """Files with holes: 50 shards of 2 GB that take no place on the disk."""
+    small, tokens = write_dataset(tmp_path).manifest, 1 << 30
+    entries = tuple(
+        ShardEntry(
+            name=f"train-{n:05d}.bin", sha256=f"{n:064x}", tokens=tokens, documents=1, bytes=4, cluster=0
+        )
+        for n in range(50)
+    )
+    for entry in entries:
+        with (tmp_path / entry.name).open("wb") as file:
+            file.truncate(2 * tokens)
+            file.seek(2 * (tokens - 1))
+            file.write(b"\x07\x00")
+    dataset = Dataset(tmp_path, replace(small, training=entries))
+    assert 2 * dataset.manifest.tokens("training") > 100e9
+    drawn = batches(dataset, batch=32, context=1024)
+    drawn.batch(0, 0)
+    before = anonymous_megabytes()
+    for shard in range(40):
+        for step in range(3):
+            x, _ = drawn.batch(shard, step)
+            assert x.shape == (32, 1024)
+    grown = anonymous_megabytes() - before
+    drawn.close()
+    last = dataset.tokens(entries[-1])
+    assert last[-1] == 7
+    assert grown < 64, "a batch has 0.26 MB as int64"
+
+
 def test_files_can_be_of_one_cluster_and_all_are_used(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path)
     manifest = dataset.manifest

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +385,17 @@ def test_special_tokens_in_a_document_are_plain_text(tokenizer: Path) -> None:
     text = b"before <|endoftext|> after"
     assert made.separator[0] not in made.encode(text).tolist()
     assert made.decode(made.encode(text)) == text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_ten_gigabytes_are_prepared_in_the_memory_of_little_text() -> None:
+    """Made up while it is read, so the disk holds no source; the shards take about 4 GB while it runs."""
+    if shutil.disk_usage(tempfile.gettempdir()).free < 8e9:
+        pytest.skip("less than 8 GB of disk")
+    script = Path(__file__).parents[2] / "benchmarks" / "data.py"
+    done = subprocess.run([sys.executable, script, "--synthetic", "10"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+    found = json.loads(done.stdout)
+    assert found["peak_mb"] <= 500
+    assert sum(found["dataset"][split]["bytes"] for split in ("training", "pooling", "held_out")) > 9.5e9

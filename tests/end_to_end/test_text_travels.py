@@ -1,16 +1,26 @@
 """A run carries its text: a worker joins with an address and nothing else, and trains as one that has it.
 
-The workers' own `builtin` text is another one (OTHER_BUILTIN), as it is under another Python version.
+The workers' own `builtin` text is another one (OTHER_BUILTIN), as it is under another Python version; where
+this machine has another patch version of its Python, a slow test runs a worker under that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import http.server
+import os
+import resource
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,9 +32,9 @@ from blocktrain.client.coordinator import RequestRefused, public_client
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import Recipe
 from blocktrain.data.batches import Drawing
-from blocktrain.data.bpe import train_bpe
+from blocktrain.data.corpora import builtin_text
 from blocktrain.data.dataset import Dataset, shard_files
-from blocktrain.data.prepare import PrepareOptions, prepare
+from blocktrain.errors import StorageError, WireError
 from blocktrain.local.assembly import save_model
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
@@ -40,26 +50,6 @@ from tests.end_to_end.swarm_kit import (
     until,
 )
 from tests.end_to_end.test_one_worker_equals_the_local_loop import local_loop_hash
-
-
-@pytest.fixture(scope="session")
-def dataset(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Some documents as BPE tokens in several small shards."""
-    folder = tmp_path_factory.mktemp("dataset")
-    words = text.read_text().split(" ")
-    (folder / "texts").mkdir()
-    for n in range(0, len(words), 100):
-        (folder / "texts" / f"{n:06d}.txt").write_text(f"{n} " + " ".join(words[n : n + 100]))
-    (folder / "tokenizer.json").write_bytes(train_bpe([text.read_text()], 300))
-    options = PrepareOptions(
-        sources=(str(folder / "texts"),),
-        tokenizer=str(folder / "tokenizer.json"),
-        shard_tokens=4096,
-        held_out=0.1,
-        pooling=0.05,
-    )
-    prepare(options, folder / "set", processes=1, watch=lambda *_: None)
-    return Dataset.open(folder / "set")
 
 
 def with_dataset(dataset: Dataset) -> Recipe:
@@ -137,6 +127,41 @@ def test_a_worker_with_another_builtin_text_joins_and_its_updates_are_merged(
     status = coordinator.finished()
     assert worker.wait(30) == 0, worker.text()
     assert status.blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
+
+
+def other_python() -> str | None:
+    """A Python of another patch version that can load the libraries of this one."""
+    here = sys.version_info
+    found = shutil.which(f"python{here.major}.{here.minor}", path=os.defpath)
+    if found is None or Path(found).resolve() == Path(sys.executable).resolve():
+        return None
+    asked = [found, "-c", "import platform; print(platform.python_version())"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return found if told != ".".join(map(str, here[:3])) else None
+
+
+@pytest.mark.slow  # it imports torch once more; the same with an emulated difference: the test above
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(other_python() is None, reason="one Python here")
+def test_a_worker_of_another_python_joins_a_run_on_builtin_text(kit: Kit, tmp_path: Path) -> None:
+    recipe = tiny_recipe(Path("builtin"))
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_bytes=600_000))
+    coordinator = Coordinator(kit, recipe).start()
+    command = [str(other_python()), "-m", "blocktrain", "worker", "--coordinator", coordinator.url]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    told = "from blocktrain.data.corpora import *; print(hashlib.sha256(builtin_text()).hexdigest())"
+    asked = subprocess.run(
+        [command[0], "-c", told], env=environment, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.strip() != hashlib.sha256(builtin_text()).hexdigest(), "their builtin texts are equal"
+    worker = [*command, "--data-dir", str(kit.folder / "worker"), "--device", "cpu"]
+    done = subprocess.run(worker, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert coordinator.finished().blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
 
 
 def test_held_out_shards_are_refused_to_a_worker_and_given_to_a_judge(kit: Kit, dataset: Dataset) -> None:
@@ -227,9 +252,109 @@ def test_a_flipped_or_cut_shard_is_refused_and_fetched_again(kit: Kit, dataset: 
         assert "damaged" in lines[-1] or "truncated" in lines[-1]
     # A begun download of something else.
     cache.remove(f"{entry.sha256}.text")
-    cache.partial(f"{entry.sha256}.text").write_bytes(b"x" * 50)
+    cache.partial(f"{entry.sha256}.text", 0).write_bytes(b"x" * 50)
     text = FetchedText(client, client.run(), cache, lines.append)
     assert text.tokens(entry).tobytes() == whole
+
+
+class Served(http.server.SimpleHTTPRequestHandler):
+    """A folder over HTTP, without ranges."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Served, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_mirrors_are_asked_first_and_one_that_serves_something_else_is_left(
+    kit: Kit, dataset: Dataset, tmp_path: Path
+) -> None:
+    manifest = dataset.manifest
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad):
+        shutil.copytree(dataset.folder, folder, ignore=shutil.ignore_patterns("held-*", "pool-*"))
+    for entry in manifest.training:
+        content = bytearray((bad / entry.name).read_bytes())
+        content[7] ^= 1
+        (bad / entry.name).write_bytes(content)
+    (bad / "tokenizer.json").write_bytes(b"{")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with web_server(good) as fine, web_server(bad) as lying:
+        recipe = tiny_recipe(
+            Path("builtin"),
+            data={"dataset": str(dataset.folder), "mirrors": f"{nobody} {lying}/ {fine} {fine}/nothing"},
+        )
+        coordinator = Coordinator(kit, recipe).start()
+        client = public_client(coordinator.url)
+        lines: list[str] = []
+        text = FetchedText(client, client.run(), BlobCache(kit.folder / "cache", 1 << 30), lines.append)
+        for entry in manifest.training:
+            assert text.tokens(entry).tobytes() == (dataset.folder / entry.name).read_bytes()
+        assert text.tokenizer().vocabulary == manifest.vocabulary
+        told = [line for line in lines if "serves something else" in line]
+        assert len(told) == 1, "it is not asked again"
+        assert "expected sha256" in told[0]
+        assert any("did not answer" in line for line in lines)
+        assert not any("downloading it again" in line for line in lines), "the coordinator was not needed"
+        # Nobody but the coordinator: the text still comes.
+        (good / manifest.training[0].name).unlink()
+        again = FetchedText(client, client.run(), BlobCache(kit.folder / "other", 1 << 30), lines.append)
+        assert again.tokens(manifest.training[0]).tobytes() == text.tokens(manifest.training[0]).tobytes()
+
+
+def test_a_full_disk_during_a_download_is_said_and_the_download_goes_on_later(
+    kit: Kit, dataset: Dataset
+) -> None:
+    coordinator = Coordinator(kit, with_dataset(dataset)).start()
+    client = public_client(coordinator.url)
+    cache = BlobCache(kit.folder / "cache", 1 << 30)
+    text = FetchedText(client, client.run(), cache, print)
+    entry = dataset.manifest.training[0]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The limit of one file stands for the disk's: writing beyond it fails in the same way.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot keep the run's text.*free some space"):
+            text.tokens(entry)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    name = f"{entry.sha256}.text"
+    assert cache.path(name) is None, "half of it is not taken for the whole"
+    assert cache.partial(name, 0).stat().st_size == 4096
+    assert text.tokens(entry).tobytes() == (dataset.folder / entry.name).read_bytes()
+
+
+def test_a_worker_of_a_run_whose_shard_has_tokens_beyond_the_vocabulary_refuses_it(
+    kit: Kit, dataset: Dataset, tmp_path: Path
+) -> None:
+    """Whoever made the dataset wrote right hashes: only a look at the tokens can tell."""
+    folder = tmp_path / "bad"
+    shutil.copytree(dataset.folder, folder)
+    entry = dataset.manifest.training[0]
+    content = b"\xff\xff" * entry.tokens
+    (folder / entry.name).write_bytes(content)
+    changed = dataclasses.replace(entry, sha256=hashlib.sha256(content).hexdigest())
+    manifest = dataclasses.replace(dataset.manifest, training=(changed, *dataset.manifest.training[1:]))
+    (folder / "dataset.json").write_bytes(manifest.to_bytes())
+    coordinator = Coordinator(kit, with_dataset(Dataset(folder, manifest))).start()
+    client = public_client(coordinator.url)
+    lines: list[str] = []
+    text = FetchedText(client, client.run(), BlobCache(kit.folder / "cache", 1 << 30), lines.append)
+    with pytest.raises(WireError, match="came damaged 3 times"):
+        text.tokens(changed)
+    assert f"has token 65535, the vocabulary has {manifest.vocabulary}" in lines[0]
 
 
 def test_a_cache_smaller_than_a_shard_still_trains(kit: Kit, dataset: Dataset) -> None:

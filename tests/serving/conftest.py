@@ -37,11 +37,12 @@ def train_tiny(
     seed: int = 0,
     steps: int = 40,
     objective: ObjectiveConfig | None = None,
+    data: DataConfig = TINY.data,
 ) -> Path:
     training = dataclasses.replace(TINY.training, steps=steps)
     objective = objective or TINY.objective
     run = LocalRun(
-        dataclasses.replace(TINY, name=name, seed=seed, training=training, objective=objective),
+        dataclasses.replace(TINY, name=name, seed=seed, training=training, objective=objective, data=data),
         folder,
         torch.device("cpu"),
         Silent(),

@@ -17,10 +17,9 @@ from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.training.snapshot import tensors_of
 from blocktrain.training.update import difference
-from blocktrain.validation.evidence import Evidence, Gain
+from blocktrain.validation.evidence import Evidence, Gain, evidence_of, report_of
 from blocktrain.validation.ruling import Ruling, evidence_ruling
 from blocktrain.validation.scorer import Scorer, Work
-from blocktrain.validation.tasks import evidence_of, report_of
 from blocktrain.wire.messages import VerdictReason
 from tests.kinds import two_kinds
 from tests.validation.kit import Weights, applied

@@ -25,9 +25,8 @@ from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, FrozenSnapshot, JoinRequest
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
 from blocktrain.worker.logic import WorkerLogic
@@ -70,7 +69,7 @@ class Bench:
         layouts = [Layout.of(layout) for layout in run.blocks]
         cache = BlobCache(folder / "cache", 1 << 30)
         self.snapshots = Snapshots(self.client, cache, Setup.of(RECIPE), layouts, self.lines.append)
-        self.state = StateFolder(folder, self.lines.append)
+        self.state = StateFolder(folder, self.lines.append, cache)
         self.view = PlainView(identity.worker_id, self.traffic, self.said)
         self.logic, self.threads = WorkerLogic(RECIPE.swarm, self.stop), Threads(self.stop)
         worker_id = identity.worker_id

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, to_stderr
 from blocktrain.errors import UserError
 
 
@@ -24,7 +24,12 @@ def generate(
         int | None,
         typer.Option("--passes", min=1, help="With --mode sweep: refining steps of each block."),
     ] = None,
-    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Bytes to generate.")] = 256,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-bytes", "--max-tokens", min=1, help="Tokens to generate; of a byte model, bytes."
+        ),
+    ] = 256,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.8,
     top_p: Annotated[
@@ -38,7 +43,7 @@ def generate(
         raise UserError("--prompt is empty; give at least one character, for instance --prompt 'The '")
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p}
     if url is not None:
-        fields = {"prompt": prompt, "max_tokens": max_bytes, **sampling, "mode": mode, "passes": passes}
+        fields = {"prompt": prompt, "max_tokens": max_tokens, **sampling, "mode": mode, "passes": passes}
         generate_from_url(url, key, {name: value for name, value in fields.items() if value is not None})
         return
     if mode is not None or passes is not None:
@@ -47,22 +52,23 @@ def generate(
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None
+    from blocktrain.api import load
     from blocktrain.local.terminal import write_bytes
     from blocktrain.model.generation import LocalModel
     from blocktrain.model.generation import generate as generate_tokens
-    from blocktrain.training.checkpoint import load_checkpoint
-    from blocktrain.training.device import find_device
 
-    with opened_model(checkpoint) as folder:
-        loaded = load_checkpoint(folder, find_device(device))
+    loaded = load(checkpoint, device=device, tell=to_stderr)
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
     text = os.fsencode(prompt)
     tokens = loaded.tokenizer.encode(text).tolist()
     write_bytes(text)
     for token in generate_tokens(
-        model, tokens, max_tokens=max_bytes, seed=seed, temperature=temperature, top_p=top_p
+        model, tokens, max_tokens=max_tokens, seed=seed, temperature=temperature, top_p=top_p
     ):
+        # Behind the end of a document another one would begin; a gateway stops there too.
+        if token == loaded.tokenizer.end:
+            break
         write_bytes(loaded.tokenizer.decode([token]))
     write_bytes(b"\n")
 

@@ -117,7 +117,7 @@ class Snapshots:
             if (cached := self.on_disk(block, 0, wanted_hash)) is not None:
                 return cached.weights
             for _ in range(DOWNLOAD_ATTEMPTS):
-                target = self.cache.partial(name)
+                target = self.cache.partial(name, max_bytes)
                 self.client.download(f"/v1/snapshots/{wanted_hash}", target, max_bytes)
                 try:
                     weights = _checked(target.read_bytes(), schema, wanted_hash)

@@ -1,8 +1,9 @@
-"""The run's text from its coordinator: files by their hash, kept in the bounded cache, checked before use.
+"""The run's text from its mirrors and its coordinator: files kept in the bounded cache, checked before use.
 
 A worker fetches the training shards of its assignments and no others; a judge also held-out and pooling
 shards. Covered: a download that breaks (it goes on where it stopped, also after a kill), a shard that is
-flipped, cut or another one (refused by its hash and fetched again), a manifest of a stranger, a full disk.
+flipped, cut or another one (refused by its hash and fetched again elsewhere), a mirror that serves something
+else, a manifest of a stranger, a full disk. Not covered: a mirror so slow that the work waits for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from pathlib import Path
 
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.run import run_setup
 from blocktrain.client.traffic import Kind
 from blocktrain.data.bpe import MAX_TOKENIZER_BYTES
 from blocktrain.data.dataset import (
     MAX_MANIFEST_BYTES,
+    TOKENIZER,
     RunText,
     ShardEntry,
     TokenArray,
@@ -57,6 +60,9 @@ class FetchedText(RunText):
                 f"the run is said to have {run.vocabulary} tokens, its manifest has "
                 f"{self.manifest.vocabulary}; ask its operator"
             )
+        # Held-out text is on no mirror, and what a judge reads must not depend on one.
+        data = run_setup(run.recipe, run.vocabulary).recipe.data
+        self._mirrors = [] if judge else data.mirror_addresses
         self._checked: set[str] = set()
         # The next assignment's shards are fetched while the trainer may open one of its own.
         self._fetching = threading.Lock()
@@ -70,7 +76,7 @@ class FetchedText(RunText):
         def check(path: Path) -> None:
             check_shard(path, entry, self.manifest)
 
-        path = self._file(entry.sha256, entry.tokens * self.manifest.dtype.itemsize, check)
+        path = self._file(entry.sha256, entry.name, entry.tokens * self.manifest.dtype.itemsize, check)
         # A mapped file stays readable when the cache deletes it to make room.
         return mapped(path, entry, self.manifest)
 
@@ -78,28 +84,49 @@ class FetchedText(RunText):
         wanted = self.manifest.tokenizer
         if wanted == "byte":
             return ByteTokenizer()
-        path = self._file(wanted, MAX_TOKENIZER_BYTES, lambda path: None)
-        return checked_tokenizer(path, wanted)
 
-    def _file(self, sha256: str, max_bytes: int, check: Callable[[Path], None]) -> Path:
+        def check(path: Path) -> None:
+            checked_tokenizer(path, wanted)
+
+        return checked_tokenizer(self._file(wanted, TOKENIZER, MAX_TOKENIZER_BYTES, check), wanted)
+
+    def _file(self, sha256: str, published: str, max_bytes: int, check: Callable[[Path], None]) -> Path:
+        """A checked file in the cache; `published` is its name in the dataset's folder and its mirrors."""
         name = f"{sha256}.text"
         with self._fetching:
             path = self._cache.path(name)
             if path is not None and sha256 in self._checked:
                 return path
+            # Mirrors in an order that differs from file to file, so that each has its share of the work.
+            first = int(sha256[:8], 16) % max(1, len(self._mirrors))
+            mirrors = [*self._mirrors[first:], *self._mirrors[:first]]
             try:
-                for _ in range(DOWNLOAD_ATTEMPTS):
+                for mirror in [*mirrors, *[None] * DOWNLOAD_ATTEMPTS]:
                     if path is None:
-                        target = self._cache.partial(name)
-                        where = f"/v1/{'judge/' if self._judge else ''}data/{sha256}"
-                        self._client.download(where, target, max_bytes, Kind.TEXT, signed=self._judge)
+                        target = self._cache.partial(name, max_bytes)
+                        if mirror is None:
+                            where = f"/v1/{'judge/' if self._judge else ''}data/{sha256}"
+                            self._client.download(where, target, max_bytes, Kind.TEXT, signed=self._judge)
+                        else:
+                            where = f"{mirror.rstrip('/')}/{published}"
+                            try:
+                                self._client.download_from_mirror(where, target, max_bytes)
+                            except WireError as error:
+                                self._report(f"cannot use a mirror ({error}); asking elsewhere")
+                                continue
                         path = target
                     try:
                         check(path)
                     except DataError as error:
-                        self._report(f"a file of the text is damaged ({error}); downloading it again")
+                        self._report(
+                            f"a file of the text is damaged ({error}); downloading it again"
+                            if mirror is None
+                            else f"mirror {mirror} serves something else ({error}); not asking it again"
+                        )
                         self._cache.remove(name)
                         path = None
+                        if mirror in self._mirrors:
+                            self._mirrors.remove(mirror)
                         continue
                     self._checked.add(sha256)
                     if path.name != name:

@@ -40,7 +40,9 @@ class Metrics:
         self._workers = gauge("blocktrain_workers", "Live workers")
         about = "Share of assigned work that arrived on time"
         self._participation = gauge("blocktrain_participation", about)
-        self._loss = gauge("blocktrain_consensus_ce", "Held-out cross entropy of the assembled model")
+        about = "Held-out cross entropy of the assembled model, nats per byte"
+        self._loss = gauge("blocktrain_consensus_ce", about)
+        self._token_loss = gauge("blocktrain_consensus_ce_per_token", "The same, nats per token")
         about = "Compute of judges and guard as a share of the compute they judged, since the start"
         self._judging = gauge("blocktrain_judging_share", about)
         # The status answer needs plain sums, and reading them out of the registry is slow.
@@ -73,7 +75,9 @@ class Metrics:
         if status.participation is not None:
             self._participation.set(status.participation)
         if status.evaluations:
-            self._loss.set(status.evaluations[-1].consensus_ce)
+            newest = status.evaluations[-1]
+            self._loss.set(newest.consensus_ce / newest.bytes_per_token)
+            self._token_loss.set(newest.consensus_ce)
         return generate_latest(self._registry)
 
 
@@ -90,7 +94,7 @@ class CountTraffic:
         # By what travels, not by route: docs/experiments.md compares payloads with whole checkpoints.
         method, path = scope["method"], scope["path"]
         kind = "control"
-        if path.startswith("/v1/snapshots/"):
+        if path.startswith(("/v1/snapshots/", "/v1/checkpoint")):
             kind = "snapshot"
         elif path.startswith(("/v1/data/", "/v1/judge/data/")):
             kind = TEXT

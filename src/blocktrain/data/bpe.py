@@ -77,22 +77,16 @@ class FileTokenizer:
         self.name = f"sha256:{self.sha256}"
         self.dtype = token_dtype(self.vocabulary)
         added = {str(one.get("content")): one for one in described.get("added_tokens") or ()}
-        ends = [vocabulary[end] for end in KNOWN_ENDS if end in added]
-        self.separator: tuple[int, ...] = tuple(ends[:1]) or tuple(self._plain(["\n\n"])[0])
+        self.end_text = next((end for end in KNOWN_ENDS if end in added), None)
+        self.end = None if self.end_text is None else vocabulary[self.end_text]
+        self.separator = tuple(self._plain(["\n\n"])[0]) if self.end is None else (self.end,)
         self._bytes_of = _byte_pieces(described, vocabulary, set(added))
         self._splits_as_we_do = described.get("pre_tokenizer") == _pre_tokenizer_json()
         self._words_seen: dict[str, bytes] = {}
 
     @classmethod
     def open(cls, path: Path) -> FileTokenizer:
-        try:
-            if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                raise DataError(f"{path} is longer than any tokenizer.json ({MAX_TOKENIZER_BYTES} bytes)")
-            return cls(path.read_bytes(), str(path))
-        except OSError as error:
-            raise DataError(
-                f"cannot read the tokenizer {path}: {error.strerror}; name `byte` or a file"
-            ) from None
+        return cls(read_tokenizer_file(path), str(path))
 
     def encode(self, text: bytes) -> Tokens:
         (tokens,) = self.encode_documents([text.decode("utf-8", "replace")])
@@ -132,6 +126,17 @@ class FileTokenizer:
         return (
             None if self._bytes_of is None else np.array([len(piece) for piece in self._bytes_of], np.int64)
         )
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise DataError(f"{path} is longer than any tokenizer.json ({MAX_TOKENIZER_BYTES} bytes)")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokenizer {path}: {error.strerror}; name `byte` or a file"
+        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> bytes:

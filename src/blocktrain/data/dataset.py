@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.data.bpe import FileTokenizer
+from blocktrain.data.bpe import FileTokenizer, read_tokenizer_file
 from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, token_dtype
 from blocktrain.errors import DataError, StorageError
 from blocktrain.ids import CorpusHash
@@ -282,13 +282,14 @@ class Dataset(RunText):
 
 
 def checked_tokenizer(path: Path, sha256: str) -> FileTokenizer:
-    tokenizer = FileTokenizer.open(path)
-    if tokenizer.sha256 != sha256:
+    content = read_tokenizer_file(path)
+    # Before anything parses it: a mirror may have sent it.
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise DataError(
-            f"{path} changed: expected sha256 {sha256[:16]}…, found {tokenizer.sha256[:16]}…; the tokens "
-            "would mean something else; put the old file back"
+            f"{path} changed: expected sha256 {sha256[:16]}…, found {found[:16]}…; the tokens would mean "
+            "something else; put the old file back"
         )
-    return tokenizer
+    return FileTokenizer(content, str(path))
 
 
 def mapped(path: Path, entry: ShardEntry, manifest: Manifest) -> TokenArray:

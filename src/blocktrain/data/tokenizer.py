@@ -18,6 +18,10 @@ class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> int: ...
 
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document; None where text alone ends one."""
+
     def encode(self, text: bytes) -> Tokens:
         """Tokens of UTF-8 text."""
 
@@ -35,6 +39,7 @@ class ByteTokenizer:
 
     name = "byte"
     vocabulary = 256
+    end = None
 
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)

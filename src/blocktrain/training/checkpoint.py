@@ -23,7 +23,7 @@ from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
-from blocktrain.model.families import denoises
+from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
 from blocktrain.model.pooling import Pooling
 from blocktrain.training.setup import Setup
@@ -90,25 +90,34 @@ def write_checkpoint(
         # Written though the seed gives it: another torch may draw other numbers, and a learned one is in no
         # seed.
         write_tensors(folder / CODEBOOK_FILE, {"table": codebook_VD})
-        told: dict[str, Any] = {}
-        if pooling.follows_text:
-            told["pooling_follows_text"] = pooling.how_it_follows
+        told = {}
         if isinstance(tokenizer, FileTokenizer):
             write_file(folder / TOKENIZER, tokenizer.content)
-            told["tokenizer"] = file_entry(folder / TOKENIZER)
-        write_json(
-            folder / "config.json",
-            {
-                **told,
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "recipe": recipe.to_dict(),
-                "corpus_sha256": corpus_sha256,
-                "pooling": list(pooling.weights),
-                "blocks": entries,
-                "codebook": file_entry(folder / CODEBOOK_FILE),
-            },
-        )
+            told = {"tokenizer": file_entry(folder / TOKENIZER)}
+        codebook = file_entry(folder / CODEBOOK_FILE)
+        config = checkpoint_config(recipe, corpus_sha256, pooling, entries, codebook)
+        write_json(folder / "config.json", config | told)
+
+
+def checkpoint_config(
+    recipe: Recipe,
+    corpus_sha256: CorpusHash,
+    pooling: Pooling,
+    blocks: Sequence[Mapping[str, Any]],
+    codebook: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What config.json says; `blocks` and `codebook` are entries of their files."""
+    follows = {"pooling_follows_text": pooling.how_it_follows} if pooling.follows_text else {}
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "recipe": recipe.to_dict(),
+        "corpus_sha256": corpus_sha256,
+        "pooling": list(pooling.weights),
+        **follows,
+        "blocks": list(blocks),
+        "codebook": codebook,
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -209,8 +218,8 @@ def starting_blocks(path: Path, setup: Setup) -> tuple[list[Block], Tensor]:
         )
     if loaded.tokenizer.vocabulary != setup.vocabulary:
         raise CheckpointError(
-            f"{path} was trained with data.tokenizer = {loaded.recipe.data.tokenizer!r}, the recipe has "
-            f"{recipe.data.tokenizer!r}; set data.tokenizer"
+            f"{path} has a tokenizer of {loaded.tokenizer.vocabulary} tokens, the recipe's text "
+            f"{setup.vocabulary}; prepare the text with the tokenizer of the checkpoint"
         )
     blocks = []
     for index, block in enumerate(loaded.blocks):
@@ -269,5 +278,5 @@ def kind(tensor: Tensor) -> str:
 
 
 def codebook_kind(objective: Objective) -> str:
-    rows = objective.vocabulary if denoises(objective.model) else 0
+    rows = codebook_rows(objective.model, objective.config, objective.vocabulary)
     return f"float32 {[rows, objective.model.width]}"

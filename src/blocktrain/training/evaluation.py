@@ -86,6 +86,8 @@ class Evaluator:
     @torch.no_grad()
     def fit_pooling(self, blocks: Sequence[Block], tokens: Tokens, *, follow_text: bool = False) -> Pooling:
         """The blocks' weights, fitted on this text; `follow_text` for blocks that learned different texts."""
+        if (fixed := self.objective.fixed_pooling()) is not None:
+            return Pooling(tuple(fixed))
         rows: list[list[Tensor]] = [[] for _ in blocks]
         targets, past, decays = [], [], DECAYS if follow_text else ()
         for x, y, mask in self._windows(tokens):

@@ -32,14 +32,14 @@ from blocktrain.data.batches import Drawing, open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.device import device_label
 from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import JoinRequest, RunAnswer
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
@@ -65,7 +65,7 @@ class WorkerOptions:
     key: Path | None = None
     device: torch.device = torch.device("cpu")
     cache_bytes: int = 4_000_000_000
-    """Snapshots, payloads and text kept on disk."""
+    """Everything it keeps in `data_dir`, of all runs together."""
     corpus: str | None = None
     """Where the run's text lies on this machine, if not where the recipe says."""
     invite: str | None = None
@@ -98,8 +98,9 @@ def run_worker(
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
             check_fits(setup, options.device)
-            state = StateFolder(options.data_dir / run.run_id[:16], view.line)
-            cache = BlobCache(state.folder / "cache", options.cache_bytes)
+            folder = options.data_dir / run.run_id[:16]
+            cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
+            state = StateFolder(folder, view.line, cache)
             with state.locked():
                 text: RunText
                 if options.corpus is None and run.dataset is not None:
@@ -163,7 +164,7 @@ class Worker:
         request = JoinRequest(
             corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            device=device.type,
+            device=device_label(device),
             label=options.label,
             memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
             invite=options.invite,

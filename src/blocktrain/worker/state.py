@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from blocktrain.client.cache import LOCK_FILE, BlobCache
 from blocktrain.client.snapshots import Base
 from blocktrain.errors import CheckpointError, StorageError
 from blocktrain.files import locked_file, write_whole
@@ -58,14 +59,15 @@ class _Outbox(BaseModel):
 
 
 class StateFolder:
-    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
-        self.folder, self.report = folder, report
+    def __init__(self, folder: Path, report: Callable[[str], None], cache: BlobCache) -> None:
+        """`cache`: what bounds everything that is written here."""
+        self.folder, self.report, self._cache = folder, report, cache
         self._saving = threading.Lock()
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Keep a second worker out of this folder."""
         taken = f"another worker is using {self.folder}; give each worker its own --data-dir"
-        return locked_file(self.folder / "lock", taken)
+        return locked_file(self.folder / LOCK_FILE, taken)
 
     # --- error feedback and updates on their way
 
@@ -157,10 +159,10 @@ class StateFolder:
     def save_receipt(self, receipt: Receipt) -> None:
         """Proof of what the coordinator acknowledged, for `blocktrain ledger verify --receipts`: a JSON
         line."""
-        path = self.folder / RECEIPTS_FILE
+        path, line = self.folder / RECEIPTS_FILE, receipt.model_dump_json() + "\n"
         try:
-            with path.open("a") as file:
-                file.write(receipt.model_dump_json() + "\n")
+            with self._cache.room(len(line)), path.open("a") as file:
+                file.write(line)
         except OSError as error:
             raise _not_written(path, error) from None
 
@@ -180,8 +182,9 @@ class StateFolder:
     def _write(self, name: str, content: bytes) -> None:
         path = self.folder / name
         try:
-            # Not worth waiting for the disk: after a power cut an empty file is one that is damaged.
-            write_whole(path, content, durable=False)
+            with self._cache.room(len(content)):
+                # Not worth waiting for the disk: after a power cut an empty file is one that is damaged.
+                write_whole(path, content, durable=False)
         except OSError as error:
             raise _not_written(path, error) from None
 

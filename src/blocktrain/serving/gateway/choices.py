@@ -69,7 +69,8 @@ class Totals:
 
 
 class ChoiceWriter:
-    """Turns the chunks of one choice into pieces, until a stop sequence or the last token."""
+    """Turns the chunks of one choice into pieces, until a stop sequence, the end of a document or the last
+    token."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
         self.choice, self.tokenizer = choice, tokenizer
@@ -91,12 +92,17 @@ class ChoiceWriter:
         return self._piece(text, scored, "length" if self.choice.request.max_tokens == 0 else None)
 
     def add(self, chunk: Chunk) -> Piece:
-        tokens = [self.tokenizer.decode([token]) for token in chunk.tokens]
-        scores = chunk.logprobs if chunk.logprobs is not None else [None] * len(tokens)
+        # What a model writes behind the end of a document is another document. The token itself has no text,
+        # and counts as little as a stop sequence does.
+        end = self.tokenizer.end
+        ended = end is not None and end in chunk.tokens
+        kept = chunk.tokens[: chunk.tokens.index(end)] if end is not None and ended else chunk.tokens
+        tokens = [self.tokenizer.decode([token]) for token in kept]
+        scores = chunk.logprobs[: len(kept)] if chunk.logprobs is not None else [None] * len(tokens)
         self._pending += zip(tokens, scores, strict=True)
         self._received += len(tokens)
         text = self.stream.push(tokens)
-        if self.stream.stopped:
+        if self.stream.stopped or ended:
             return self._generated(text + self.stream.finish(), "stop")
         if self._received >= self.choice.request.max_tokens:
             return self.finish(text)
