@@ -44,12 +44,9 @@ def train(
     from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
     from blocktrain.training.device import find_device
     from blocktrain.training.local import LocalRun
-    from blocktrain.training.memory import check_fits
-    from blocktrain.training.setup import Setup
 
     resolved = load_recipe(find_recipe(recipe), set_)
     chosen = find_device(device)
-    check_fits(Setup.of(resolved), chosen)
     console = Console(stderr=True)
     with (
         opened_model(from_) if from_ is not None else nullcontext() as start,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.doctor.findings import Device, Disk
-from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.training.memory import training_bytes
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
 
 
@@ -24,10 +24,11 @@ def joining_plan(
     free = "" if device.free_bytes is None else f" of {_size(device.free_bytes)} free"
     disk_free = "" if disk.free_bytes is None else f" ({_size(disk.free_bytes)} free)"
     text = setup.recipe.data.corpus
+    needed = training_bytes(setup.recipe, setup.objective, device.name.partition(":")[0])
     return [
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
         f"device   {device.name} {device.description}".rstrip(),
-        f"memory   about {_size(estimated_training_bytes(setup))}{free}, beside the program's own",
+        f"memory   about {_size(needed)}{free}, beside the program's own",
         f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
         f"network  each round about {_size(payload)} up and at most {_size(down)} "
         f"down; to begin {_size(snapshot)} down; outbound connections only",

@@ -96,7 +96,7 @@ def run_worker(
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
-            check_fits(setup, options.device)
+            check_fits(setup.recipe, setup.objective, options.device)
             folder = options.data_dir / run.run_id[:16]
             cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
             state = StateFolder(folder, view.line, cache)
