@@ -638,19 +638,22 @@ PACKAGED_RECIPES = Path(__file__).parent / "recipes"
 SOURCE_RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the program, by name."""
+    files = [*SOURCE_RECIPES.glob("*.toml"), *PACKAGED_RECIPES.glob("*.toml")]
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
+
+
 def find_recipe(name: str) -> Path:
     """A file as given, or a shipped recipe by name."""
-    path = Path(name).expanduser()
+    path, shipped = Path(name).expanduser(), shipped_recipes()
     if path.is_file():
         return path
-    for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
-        shipped = folder / f"{name.removesuffix('.toml')}.toml"
-        if shipped.exists():
-            return shipped
-    known = sorted({f.stem for folder in (PACKAGED_RECIPES, SOURCE_RECIPES) for f in folder.glob("*.toml")})
+    if name.removesuffix(".toml") in shipped:
+        return shipped[name.removesuffix(".toml")]
     raise RecipeError(
-        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, known)} "
-        f"({', '.join(known)})"
+        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, shipped)} "
+        f"({', '.join(shipped)})"
     )
 
 
@@ -705,12 +708,16 @@ def with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment_overrides(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    sections = {f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "seed")}
+    sections = typing.get_type_hints(Recipe)
+    del sections["name"], sections["seed"]
     found = []
     for variable, text in sorted(environment.items()):
         # Sections have no underscore in their names, so the first one ends the section.
         section, _, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
         if variable.startswith(ENVIRONMENT_PREFIX) and section in sections and key:
+            known = [f.name for f in dataclasses.fields(sections[section])]
+            told = f"the variable {variable} names no key of a recipe: [{section}] has no {key}"
+            _require(key in known, told + did_you_mean(key, known))
             found.append((f"{section}.{key}", text))
         elif variable == f"{ENVIRONMENT_PREFIX}SEED":
             found.append(("seed", text))
@@ -778,7 +785,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        if value is None:
+        if value in (None, "none"):  # TOML has no null, and a key left out may have another default
             return None
         words = [arm for arm in typing.get_args(hint) if typing.get_origin(arm) is Literal]
         if any(value in typing.get_args(arm) for arm in words):

@@ -133,6 +133,7 @@ def run_coordinator(
     ) as coordinator:
         scheme = "http" if tls is None else "https"
         url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+        display.pin = pin
         shared = url_for_others(listener, scheme)
 
         def ready() -> None:

@@ -94,19 +94,28 @@ def write_checkpoint(
         if isinstance(tokenizer, FileTokenizer):
             write_file(folder / TOKENIZER, tokenizer.content)
             told = {"tokenizer": file_entry(folder / TOKENIZER)}
-        write_json(
-            folder / "config.json",
-            {
-                **told,
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "recipe": recipe.to_dict(),
-                "corpus_sha256": corpus_sha256,
-                "pooling": list(pooling),
-                "blocks": entries,
-                "codebook": file_entry(folder / CODEBOOK_FILE),
-            },
-        )
+        codebook = file_entry(folder / CODEBOOK_FILE)
+        config = checkpoint_config(recipe, corpus_sha256, pooling, entries, codebook)
+        write_json(folder / "config.json", config | told)
+
+
+def checkpoint_config(
+    recipe: Recipe,
+    corpus_sha256: CorpusHash,
+    pooling: Sequence[float],
+    blocks: Sequence[Mapping[str, Any]],
+    codebook: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What config.json says; `blocks` and `codebook` are entries of their files."""
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "recipe": recipe.to_dict(),
+        "corpus_sha256": corpus_sha256,
+        "pooling": list(pooling),
+        "blocks": list(blocks),
+        "codebook": codebook,
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:
