@@ -26,12 +26,11 @@ def join(
     from blocktrain.doctor.machine import read_device, read_disk
     from blocktrain.doctor.plan import joining_plan
 
-    client = public_client(link, report=lambda line: typer.echo(line, err=True))
     folder = data_dir.expanduser()
-    plan = joining_plan(
-        client.url, client.run(), client.status(), read_device(device), read_disk(folder), cache_gb
-    )
-    client.close()
+    with public_client(link, report=lambda line: typer.echo(line, err=True)) as client:
+        plan = joining_plan(
+            client.url, client.run(), client.status(), read_device(device), read_disk(folder), cache_gb
+        )
     for line in plan:
         typer.echo(line, err=True)
     worker(

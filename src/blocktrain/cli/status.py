@@ -18,7 +18,8 @@ def status(
     from blocktrain.local.status_view import status_tables
 
     # Two tries: a person is waiting, and can ask again.
-    answer = public_client(url, report=lambda line: typer.echo(line, err=True), attempts=2).status()
+    with public_client(url, report=lambda line: typer.echo(line, err=True), attempts=2) as client:
+        answer = client.status()
     if as_json:
         typer.echo(answer.model_dump_json())
     else:

@@ -7,7 +7,6 @@ schema. Reads only: a coordinator is asked for its run, a stage is greeted and l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import socket
@@ -55,7 +54,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
     except OSError as error:
         failed = error.strerror or str(error) or "no answer in time"
         return CoordinatorReading(url, "connection", failed), None
-    with contextlib.closing(public_client(url, attempts=1)) as client:
+    with public_client(url, attempts=1) as client:
         begun, at = clock(), time.monotonic()
         try:
             content = client.fetch("/v1/run")
