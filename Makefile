@@ -46,6 +46,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m blocktrain.cli.reference > docs/cli.md
+	$(BIN)/python -m blocktrain.cli.reference recipe > docs/recipe.md
 
 clean:
 	rm -rf $(VENV)

@@ -96,6 +96,8 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
         assert joined.err.index("network  each round about") < joined.err.index("joined https://")
         with public_client(f"{url}#pin={tls.pin()}") as client:
             assert client.status().finished
+        watched = run_program("status", f"{url}#pin={tls.pin()}", "--watch")  # ends with the run
+        assert (watched.code, "finished" in watched.out) == (0, True)
         again = run_program("join", link, "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt")
         assert again.code == 2
         assert "the invitation is used already" in again.complaint

@@ -31,10 +31,8 @@ from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import RequestRefused, public_client
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import Recipe
-from blocktrain.data.bpe import train_bpe
 from blocktrain.data.corpora import builtin_text
 from blocktrain.data.dataset import Dataset, shard_files
-from blocktrain.data.prepare import PrepareOptions, prepare
 from blocktrain.errors import StorageError, WireError
 from blocktrain.local.assembly import save_model
 from blocktrain.training.checkpoint import load_checkpoint
@@ -45,26 +43,6 @@ from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
 from tests.end_to_end.test_one_worker_equals_the_local_loop import local_loop_hash
 from tests.forked import OTHER_BUILTIN
 from tests.waiting import until
-
-
-@pytest.fixture(scope="session")
-def dataset(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Some documents as BPE tokens in several small shards."""
-    folder = tmp_path_factory.mktemp("dataset")
-    words = text.read_text().split(" ")
-    (folder / "texts").mkdir()
-    for n in range(0, len(words), 100):
-        (folder / "texts" / f"{n:06d}.txt").write_text(f"{n} " + " ".join(words[n : n + 100]))
-    (folder / "tokenizer.json").write_bytes(train_bpe([text.read_text()], 300))
-    options = PrepareOptions(
-        sources=(str(folder / "texts"),),
-        tokenizer=str(folder / "tokenizer.json"),
-        shard_tokens=4096,
-        held_out=0.1,
-        pooling=0.05,
-    )
-    prepare(options, folder / "set", processes=1, watch=lambda *_: None)
-    return Dataset.open(folder / "set")
 
 
 def with_dataset(dataset: Dataset) -> Recipe:

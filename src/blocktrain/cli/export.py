@@ -28,13 +28,16 @@ def export(
     from blocktrain.tracking.model_card import find_report, model_card
     from blocktrain.training.checkpoint import Description, read_config
     from blocktrain.training.exchange import export_checkpoint
+    from blocktrain.training.hugging_face import ARCHITECTURES, export_folder
 
     # First: an hour of writing should not end at a missing login.
     hub = logged_in_hub() if upload is not None else None
     with opened_model(checkpoint) as folder:
         described = Description.of(read_config(folder), folder)
         numbers = find_report(folder, report, described)
-        export_checkpoint(folder, to, model_card(described, numbers))
+        # A family that other programs know goes out as they read it.
+        write = export_folder if described.recipe.model.family in ARCHITECTURES else export_checkpoint
+        write(folder, to, model_card(described, numbers))
     typer.echo(f"exported {checkpoint} to {to}" + ("" if numbers else " (no report beside it)"))
     if hub is not None and upload is not None:
         typer.echo(f"uploaded to {upload_folder(hub, to, upload, private=private)}")

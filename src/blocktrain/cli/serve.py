@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import (
+    DeviceOption,
     HostOption,
     KeysOption,
     LimitOption,
@@ -27,6 +28,7 @@ from blocktrain.local.processes import stopping
 def serve(
     checkpoint: ModelArgument,
     stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Stage processes.")] = 3,
+    device: DeviceOption = "cpu",
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     keys: KeysOption = None,
@@ -56,6 +58,7 @@ def serve(
             host=host,
             port=port,
             gateway_options=tuple(options),
+            stage_options=("--device", device),
         )
         launcher = Launcher(config)
         try:

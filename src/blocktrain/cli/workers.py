@@ -37,22 +37,27 @@ def list_workers(
     from rich.table import Table
 
     from blocktrain.client.coordinator import public_client
+    from blocktrain.local.status_view import verdict_counts
 
     with public_client(coordinator) as client:
         answer = client.workers()
     if as_json:
         typer.echo(answer.model_dump_json())
         return
+    # A scale, or an honest newcomer's 0.12 reads as a bad mark.
+    scale = f"reputation is from 0 to 1; newcomers begin at {answer.newcomer_reputation:.2f}"
     table = Table(
-        "worker", "label", "state", "reputation", "rating", "assigned", "uptime", "verdicts", "merged", "gain"
-    )
+        "worker", "label", "state", "reputation", "rating", "assigned", "uptime", "updates", "merged", "gain",
+        caption=scale if answer.judged else "this run judges nothing, so nobody has a reputation",
+        caption_justify="left",
+    )  # fmt: skip
     table.columns[0].no_wrap = True
     for one in answer.workers:
         state = "banned" if one.ban else "probation" if one.probation else "live" if one.live else "away"
         table.add_row(
-            one.worker_id, one.label, state, f"{one.reputation:.2f}", f"{one.rating:.2f}",
-            f"{one.assigned_versus_other:+.2f}", f"{one.uptime:.0%}", f"{one.good_verdicts}/{one.verdicts}",
-            str(one.merged), f"{one.gain:.3f}",
+            one.worker_id, one.label, state, f"{one.reputation:.2f}" if answer.judged else "-",
+            f"{one.rating:.2f}", f"{one.assigned_versus_other:+.2f}", f"{one.uptime:.0%}",
+            verdict_counts(one), str(one.merged), f"{one.gain:.3f}",
         )  # fmt: skip
     console = Console()
     wide = console.options.update(max_width=1000)

@@ -115,11 +115,12 @@ def run_coordinator(
     recipe = load_recipe(recipe_path, overrides)
     # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
     # take minutes.
-    first = None if start is None else starting_blocks(start, Setup.of_swarm(recipe))[0]
     if tls is not None:
         tls.context()
     listener = open_port(host, port)
     text = open_text(recipe)
+    setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
+    first = None if start is None else starting_blocks(start, setup)[0]
     display = make_display(gateway, reference, text.sha256)
     with opened(
         recipe,
@@ -132,6 +133,7 @@ def run_coordinator(
     ) as coordinator:
         scheme = "http" if tls is None else "https"
         url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+        display.pin = pin
         shared = url_for_others(listener, scheme)
 
         def ready() -> None:

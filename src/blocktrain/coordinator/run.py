@@ -63,6 +63,10 @@ class Run:
     def swarm(self) -> SwarmConfig:
         return self.recipe.swarm
 
+    @property
+    def tokens_per_update(self) -> int:
+        return self.swarm.steps_per_round * self.recipe.training.batch * self.recipe.model.context
+
     def payload_bytes(self, block: int) -> int:
         return self.layouts[block].payload_bytes
 

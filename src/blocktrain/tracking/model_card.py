@@ -49,9 +49,10 @@ def report_scores(report: AnyReport) -> Rows:
 
 def _front_matter(described: Description, scores: Rows) -> list[str]:
     recipe, by_bytes = described.recipe, isinstance(described.tokenizer, ByteTokenizer)
+    ours = recipe.model.family == "blocktrain"
     lines = [
         "---",
-        "library_name: blocktrain",
+        f"library_name: {'blocktrain' if ours else 'transformers'}",
         "pipeline_tag: text-generation",
         f"tags: [blocktrain, {'byte-level, ' if by_bytes else ''}block-local-training]",
     ]

@@ -32,6 +32,7 @@ from blocktrain.data.batches import open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.device import device_label
 from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
@@ -161,7 +162,7 @@ class Worker:
         request = JoinRequest(
             corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            device=device.type,
+            device=device_label(device),
             label=options.label,
             memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
             invite=options.invite,

@@ -15,7 +15,8 @@ import pytest
 
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port
-from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups, restart_pause
+from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups
+from blocktrain.local.processes import restart_pause
 from blocktrain.serving.gateway.limits import parse_limits
 from tests.waiting import until
 
