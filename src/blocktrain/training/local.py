@@ -40,6 +40,7 @@ from blocktrain.training.cost import (
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
+from blocktrain.training.memory import check_fits
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
@@ -108,6 +109,8 @@ class LocalRun:
         self.stop = stop or threading.Event()
         self.text = open_text(recipe)
         self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
+        # First: the units below are as large as the recipe says.
+        check_fits(recipe, setup.objective, device)
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)

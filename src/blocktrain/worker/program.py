@@ -92,12 +92,12 @@ def run_worker(
     traffic = Traffic(max_up=options.max_up, max_down=options.max_down)
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
-        with contextlib.closing(client):
+        with client:
             with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
-            check_fits(setup, options.device)
+            check_fits(setup.recipe, setup.objective, options.device)
             folder = options.data_dir / run.run_id[:16]
             cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
             state = StateFolder(folder, view.line, cache)
