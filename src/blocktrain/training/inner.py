@@ -189,7 +189,7 @@ class BlockTrainer:
 
     def _batch(self, step: int, shard: int, table: Tensor) -> tuple[Tensor, Tensor, Hint | None]:
         """What the block may see, what it should predict, and its hint."""
-        tokens, targets = self.shards.batch(shard, step)
+        tokens, targets = self.shards.batch(shard, step, self.index)
         if self.index is None:
             return tokens, targets, None
         # Seeded for each step and never carried on: this makes --resume exact and a step repeatable.

@@ -30,6 +30,7 @@ from blocktrain.errors import CheckpointError, DivergedError, StoppedError, User
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
 from blocktrain.training.cost import (
     PeakMemory,
@@ -179,7 +180,11 @@ class LocalRun:
             )
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
-        pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))
+        pooling = evaluator.fit_pooling(
+            self.blocks,
+            self.text.first_tokens("pooling", config.pooling_bytes),
+            follow_text=self.recipe.data.own_share > 0,
+        )
         scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
         return HeldOutScores(
             blocks=scores.blocks,
@@ -234,7 +239,7 @@ class LocalRun:
             reference = training_flops(per_token, 0, tokens)
         return {"blocks": blocks, "reference": reference}
 
-    def sample(self, pooling: list[float]) -> bytes:
+    def sample(self, pooling: Pooling) -> bytes:
         model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
         prompt = self.text.first_tokens("held_out", SAMPLE_PROMPT_BYTES).tolist()
         per_token = self.text.manifest.bytes_per_token("held_out")
