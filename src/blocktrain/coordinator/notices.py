@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from blocktrain.client.durations import duration
+from blocktrain.coordinator.decisions.rounds import PACE_ROUNDS
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.threads import Threads
 from blocktrain.wire.messages import LedgerEntry, StatusAnswer
@@ -32,7 +33,6 @@ STALL_SECONDS = 900.0
 STALL_ROUNDS = 4
 """A block has stalled after this many of its usual rounds without a merge, and not before STALL_SECONDS: a
 volunteer's machine may sleep for some minutes."""
-PACE_ROUNDS = 8
 LOOK_SECONDS = 5.0
 SEND_SECONDS = 10.0
 MAX_WAITING = 64
@@ -80,10 +80,9 @@ def notices(
         found.append(Notice("resumed", "rounds close again"))
 
     if status.finished and not known.finished:
-        newest = status.evaluations[-1] if status.evaluations else None
-        score = (
-            "" if newest is None else f", held-out loss {newest.consensus_ce / newest.bytes_per_token:.4f}"
-        )
+        score = ""
+        for newest in status.evaluations[-1:]:
+            score = f", held-out loss {newest.consensus_ce / newest.bytes_per_token:.4f} nats per byte"
         found.append(Notice("finish", f"finished after {status.rounds} rounds{score}"))
     seen = entries[-1].sequence + 1 if entries else known.entries
     return found, Known(seen, status.finished, quiet is not None)
