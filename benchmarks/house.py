@@ -1,6 +1,6 @@
 """How well a reader gets through this source tree: sizes, names, comments, and two walks.
 
-    python benchmarks/house.py [--tree FOLDER] [--json] [--walk update|token] [--no-walks]
+    python benchmarks/house.py [--tree FOLDER] [--json] [--walk update|token] [--no-walks] [--leave-out LOOPS]
 
 The first part reads the files. The second part *runs* the tree with a profiler: a coordinator and a worker
 that train a tiny block, then a stage and a gateway that write a few tokens, all as the programs that users
@@ -19,6 +19,8 @@ Words of a walk:
   the worker has committed the next one: training, forming, committing, revealing, judging, merging,
   catching up. It is the third update of a run, so that joining and opening files are over. Heartbeats and
   polls are in it.
+  On a slow machine loops that have nothing to do with the update run in that time too; `--leave-out
+  nonces,metrics,shift,scoring,payloads` walks without these threads.
 - The walk of a *token* is everything that gateway and stage call for the second of two requests.
 """
 
@@ -40,14 +42,15 @@ import time
 import tokenize
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-READY_SECONDS = 120.0
+READY_SECONDS = 900.0
+"""Importing torch under a profiler took longer than two minutes on two cores with a load of 40."""
 UPDATE_WALKED = 2
 """Index of the update that is followed: the first two pay for joining, first snapshots and lazy imports."""
 
@@ -185,13 +188,14 @@ class Walk:
     steps: tuple[str, ...] = ()
 
 
-def walk_of(calls: Iterable[Call], start: float, end: float) -> Walk:
+def walk_of(calls: Iterable[Call], start: float, end: float, leave_out: Sequence[str] = ()) -> Walk:
     """The walk through the calls between two moments: thread after thread, each function once."""
     visited: set[tuple[str, str, str]] = set()
     threads: dict[tuple[str, str], list[Call]] = {}
     for call in sorted(calls, key=lambda call: call.time):
         place = (call.program, call.module, call.function)
-        if start <= call.time <= end and place not in visited:
+        left_out = call.thread.partition("@")[0] in leave_out
+        if start <= call.time <= end and place not in visited and not left_out:
             visited.add(place)
             threads.setdefault((call.program, call.thread), []).append(call)
     changes = returns = 0
@@ -311,7 +315,7 @@ def tree_in_a_scratch_folder(package: Path) -> Iterator[Tree]:
             tree.end()
 
 
-def update_walk(package: Path) -> Walk:
+def update_walk(package: Path, leave_out: Sequence[str]) -> Walk:
     with tree_in_a_scratch_folder(package) as tree:
         data = tree.folder / "coordinator"
         verb = ["coordinator", str(tree.recipe()), "--data-dir", str(data), "--port", "0"]
@@ -330,10 +334,10 @@ def update_walk(package: Path) -> Walk:
                 "SELECT assignments.made, updates.committed FROM updates "
                 "JOIN assignments USING (assignment_id) ORDER BY updates.commit_sequence"
             ).fetchall()
-        return walk_of(calls, moments[UPDATE_WALKED][0], moments[UPDATE_WALKED + 1][1])
+        return walk_of(calls, moments[UPDATE_WALKED][0], moments[UPDATE_WALKED + 1][1], leave_out)
 
 
-def token_walk(package: Path) -> Walk:
+def token_walk(package: Path, leave_out: Sequence[str]) -> Walk:
     with tree_in_a_scratch_folder(package) as tree:
         training = tree.start("train", ["train", str(tree.recipe()), "--out", "run", "--device", "cpu"])
         training.process.wait(READY_SECONDS)
@@ -352,16 +356,16 @@ def token_walk(package: Path) -> Walk:
             with urllib.request.urlopen(request, timeout=READY_SECONDS) as answer:
                 answer.read()
             end = time.time()
-        return walk_of([*gateway.calls(), *stage.calls()], start, end)
+        return walk_of([*gateway.calls(), *stage.calls()], start, end, leave_out)
 
 
 # ---------------------------------------------------------------------------------------------- the command
 
 
-def measured(package: Path, walks: bool) -> dict[str, Any]:
+def measured(package: Path, walks: bool, leave_out: Sequence[str]) -> dict[str, Any]:
     facts = read_tree(package)
     for name, walk in (("update", update_walk), ("token", token_walk)) if walks else ():
-        numbers = asdict(walk(package))
+        numbers = asdict(walk(package, leave_out))
         numbers.pop("steps")
         facts |= {f"{name}: {key.replace('_', ' ')}": value for key, value in numbers.items()}
     return facts
@@ -389,6 +393,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--no-walks", action="store_true", help="read the files only")
     parser.add_argument("--walk", choices=("update", "token"), help="print every hop of one walk")
+    parser.add_argument("--leave-out", default="", help="threads that a walk goes without, by commas")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("program", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -396,10 +401,15 @@ def main() -> None:
         record(options.record, options.tree, options.program)
         return
     package = (options.tree / "src" / "blocktrain").resolve()
+    leave_out = [name for name in options.leave_out.split(",") if name]
     if options.walk is not None:
-        print("\n".join((update_walk if options.walk == "update" else token_walk)(package).steps))
+        walk = (update_walk if options.walk == "update" else token_walk)(package, leave_out)
+        print("\n".join(walk.steps))
+        print(
+            f"{walk.hops} hops, {walk.modules} modules, {walk.module_changes} changes, {walk.returns} returns"
+        )
         return
-    facts = measured(package, walks=not options.no_walks)
+    facts = measured(package, not options.no_walks, leave_out)
     print(json.dumps(facts, indent=1) if options.json else table(facts))
 
 

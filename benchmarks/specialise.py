@@ -57,8 +57,7 @@ from blocktrain.model.families import build_block
 from blocktrain.model.objective import Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import autocast
-from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook, training_config
-from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 
 BLOCKS = 4
 NOT_FINISHED = 3
@@ -212,7 +211,8 @@ def recipe_of(unit: Unit, quick: bool) -> Recipe:
     if quick:
         model.update(width=64, heads=2, layers_per_block=1, context=64)
         training.update(batch=8, warmup_steps=5)
-    sections = {"model": model, "training": training, "objective": {"hint_probability": 0.0}}
+    objective = {"hint_probability": 0.0, "codebook": "own" if unit.own_output else "fixed"}
+    sections = {"model": model, "training": training, "objective": objective}
     return resolve_recipe(
         {"name": "specialise", "seed": unit.seed, "data": {"corpus": "builtin"}, **sections}
     )
@@ -229,10 +229,7 @@ def build(unit: Unit, place: Place) -> tuple[Recipe, Objective, Codebook, Block]
         num_layers=recipe.model.layers_per_block * (BLOCKS if unit.index is None else 1),
         hints=False,
     )
-    codebook = build_codebook(recipe, place.vocabulary)
-    if unit.own_output:
-        codebook = Codebook(codebook.table, learned=True)
-    return recipe, objective, codebook.to(device), block.to(device)
+    return recipe, objective, build_codebook(recipe, place.vocabulary).to(device), block.to(device)
 
 
 def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float] | None]:
@@ -242,20 +239,14 @@ def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float] | None]
     path = weights(unit, place)
     if not path.exists():
         recipe, objective, codebook, block = build(unit, place)
-        config = training_config(recipe, reference=unit.index is None)
-        map_optimizer = Optimizer(codebook, config) if unit.own_output else None
         batches: Any = Batches(place, unit, recipe)
-        trainer = BlockTrainer(
-            recipe, objective, block, unit.index, batches, codebook, codebook_optimizer=map_optimizer
-        )
-        optimizers = [one for one in (trainer.optimizer, map_optimizer) if one is not None]
-        model, first, half_way = nn.ModuleList([block, codebook]), 0, path.with_suffix(".half")
+        trainer = BlockTrainer(recipe, objective, block, unit.index, batches, codebook)
+        first, half_way = 0, path.with_suffix(".half")
         if half_way.exists():
             saved = load_file(half_way)
             first = int(saved.pop("step"))
-            model.load_state_dict({n[2:]: saved.pop(n) for n in list(saved) if n.startswith("w.")})
-            for i, one in enumerate(optimizers):
-                one.load_state_tensors({n[2:]: v for n, v in saved.items() if n.startswith(f"{i}.")})
+            block.load_state_dict({n[2:]: saved.pop(n) for n in list(saved) if n.startswith("w.")})
+            trainer.optimizer.load_state_tensors({n[2:]: v for n, v in saved.items()})
         for step in range(first, unit.steps):
             trainer.step(step, unit.index or 0)
             if step % 50 == 49 and place.stop_at is not None and step + 1 < unit.steps:
@@ -263,12 +254,12 @@ def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float] | None]
                     torch.cuda.synchronize()
                 if time.time() > place.stop_at:
                     state = {"step": torch.tensor(step + 1)}
-                    state |= {f"w.{n}": v.cpu().clone() for n, v in model.state_dict().items()}
-                    for i, one in enumerate(optimizers):
-                        state |= {f"{i}.{n}": v.cpu().clone() for n, v in one.state_tensors().items()}
+                    state |= {f"w.{n}": v.cpu().clone() for n, v in block.state_dict().items()}
+                    moments = trainer.optimizer.state_tensors()
+                    state |= {f"o.{n}": v.cpu().clone() for n, v in moments.items()}
                     save_file(state, half_way)
                     return unit, None
-        save_file({n: v.cpu().clone() for n, v in model.state_dict().items()}, path)
+        save_file({n: v.cpu().clone() for n, v in block.state_dict().items()}, path)
     return unit, {part: -float(Rows([unit], place, part).picked().mean()) for part in ("pool", "valid")}
 
 
@@ -285,7 +276,7 @@ class Rows:
         self.models = []
         for unit in units:
             recipe, _, codebook, block = build(unit, place)
-            nn.ModuleList([block, codebook]).load_state_dict(load_file(weights(unit, place)))
+            block.load_state_dict(load_file(weights(unit, place)))
             self.models.append((block.eval(), codebook))
         context = recipe.model.context
         tokens = place.tokens(part)[: 20_000 if place.quick else None].long().to(self.device)

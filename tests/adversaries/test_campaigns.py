@@ -61,6 +61,7 @@ def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(backdoored
     assert 0 < backdoored.judging_share <= 0.1
 
 
+@pytest.mark.slow  # a check of the method: what the other losses are held against
 def test_without_a_judge_equal_runs_are_equal(folder: Path, three_honest: Ending) -> None:
     again = campaign(folder / "again", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
     assert again.losses == pytest.approx(three_honest.losses, abs=TOLERANCE / 20), "but for the order of sums"
@@ -73,6 +74,7 @@ def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_h
     assert max(found.rise_over(five_honest)) <= TOLERANCE
 
 
+@pytest.mark.slow  # the verdicts alone: tests/trust/test_judged_updates.py
 def test_noise_of_three_of_eight_does_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
     found = campaign(folder / "noise", SETTINGS, 5, ROUNDS, [sends_noise] * 3)
     assert max(found.rise_over(five_honest)) <= TOLERANCE
@@ -114,6 +116,7 @@ def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder
     assert max(found.rise_over(alone)) <= TOLERANCE
 
 
+@pytest.mark.slow  # the verdicts alone: test_attacks.py [6-copying], tests/validation/test_duplicates.py
 def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:
     verdicts, merged, rating = copying_campaign(folder / "copies", SETTINGS, rounds=5)
     assert verdicts == {"duplicate": 20}

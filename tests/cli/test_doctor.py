@@ -272,6 +272,19 @@ def test_a_self_signed_certificate_is_refused_until_it_is_trusted(
     assert "127.0.0.1" in found["tls"]["found"]
 
 
+def test_a_link_with_a_pin_is_understood_and_its_invitation_not_shown(recipe: Recipe, tmp_path: Path) -> None:
+    tls = make_certificate(tmp_path / "tls", days_left=300)
+    with coordinator_at(tmp_path / "data", recipe, tls=tls) as url:
+        told = run_main("doctor", "--coordinator", f"{url}#invite=SECRET.x,pin={tls.pin()}")
+        assert told.code == 0, told.out
+        assert "it is the one that the link pins" in told.out
+        assert "SECRET" not in told.out
+        code, found = checked("--coordinator", f"{url}#pin={'00' * 32}")
+    assert code == 1
+    assert found["tls"]["remedy"] == "ask the run's host for a new link"
+    assert found["coordinator"]["remedy"] == "see the finding about TLS"
+
+
 def test_a_worker_ends_with_the_doctor_s_words_on_a_self_signed_certificate(
     recipe: Recipe, tmp_path: Path
 ) -> None:

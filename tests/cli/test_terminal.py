@@ -8,7 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from blocktrain.client.traffic import Traffic
+from blocktrain.local.status_view import results_table
 from blocktrain.local.terminal import TrainingProgress, harmless, harmless_bytes
+from blocktrain.tracking.model_card import report_scores
+from blocktrain.training.evaluation import Score
+from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.worker.live_view import LiveView
 from tests.cli.program import run_main
 
@@ -24,6 +28,30 @@ def test_a_terminal_gets_no_escape_sequence_bell_or_carriage_return() -> None:
 def test_other_text_is_left_alone() -> None:
     assert harmless("naïve ✓ 漢字") == "naïve ✓ 漢字"
     assert harmless_bytes("naïve ✓".encode()) == "naïve ✓".encode()
+
+
+def test_losses_of_a_model_of_long_tokens_are_told_per_byte() -> None:
+    scores = HeldOutScores(
+        blocks=[Score(5.0)],
+        consensus=Score(4.0),
+        pooling=[1.0],
+        euler=None,
+        reference=Score(3.0),
+        bigram_ce=6.0,
+        scored_tokens=1000,
+        bytes_per_token=4.0,
+    )
+    report = TrainingReport(
+        scores=scores, name="bpe", seed=0, corpus_sha256="", tokens={}, parameters={}, flops={},
+        peak_memory={}, memory_method="", seconds={}, curves={}, recipe={}, versions={}, sample="",
+    )  # fmt: skip
+    file = io.StringIO()
+    Console(file=file, width=200).print(results_table(report))
+    shown = file.getvalue()
+    assert "1,000 held-out tokens" in shown
+    assert "1.0000" in shown, "a consensus of 4 nats per token of 4 bytes"
+    assert "+0.2500" in shown
+    assert dict(report_scores(report))["composed, consensus"] == 1.0
 
 
 def lines_of(progress: TrainingProgress, file: io.StringIO) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from blocktrain.coordinator.metrics_file import watched
+from blocktrain.coordinator.main import watched
 from blocktrain.tracking.trackers import (
     MetricsFile,
     Recorder,

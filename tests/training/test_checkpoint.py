@@ -17,6 +17,7 @@ from blocktrain.config import Recipe
 from blocktrain.errors import CheckpointError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, make_codebook
+from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
 from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.tiny import adaptive, shaken, tiny_recipe
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 def model_of(recipe: Recipe) -> tuple[list[Block], torch.Tensor]:
     objective = Objective(recipe.model, recipe.objective, vocabulary=256)
     blocks = [shaken(objective.build(b, seed=b), seed=b) for b in range(recipe.model.blocks)]
-    return blocks, make_codebook(256, recipe.model.width, seed=1)
+    return blocks, make_codebook(codebook_rows(recipe.model, recipe.objective, 256), recipe.model.width, 1)
 
 
 def saved(path: Path, *overrides: str) -> tuple[Recipe, list[Block], torch.Tensor]:
@@ -64,6 +65,7 @@ def copy(original: Path, tmp_path: Path) -> Path:
         ("model.mixer=none",),
         ("model.convolution=0",),
         ("objective.codebook=learned", "training.order=turns"),
+        ("objective.codebook=own", "objective.hint_probability=0"),
         ("name=naïve ✓",),
     ],
     ids=str,

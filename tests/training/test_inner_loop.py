@@ -111,6 +111,7 @@ def test_another_block_or_shard_draws_other_noise_or_text(index: int, shard: int
         ("model.blocks=1",),
         ("training.optimizer=adamw",),
         ("objective.codebook=learned", "training.order=turns"),
+        ("objective.codebook=own", "objective.hint_probability=0"),
         ("training.batch=1", "objective.hint_probability=0"),
     ],
     ids=", ".join,
@@ -142,6 +143,15 @@ def test_a_learned_codebook_moves_and_keeps_unit_rows() -> None:
     after = one.codebook().detach()
     assert not torch.allclose(before, after, atol=1e-4)
     torch.testing.assert_close(after.norm(dim=1), torch.ones(256))
+
+
+def test_a_block_learns_its_own_output_map_and_has_no_codebook() -> None:
+    one = trainer("objective.codebook=own", "objective.hint_probability=0")
+    assert one.codebook().shape == (0, one.recipe.model.width)
+    before = one.block.state_dict()["output_VD"].clone()
+    found = losses(one, 3)
+    assert found[0] == pytest.approx(np.log(256), abs=1e-4)
+    assert not torch.allclose(before, one.block.state_dict()["output_VD"], atol=1e-4)
 
 
 def test_a_trained_block_leaves_its_upstream_blocks_alone() -> None:

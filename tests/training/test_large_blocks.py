@@ -30,9 +30,10 @@ def weights(trained: BlockTrainer) -> torch.Tensor:
         ("objective.hint_probability=1",),
         ("objective.hint_probability=0.5", "objective.sweep_probability=0.3"),
         ("objective.codebook=learned", "training.order=turns", "objective.hint_probability=0.5"),
+        ("objective.codebook=own", "objective.hint_probability=0"),
         ("objective.loss=mse",),
     ],
-    ids=["llama", "hints", "all hinted", "sweep", "learned codebook", "mse"],
+    ids=["llama", "hints", "all hinted", "sweep", "learned codebook", "own output map", "mse"],
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_add_up_to_the_batch(overrides: tuple[str, ...], size: int) -> None:

@@ -55,8 +55,12 @@ def test_a_swarm_refuses_a_codebook_that_blocks_would_share() -> None:
         training=replace(recipe.training, order="turns"),
     )
     Setup.of(learned)
-    with pytest.raises(RecipeError, match="codebook = \"fixed\", found 'learned'"):
+    with pytest.raises(RecipeError, match='codebook = "fixed" or "own", found \'learned\''):
         Setup.of_swarm(learned)
+    own = replace(recipe.objective, codebook="own", hint_probability=0.0)
+    assert "output_VD" in Setup.of_swarm(replace(recipe, objective=own)).initial(0).state_dict()
+    with pytest.raises(RecipeError, match="hint_probability = 0"):
+        replace(recipe.objective, codebook="own", hint_probability=0.5)
 
 
 def test_a_swarm_s_schedule_is_as_long_as_its_rounds() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from blocktrain.config import ObjectiveConfig, Recipe
-from blocktrain.validation.evidence import evidence_budget, training_tokens
-from blocktrain.validation.scorer import Scorer, Work
-from blocktrain.validation.tasks import applied, report_of
+from blocktrain.validation.evidence import evidence_budget, report_of, training_tokens
+from blocktrain.validation.scorer import Scorer, Work, applied
 from blocktrain.wire.codec import decode, encode
 from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
 from tests.coordinator.conftest import Running

@@ -17,8 +17,8 @@ from blocktrain.cli.main import app
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.traffic import Traffic
 from blocktrain.judge.judge import Judge
+from blocktrain.validation.evidence import report_of
 from blocktrain.validation.scorer import Scorer
-from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode, encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
@@ -62,8 +62,7 @@ def test_a_judge_elsewhere_judges_and_a_dead_one_delays_only_its_own(tmp_path: P
             worker.peer.codec, worker.peer.schema(0), client.judge_payload(task.update_id, 10**7)
         )
         base = worker.peer.snapshot(0, task.head_hash)
-        after = applied(worker.peer.codec, base, base, decoded, task.step)
-        evidence = Scorer(recipe, corpus()).evidence(0, base, after, work_of(task), task.seed)
+        evidence = Scorer(recipe, corpus()).judge(task, worker.peer.codec, base, base, decoded, {})
         with pytest.raises(RequestRefused) as found:
             LocalClient(running, dead).judge_report(task.update_id, report_of(evidence))
         assert found.value.reason == "lease_lost"
@@ -89,8 +88,7 @@ def test_a_judge_that_dies_holds_up_no_verdict_but_its_own(tmp_path: Path) -> No
         number = [content_hash(payload) for payload in payloads].index(task.payload_hash)
         base = workers[0].peer.snapshot(0, task.head_hash)
         decoded = decode(workers[0].peer.codec, workers[0].peer.schema(0), payloads[number])
-        after = applied(workers[0].peer.codec, base, base, decoded, task.step)
-        evidence = Scorer(recipe, corpus()).evidence(0, base, after, work_of(task), task.seed)
+        evidence = Scorer(recipe, corpus()).judge(task, workers[0].peer.codec, base, base, decoded, {})
         client.judge_report(task.update_id, report_of(evidence))
         assert workers[number].wait(payloads[number]).outcome is not Outcome.PENDING
         path = f"/v1/updates/{lost.payload_hash}/verdict"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import KeyOption, SourceArgument, check_source, opened_model
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
 
 
 def chat(
@@ -20,6 +20,7 @@ def chat(
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Longest answer.")] = 400,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
     from blocktrain.client.gateway import GatewayClient
@@ -32,7 +33,7 @@ def chat(
     fields |= {} if seed is None else {"seed": seed}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    with some_gateway(checkpoint, url) as address, GatewayClient(address, key) as client:
+    with some_gateway(checkpoint, url, device) as address, GatewayClient(address, key) as client:
         model = client.model()
         # Said at once: a model of this size continues text, and people should not think it is broken.
         print(f"talking to {model}; it continues text and was not taught to answer", file=sys.stderr)
@@ -51,7 +52,7 @@ def chat(
 
 
 @contextmanager
-def some_gateway(checkpoint: str | None, url: str | None) -> Iterator[str]:
+def some_gateway(checkpoint: str | None, url: str | None, device: str) -> Iterator[str]:
     """The gateway at `url`, or one in this process for a checkpoint."""
     if url is not None:
         yield url
@@ -60,9 +61,13 @@ def some_gateway(checkpoint: str | None, url: str | None) -> Iterator[str]:
     # applied in one place.
     from blocktrain.serving.engine.local import LocalEngine
     from blocktrain.serving.gateway.main import background_gateway
+    from blocktrain.training.device import find_device
 
     assert checkpoint is not None
-    with opened_model(checkpoint) as folder, background_gateway(LocalEngine(folder)) as address:
+    with (
+        opened_model(checkpoint) as folder,
+        background_gateway(LocalEngine(folder, find_device(device))) as address,
+    ):
         yield address
 
 

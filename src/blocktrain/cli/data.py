@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +13,7 @@ from blocktrain.errors import DataError, StoppedError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
 
-PLAIN_SECONDS = 10.0
 MAX_PROCESSES = 32
 """One process reads for all of them, at about 400 MB/s; more than this many would wait for it."""
 
@@ -77,6 +72,7 @@ def prepare(
     """Make a dataset: tokens in shards, with held-out documents apart. Stopped or killed, it goes on."""
     from blocktrain.data.prepare import PrepareOptions
     from blocktrain.data.prepare import prepare as make_dataset
+    from blocktrain.local.terminal import ByteProgress
 
     options = PrepareOptions(
         sources=tuple(sources), tokenizer=tokenizer, shard_tokens=shard_tokens, held_out=held_out,
@@ -106,6 +102,7 @@ def info(
 def verify(folder: FolderArgument) -> None:
     """Check every shard and the tokenizer against the manifest: hashes, lengths, tokens in the vocabulary."""
     from blocktrain.data.dataset import SPLITS, Dataset, check_shard
+    from blocktrain.local.terminal import ByteProgress
 
     dataset = Dataset.open(folder)
     manifest = dataset.manifest
@@ -147,6 +144,7 @@ def train(
     from blocktrain.data.prepare import sampled_documents
     from blocktrain.data.sources import Reading, find_sources
     from blocktrain.files import write_whole
+    from blocktrain.local.terminal import ByteProgress
 
     reading = Reading(field=field, document_start=_unescaped(document_start))
     with ByteProgress(_console()).shown() as progress:
@@ -211,50 +209,3 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-class ByteProgress:
-    """Bytes done, rate and time left of one step after another: a bar on a terminal, else plain lines."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self.console = console
-        self.step = ""
-        self.begun = (0.0, 0)
-        self.last_line = 0.0
-        self.task: TaskID | None = None
-        self.bars = Progress(
-            TextColumn("{task.description:<11}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[amount]}  {task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    @contextmanager
-    def shown(self) -> Iterator[ByteProgress]:
-        with self.bars:
-            yield self
-
-    def moved(self, step: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if step != self.step:
-            # A preparation that goes on begins in the middle; what was done before must not count as speed.
-            self.step, self.begun, self.last_line = step, (now, done), now
-            self.task = self.bars.add_task(step, total=total or None, completed=done, amount="", rate="")
-            return
-        start, first = self.begun
-        rate = (done - first) / max(now - start, 1e-9)
-        amount = f"{done / 1e6:.1f}/{total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
-        if self.task is not None and self.console.is_terminal:
-            self.bars.update(self.task, completed=done, amount=amount, rate=f"{rate / 1e6:.1f} MB/s")
-        elif now - self.last_line >= PLAIN_SECONDS:
-            self.last_line = now
-            left = f" left={(total - done) / rate:.0f}s" if total and rate > 0 else ""
-            self.console.print(
-                f"{step} {amount} rate={rate / 1e6:.1f} MB/s{left}", highlight=False, soft_wrap=True
-            )

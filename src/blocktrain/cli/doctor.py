@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blocktrain.cli.options import WORKER_DATA_DIR, DeviceOption
-from blocktrain.errors import BlocktrainError
 
 if TYPE_CHECKING:
     from blocktrain.doctor.findings import Finding
@@ -22,7 +18,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 def doctor(
     coordinator: Annotated[
-        str | None, typer.Option(help="A run you want to join, http(s)://HOST[:PORT].")
+        str | None, typer.Option(metavar="LINK", help="A run you want to join: its link or address.")
     ] = None,
     stage: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A stage that a gateway should reach.")
@@ -36,11 +32,14 @@ def doctor(
 
     Exit code 0: fit (perhaps with warnings); 1: something must be mended; 2: misuse.
     """
+    from blocktrain.client.address import RunLink
     from blocktrain.doctor import findings
+    from blocktrain.doctor.checkup import about_machine, about_run
 
-    found = about_machine(device, data_dir.expanduser(), coordinator)
-    if coordinator is not None:
-        found += about_run(coordinator, device, corpus)
+    link = None if coordinator is None else RunLink.parse(coordinator)
+    found = about_machine(device, data_dir.expanduser(), None if link is None else link.url)
+    if link is not None:
+        found += about_run(link, device, corpus)
     if stage is not None:
         from blocktrain.doctor.network import read_stage
 
@@ -49,47 +48,6 @@ def doctor(
     if findings.worst(found) is findings.Severity.ERROR:
         # Warnings do not count: scripts stop only for what must be mended.
         raise typer.Exit(1)
-
-
-def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Finding]:
-    from blocktrain.doctor import findings, machine
-
-    device = machine.read_device(device_name)
-    return [
-        *findings.about_versions(machine.read_versions()),
-        findings.about_device(device),
-        findings.about_blocks(device, machine.shipped_needs()),
-        findings.about_disk(machine.read_disk(data_dir)),
-        findings.about_files(machine.read_file_limit()),
-        findings.about_tcp(machine.read_tcp()),
-        findings.about_proxy(machine.read_proxy(os.environ), url),
-    ]
-
-
-def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
-    from blocktrain.doctor import findings, machine
-    from blocktrain.doctor.findings import Finding, Severity
-    from blocktrain.doctor.network import read_certificate, read_coordinator
-
-    reading, run = read_coordinator(url, time.time)
-    found = [
-        findings.about_coordinator(reading),
-        findings.about_clock(reading),
-    ]
-    # Without a connection a finding about TLS would be a second complaint about the same fault.
-    if reading.failed_at not in ("name", "connection"):
-        found.append(findings.about_tls(url, read_certificate(url), datetime.now(UTC)))
-    if run is not None:
-        from blocktrain.doctor.network import read_text_problem, run_need
-
-        try:
-            device = machine.read_device(device_name)
-            found.append(findings.about_blocks(device, [run_need(run)], of_run=True))
-            found.append(findings.about_text(read_text_problem(run, corpus)))
-        except BlocktrainError as error:
-            found.append(Finding("run", Severity.ERROR, "this machine cannot train it", str(error),
-                                 "tell whoever runs the coordinator"))  # fmt: skip
-    return [finding for finding in found if finding is not None]
 
 
 def show(found: list[Finding], *, as_json: bool) -> None:

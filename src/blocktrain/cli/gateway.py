@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,12 +16,7 @@ from blocktrain.cli.options import (
     OverflowOption,
     PortOption,
     log_to_stderr,
-    read_token,
 )
-from blocktrain.errors import UserError
-
-if TYPE_CHECKING:
-    from blocktrain.serving.gateway.app import GatewayConfig
 
 # The serving package is imported inside the verbs: a training machine need not have what it needs.
 
@@ -43,7 +37,8 @@ def gateway(
     ] = None,
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
-    from blocktrain.serving.gateway.main import run_gateway
+    from blocktrain.serving.gateway.main import gateway_config, run_gateway
+    from blocktrain.serving.transport import read_token
 
     log_to_stderr()
     run_gateway(
@@ -55,20 +50,4 @@ def gateway(
         config=gateway_config(keys, limit, overflow, origin),
         # Flushed: whoever started this process reads the address from a pipe.
         announce=lambda line: print(line, flush=True),
-    )
-
-
-def gateway_config(
-    keys: Path | None, limits: Iterable[str], overflow: str, origins: Iterable[str]
-) -> GatewayConfig:
-    from blocktrain.serving.gateway.app import GatewayConfig
-    from blocktrain.serving.gateway.limits import load_keys, parse_limits
-
-    if overflow not in ("refuse", "slide"):
-        raise UserError(f"--overflow must be refuse or slide, found {overflow!r}")
-    return GatewayConfig(
-        limits=parse_limits(limits),
-        keys=load_keys(keys) if keys is not None else None,
-        overflow="slide" if overflow == "slide" else "refuse",
-        origins=tuple(origins),
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, to_stderr
 from blocktrain.errors import UserError
 
 
@@ -52,14 +52,12 @@ def generate(
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None
+    from blocktrain.api import load
     from blocktrain.local.terminal import write_bytes
     from blocktrain.model.generation import LocalModel
     from blocktrain.model.generation import generate as generate_tokens
-    from blocktrain.training.checkpoint import load_checkpoint
-    from blocktrain.training.device import find_device
 
-    with opened_model(checkpoint) as folder:
-        loaded = load_checkpoint(folder, find_device(device))
+    loaded = load(checkpoint, device=device, tell=to_stderr)
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
     text = os.fsencode(prompt)

@@ -1,4 +1,4 @@
-"""`blocktrain import`: an exported folder back as a checkpoint."""
+"""`blocktrain import`: a Hugging Face folder as a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from typing import Annotated
 
 import typer
 
+from blocktrain.errors import UserError
+
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder that `export` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="A Llama or Qwen3 folder, or one that `export` wrote.")],
     to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write; must be new or empty.")],
+    parts: Annotated[
+        int, typer.Option("--parts", min=1, help="Cut a Llama or Qwen3 model into so many serial parts.")
+    ] = 1,
 ) -> None:
-    """Read an exported folder back into a checkpoint, every file checked. Nothing in it is executed."""
+    """Make a checkpoint of a Hugging Face folder, every file checked. Nothing in it is executed."""
     from blocktrain.training.exchange import import_checkpoint
+    from blocktrain.training.hugging_face import import_folder, is_importable
 
-    import_checkpoint(folder, to)
+    if is_importable(folder):
+        import_folder(folder, to, parts)
+    elif parts != 1:
+        raise UserError("--parts is for folders of a Llama or Qwen3 model")
+    else:
+        import_checkpoint(folder, to)
     typer.echo(f"imported {folder} to {to}\nblocktrain generate {to} --prompt 'The '")

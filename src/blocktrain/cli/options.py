@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -101,31 +100,15 @@ def check_source(checkpoint: str | None, url: str | None) -> None:
         )
 
 
-@contextmanager
-def opened_model(place: str) -> Iterator[Path]:
-    """The checkpoint folder at a place, or the newest model of the run there."""
-    folder = Path(place).expanduser()
-    if (folder / "config.json").exists():
-        yield folder
-        return
-    from blocktrain.local.assembly import checkpoint_at  # a plain checkpoint needs no database
+def opened_model(place: str) -> AbstractContextManager[Path]:
+    """The checkpoint folder at a place, or the newest model of the run there, with a line about it."""
+    from blocktrain.api import model_folder
 
-    with checkpoint_at(place, lambda line: typer.echo(line, err=True)) as found:
-        yield found
+    return model_folder(place, to_stderr)
 
 
-def read_token(path: Path | None) -> str | None:
-    """The secret in a file, without the line's end; None without a file."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the token file {path}: {error}") from None
-    # 16 characters: a stage is open to the network, and a short secret can be tried out.
-    if not 16 <= len(token) <= 256:
-        raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
-    return token
+def to_stderr(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def log_to_stderr(form: str = "%(levelname)s %(message)s") -> None:

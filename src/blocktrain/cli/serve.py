@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.gateway import gateway_config
 from blocktrain.cli.options import (
+    DeviceOption,
     HostOption,
     KeysOption,
     LimitOption,
@@ -28,6 +28,7 @@ from blocktrain.local.processes import stopping
 def serve(
     checkpoint: ModelArgument,
     stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Stage processes.")] = 3,
+    device: DeviceOption = "cpu",
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     keys: KeysOption = None,
@@ -40,6 +41,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
     from blocktrain.local.launcher import LaunchConfig, Launcher
+    from blocktrain.serving.gateway.main import gateway_config
 
     log_to_stderr()
     gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
@@ -56,6 +58,7 @@ def serve(
             host=host,
             port=port,
             gateway_options=tuple(options),
+            stage_options=("--device", device),
         )
         launcher = Launcher(config)
         try:

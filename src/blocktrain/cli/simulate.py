@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from blocktrain.cli.options import DeviceOption, RecipeArgument, SetOption
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.simulation.networks import NETWORKS
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class NetworkName(StrEnum):
@@ -58,6 +55,7 @@ def simulate(
     """Train a small swarm in virtual time: how a network and a policy change the loss."""
     from rich.console import Console
 
+    from blocktrain.local.status_view import simulation_table
     from blocktrain.simulation.run import Scenario, ScoredRound, Simulation
     from blocktrain.training.device import find_device
 
@@ -85,27 +83,4 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        Console().print(report_table(report))
-
-
-def report_table(report: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("", "", show_header=False, box=None, pad_edge=False)
-    blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
-    rows = {
-        "final CE (consensus)": f"{report['final_ce']:.4f}",
-        "final CE of each block": blocks,
-        "participation (on time)": f"{report['participation']:.1%}",
-        "merged at any age": f"{report['merged_share']:.1%}",
-        "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
-        "refused updates": ", ".join(f"{why}: {n}" for why, n in report["refused_for"].items()) or "none",
-        "rounds without an update": str(report["empty_rounds"]),
-        "virtual wall time": f"{report['wall_seconds']:.0f} s",
-        "time spent computing": f"{report['computing_share']:.1%}",
-        "bytes up, down": f"{report['bytes_up'] / 1e9:.2f} GB, {report['bytes_down'] / 1e9:.2f} GB "
-        f"(blocks standing for {report['stands_for_parameters'] / 1e6:.0f} M parameters)",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+        Console().print(simulation_table(report))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, log_to_stderr, read_token
+from blocktrain.cli.options import DeviceOption, log_to_stderr
 
 
 def stage(
@@ -31,7 +31,7 @@ def stage(
     # Here: a training machine need not have what serving needs.
     from blocktrain.serving.stage.main import parse_blocks, run_stage
     from blocktrain.serving.stage.stage import StageConfig
-    from blocktrain.serving.transport import Address
+    from blocktrain.serving.transport import Address, read_token
     from blocktrain.training.device import find_device
     from blocktrain.wire.identity import load_or_create
 

@@ -140,7 +140,7 @@ class CoordinatorClient:
             transport=CountingTransport(self.traffic, MAX_CONNECTIONS, self._pin),
             timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             follow_redirects=True,
-            headers={"user-agent": "blocktrain-worker"},
+            headers={"user-agent": "blocktrain"},
         )
 
     def reconnect(self) -> None:
@@ -150,6 +150,12 @@ class CoordinatorClient:
 
     def close(self) -> None:
         self._http.close()
+
+    def __enter__(self) -> CoordinatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --- routes of workers
 
@@ -337,7 +343,7 @@ class CoordinatorClient:
                     # a worker of weeks waits for the operator to mend it.
                     raise UntrustedCertificate(untrusted_certificate(self.url, why)) from None
                 if self.stop.is_set() and attempts is None:
-                    raise Stopped("the worker is stopping") from None
+                    raise Stopped("the program is stopping") from None
                 if attempts is not None and attempt >= attempts:
                     raise WireError(f"{self.url} did not answer: {why}") from None
                 if self._silent_since is None:
@@ -365,7 +371,7 @@ class CoordinatorClient:
         with target.open("ab" if resumed else "wb", buffering=0) as file:
             for piece in response.iter_raw():
                 if self.stop.is_set():
-                    raise Stopped("the worker is stopping")
+                    raise Stopped("the program is stopping")
                 if file.tell() + len(piece) > max_bytes:
                     raise WireError(f"{path} is longer than the {max_bytes} B that it can have")
                 # A disk that fills up takes a part first, and says so only at the next write.
@@ -395,8 +401,8 @@ def untrusted_certificate(url: str, why: str) -> str:
     else:
         cause = f"cannot be checked ({why})"
     return (
-        f"{url} answers, but its certificate {cause}; get the certificate from the operator and set "
-        f"SSL_CERT_FILE to it, or ask for one of a public authority (`blocktrain doctor --coordinator {url}`)"
+        f"{url} answers, but its certificate {cause}; ask the run's host for a link with a pin, or get the "
+        f"certificate and set SSL_CERT_FILE to it (`blocktrain doctor --coordinator {url}`)"
     )
 
 

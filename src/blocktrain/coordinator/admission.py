@@ -36,7 +36,7 @@ def listed_ids(path: Path) -> frozenset[str]:
 
 
 def network_of(address: str, secret: bytes) -> str:
-    """A keyed hash of that place: enough to count by, useless to a thief of the database."""
+    """A keyed hash of the address's network: enough to count by, useless to a thief of the database."""
     return blake3(f"network/{network_name(address)}".encode(), key=secret).digest(length=16).hex()
 
 

@@ -34,11 +34,10 @@ from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
 from blocktrain.training.snapshot import Tensors
-from blocktrain.validation.evidence import Cost, evidence_seed, training_tokens
+from blocktrain.validation.evidence import Cost, evidence_of, evidence_seed, report_of, training_tokens
 from blocktrain.validation.reputation import comparison
 from blocktrain.validation.ruling import evidence_ruling, judged_ruling, probation_ruling
 from blocktrain.validation.scorer import Scorer
-from blocktrain.validation.tasks import applied, evidence_of, report_of, work_of
 from blocktrain.wire.messages import (
     ErrorReason,
     EvidenceReport,
@@ -79,10 +78,9 @@ class Judging:
             base = weights.snapshot(task.block, task.head_hash)
             own_base = weights.snapshot(task.block, task.base_hash)
             decoded = weights.update(task.block, task.payload_hash)
-            after = applied(self._resources.run.codec, base, own_base, decoded, task.step)
-            frozen = self._loaded(task.frozen)
+            codec, frozen = self._resources.run.codec, self._loaded(task.frozen)
             with self._scoring:
-                evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
+                evidence = self._scorer.judge(task, codec, base, own_base, decoded, frozen)
             self.report(self._judge, task.update_id, report_of(evidence))
         except Refusal as refusal:
             log.info("verdict came too late: %s", refusal)

@@ -7,7 +7,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,21 +22,27 @@ from blocktrain.client.address import RunLink
 from blocktrain.config import load_recipe
 from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
-from blocktrain.coordinator.metrics_file import Watch, watched
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import open_text
-from blocktrain.errors import UserError
+from blocktrain.errors import StorageError, UserError
 from blocktrain.listening import open_port, url_for_others, url_of
+from blocktrain.threads import Threads
 from blocktrain.training.checkpoint import starting_blocks
 from blocktrain.training.setup import Setup
-from blocktrain.wire.messages import ErrorAnswer, ErrorBody, ErrorReason
+from blocktrain.wire.messages import ErrorAnswer, ErrorBody, ErrorReason, StatusAnswer
 
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
 DRAIN_SECONDS = 20
 KEEP_ALIVE_SECONDS = 75
+WATCH_PAUSE_SECONDS = 2.0
+"""A status of many workers costs some milliseconds; rounds and evaluations in it are not lost in between."""
+LAST_WATCH_SECONDS = 5.0
+
+Watch = Callable[[StatusAnswer], None]
+"""Called with the state of the swarm whenever it changed: how metrics.jsonl is written."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +115,12 @@ def run_coordinator(
     recipe = load_recipe(recipe_path, overrides)
     # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
     # take minutes.
-    first = None if start is None else starting_blocks(start, Setup.of_swarm(recipe))[0]
     if tls is not None:
         tls.context()
     listener = open_port(host, port)
     text = open_text(recipe)
+    setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
+    first = None if start is None else starting_blocks(start, setup)[0]
     display = make_display(gateway, reference, text.sha256)
     with opened(
         recipe,
@@ -124,6 +133,7 @@ def run_coordinator(
     ) as coordinator:
         scheme = "http" if tls is None else "https"
         url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+        display.pin = pin
         shared = url_for_others(listener, scheme)
 
         def ready() -> None:
@@ -136,6 +146,36 @@ def run_coordinator(
         server = make_server(coordinator, ready, tls)
         with watched(coordinator, watch):
             server.run(sockets=[listener])
+
+
+@contextmanager
+def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
+    """Calls `watch` in a thread of its own, and once more at the end."""
+    if watch is None:
+        yield
+        return
+    stop, changes = threading.Event(), coordinator.resources.changes
+
+    def write() -> bool:
+        watch(coordinator.status())
+        # `repeat` looks for changes since before the status, so one that comes in this pause is told next.
+        stop.wait(WATCH_PAUSE_SECONDS)
+        return False
+
+    threads = Threads(stop)
+    threads.repeat(
+        "metrics", write, coordinator.metrics.failed, pause_seconds=WATCH_PAUSE_SECONDS, changes=changes
+    )
+    try:
+        yield
+    finally:
+        stop.set()
+        changes.notify()
+        threads.join(LAST_WATCH_SECONDS)
+        try:
+            watch(coordinator.status())  # the end of a run is told too
+        except StorageError as error:
+            log.error("cannot write metrics down: %s", error)
 
 
 def make_server(

@@ -58,7 +58,8 @@ def ban(session: Session, ledger: Ledger, worker_id: str, reason: str, seconds: 
     row.reason, row.made, row.until = reason, now, now + seconds
     session.add(row)
     session.flush()
-    log.warning("banned worker=%s seconds=%.0f reason=%r", worker_id, seconds, reason)
+    verb = "banned" if seconds else "lifted the ban of"
+    log.warning("%s worker=%s seconds=%.0f reason=%r", verb, worker_id, seconds, reason)
     return ledger.append(session, now, "ban", {"worker_id": worker_id, "reason": reason, "until": row.until})
 
 

@@ -56,10 +56,16 @@ class Run:
     schemas: tuple[Schema, ...]
     layouts: tuple[BlockLayout, ...]
     objective: Objective
+    _followed: str = ""
+    """The stored recipe that was looked at last: reading one takes as long as some requests."""
 
     @property
     def swarm(self) -> SwarmConfig:
         return self.recipe.swarm
+
+    @property
+    def tokens_per_update(self) -> int:
+        return self.swarm.steps_per_round * self.recipe.training.batch * self.recipe.model.context
 
     def payload_bytes(self, block: int) -> int:
         return self.layouts[block].payload_bytes
@@ -70,7 +76,9 @@ class Run:
 
     def follow(self, stored: str) -> None:
         """Take over what another process, or the operator, has changed in the stored recipe."""
-        changed = changed_settings(json.loads(stored), self.recipe)
+        if stored == self._followed:
+            return
+        self._followed, changed = stored, changed_settings(json.loads(stored), self.recipe)
         settings = {key: old for key, (old, _) in changed.items() if key in CHANGEABLE}
         if settings:
             self.recipe = resolve_recipe(with_settings(self.recipe.to_dict(), settings))

@@ -23,8 +23,8 @@ from blocktrain.errors import DataError
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
 from blocktrain.training.update import Weights
+from blocktrain.validation.evidence import report_of
 from blocktrain.validation.scorer import Scorer
-from blocktrain.validation.tasks import applied, report_of, work_of
 from blocktrain.wire.codec import decode
 from blocktrain.wire.messages import JudgeTask, RunAnswer
 
@@ -78,16 +78,14 @@ class Judge:
         try:
             payload = self._client.judge_payload(task.update_id, layout.payload_bytes)
             decoded = decode(layout.codec, layout.schema, payload)
-            # Scored on the head, where it would be merged, beside the frozen blocks it was trained with;
-            # its own base tells what it changed, which a late update did from an older snapshot.
+            # Scored beside the frozen blocks it was trained with.
             frozen = {one.block: self._snapshot(one.block, one.hash) for one in task.frozen}
             base = self._snapshot(task.block, task.head_hash)
             own_base = self._snapshot(task.block, task.base_hash)
             # The snapshots used longest ago go; a dict keeps the order in which they were put back.
             while len(self._snapshots) > KEPT_SNAPSHOTS + len(frozen):
                 self._snapshots.pop(next(iter(self._snapshots)))
-            after = applied(layout.codec, base, own_base, decoded, task.step)
-            evidence = self._scorer.evidence(task.block, base, after, work_of(task), task.seed, frozen)
+            evidence = self._scorer.judge(task, layout.codec, base, own_base, decoded, frozen)
             self._client.judge_report(task.update_id, report_of(evidence))
         except RequestRefused as refusal:
             # Another judge has the task by now, or the round is over: nothing is lost but our time.

@@ -102,7 +102,8 @@ def checkpoint_at(place: str, tell: Callable[[str], None]) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="blocktrain-model-") as temporary:
         out = Path(temporary) / "checkpoint"
-        tell(f"took {write_model(open_source(place), out)}")
+        with open_source(place) as source:
+            tell(f"took {write_model(source, out)}")
         yield out
 
 
@@ -112,7 +113,8 @@ def save_model(place: str, out: Path) -> SavedModel:
         raise UserError(f"--to {out} is there already; choose a new folder, or remove it")
     if "://" not in place and (Path(place).expanduser() / "config.json").exists():
         raise UserError(f"{place} is a checkpoint already: use it as it is, or copy the folder")
-    return write_model(open_source(place), out)
+    with open_source(place) as source:
+        return write_model(source, out)
 
 
 def save_final_checkpoint(source: Source, out: Path) -> dict[str, Any]:

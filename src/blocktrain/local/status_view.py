@@ -1,7 +1,8 @@
-"""A run's status as tables for a terminal, and as the numbers of a report."""
+"""Status and reports of runs as tables for a terminal, and the numbers of a swarm's report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.wire.messages import StatusAnswer
+from blocktrain.client.durations import duration
+from blocktrain.training.report import TrainingReport
+from blocktrain.wire.messages import StatusAnswer, WorkerState, WorkerSummary
 
 SHORT_ID = 8
 
@@ -22,10 +25,14 @@ def status_tables(status: StatusAnswer) -> Group:
     if newest is not None:
         score = f", held-out CE {per_byte(newest.consensus_ce, newest.bytes_per_token)}"
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
-    heading = f"{status.name}: {state}{score}{share}"
+    left = ""
+    if status.seconds_left and not status.finished:
+        left = f", about {duration(status.seconds_left)} left"
+    heading = f"{status.name}: {state}{left}{score}{share}"
 
     blocks = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
     block_ce: Sequence[float] = () if newest is None else newest.block_ce
+    per_token = 1.0 if newest is None else newest.bytes_per_token
     # Most blocks share a reason for their deadline; a line for each would push the workers off the screen.
     sharing: dict[str, list[str]] = {}
     for block in status.blocks:
@@ -37,7 +44,7 @@ def status_tables(status: StatusAnswer) -> Group:
             f"{now.accepted + now.late}/{now.wanted}",
             str(now.workers),
             left,
-            f"{block_ce[block.block]:.4f}" if block.block < len(block_ce) else "-",
+            f"{block_ce[block.block] / per_token:.4f}" if block.block < len(block_ce) else "-",
         )
         if not block.finished and now.deadline_reason:
             sharing.setdefault(now.deadline_reason, []).append(str(block.block))
@@ -51,15 +58,23 @@ def status_tables(status: StatusAnswer) -> Group:
         workers.add_row(
             # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
-            worker.device if worker.live else f"{worker.device}, gone",
+            # Without the machine's name, which the page shows: this table has to fit 80 columns.
+            worker.device.split(" ")[0] + ("" if worker.live else ", gone"),
             "-" if worker.block is None else str(worker.block),
             "-" if worker.step is None else str(worker.step),
             "-" if worker.loss is None else f"{worker.loss:.4f}",
-            f"{worker.accepted} on time, {worker.late} late, {worker.refused} refused",
+            verdict_counts(worker),
             megabytes(sum(worker.up.model_dump().values())),
             megabytes(sum(worker.down.model_dump().values())),
         )
     return Group(heading, blocks, *deadlines, workers)
+
+
+def verdict_counts(worker: WorkerState | WorkerSummary) -> str:
+    """What became of a worker's updates: the words and numbers that the page shows too."""
+    told = [f"{worker.accepted} on time"]
+    told += [f"{count} {word}" for word in ("late", "unused", "refused") if (count := getattr(worker, word))]
+    return ", ".join(told)
 
 
 def megabytes(num_bytes: float) -> str:
@@ -131,4 +146,51 @@ def report_table(report: dict[str, Any]) -> Table:
         table.add_row(f"workers' bytes {direction}", kinds)
     table.add_row("seconds", ", ".join(f"{n:.1f} {what}" for what, n in report["seconds"].items()))
     table.add_row("wall time", f"{report['wall_seconds']:.1f} s")
+    return table
+
+
+def results_table(report: TrainingReport) -> Table:
+    """Everything scored on the same held-out text, best composed model last but one."""
+    scores = report.scores
+    table = Table(title=f"{report.name}: cross entropy on {scores.scored_tokens:,} held-out tokens")
+    table.add_column("model")
+    for column in ("nats/byte", "perplexity", "bits/byte"):
+        table.add_column(column, justify="right")
+    # The bigram first, as the floor: a model that is not below it has learned nothing.
+    rows = [("bigram counts", scores.bigram_ce)]
+    rows += [(f"block {i} alone", score.ce) for i, score in enumerate(scores.blocks)]
+    if scores.euler is not None:
+        rows.append(("composed: euler (from noise)", scores.euler.ce))
+    rows.append(("composed: consensus", scores.consensus.ce))
+    if scores.reference is not None:
+        rows.append(("end-to-end reference", scores.reference.ce))
+    # Losses are per token; by bytes they compare between tokenizers.
+    per_token = scores.bytes_per_token
+    for name, ce in rows:
+        style, nats = "bold" if "consensus" in name else None, ce / per_token
+        table.add_row(name, f"{nats:.4f}", f"{math.exp(ce):.2f}", f"{nats / math.log(2):.3f}", style=style)
+    if scores.gap is not None:
+        gap = scores.gap / per_token
+        table.caption = f"gap of the best composed model to end-to-end: {gap:+.4f} nats/byte"
+    return table
+
+
+def simulation_table(report: dict[str, Any]) -> Table:
+    table = Table("", "", show_header=False, box=None, pad_edge=False)
+    blocks = ", ".join(f"{ce:.4f}" for ce in report["ce"][-1]["block_ce"])
+    rows = {
+        "final CE (consensus)": f"{report['final_ce']:.4f}",
+        "final CE of each block": blocks,
+        "participation (on time)": f"{report['participation']:.1%}",
+        "merged at any age": f"{report['merged_share']:.1%}",
+        "merged updates by age": ", ".join(f"{age}: {n}" for age, n in report["ages"].items()),
+        "refused updates": ", ".join(f"{why}: {n}" for why, n in report["refused_for"].items()) or "none",
+        "rounds without an update": str(report["empty_rounds"]),
+        "virtual wall time": f"{report['wall_seconds']:.0f} s",
+        "time spent computing": f"{report['computing_share']:.1%}",
+        "bytes up, down": f"{report['bytes_up'] / 1e9:.2f} GB, {report['bytes_down'] / 1e9:.2f} GB "
+        f"(blocks standing for {report['stands_for_parameters'] / 1e6:.0f} M parameters)",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
     return table

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from blocktrain.config import Recipe
 
 PLAIN_LINE_SECONDS = 10.0
 KEPT = b"\n\t"
@@ -121,6 +124,58 @@ class TrainingProgress:
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False)
+
+
+class ByteProgress:
+    """Bytes done, rate and time left of one step after another: a bar on a terminal, else plain lines."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.step = ""
+        self.begun = (0.0, 0)
+        self.last_line = 0.0
+        self.task: TaskID | None = None
+        self.bars = Progress(
+            TextColumn("{task.description:<11}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[amount]}  {task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    @contextmanager
+    def shown(self) -> Iterator[ByteProgress]:
+        with self.bars:
+            yield self
+
+    def moved(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if step != self.step:
+            # A preparation that goes on begins in the middle; what was done before must not count as speed.
+            self.step, self.begun, self.last_line = step, (now, done), now
+            self.task = self.bars.add_task(step, total=total or None, completed=done, amount="", rate="")
+            return
+        start, first = self.begun
+        rate = (done - first) / max(now - start, 1e-9)
+        amount = f"{done / 1e6:.1f}/{total / 1e6:.1f} MB" if total else f"{done / 1e6:.1f} MB"
+        if self.task is not None and self.console.is_terminal:
+            self.bars.update(self.task, completed=done, amount=amount, rate=f"{rate / 1e6:.1f} MB/s")
+        elif now - self.last_line >= PLAIN_LINE_SECONDS:
+            self.last_line = now
+            left = f" left={(total - done) / rate:.0f}s" if total and rate > 0 else ""
+            self.console.print(
+                f"{step} {amount} rate={rate / 1e6:.1f} MB/s{left}", highlight=False, soft_wrap=True
+            )
+
+
+def step_costs(recipe: Recipe) -> dict[str, float]:
+    """Layers that one step of each unit trains: the reference has those of all blocks."""
+    model = recipe.model
+    costs: dict[str, float] = {f"block {block}": model.layers_per_block for block in range(model.blocks)}
+    return costs | ({"reference": sum(costs.values())} if recipe.training.reference else {})
 
 
 def _per_second(num_bytes: float) -> str:

@@ -1,6 +1,6 @@
 """The family `blocktrain`: adaptive norms and short convolutions, trained to denoise its target's embedding.
 
-Its output map is the codebook, which all blocks share. Shapes as in block.py and layers.py.
+Its output map is the codebook, which all blocks share, or its own. Shapes as in block.py and layers.py.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class AdaptiveBlock(Block):
         self.out = nn.Linear(width, width, bias=False)
         # Zero: every block starts at the uniform distribution (with a hint: at what the hint says).
         nn.init.zeros_(self.out.weight)
+        self.output_VD: nn.Parameter | None = None
+        if objective.codebook == "own":
+            self.output_VD = nn.Parameter(F.normalize(torch.randn(vocabulary, width), dim=-1))
         # Against unit-norm rows logits without a scale are small, and a block cannot become confident.
         self.logit_scale = nn.Parameter(torch.tensor(objective.logit_scale))
         # Computed, so they are no part of a snapshot: nothing to hash, send or average.
@@ -116,9 +119,13 @@ class AdaptiveBlock(Block):
         # (4): F, then z_hat; (5): the logits.
         f_BTD = self.out(self.out_norm(x_BTD, c_BC))
         z_hat_BTD = self._denoised(f_BTD, hint)
-        # The codebook is the output map too, fixed and shared: distributions of blocks that never met can be
-        # pooled.
-        return BlockOutput(z_hat_BTD, codebook_VD, self.logit_scale, x_BTD)
+        map_VD = self.output_map(codebook_VD)
+        return BlockOutput(z_hat_BTD, map_VD, self.logit_scale, x_BTD, len(map_VD))
+
+    def output_map(self, codebook_VD: Tensor) -> Tensor:
+        """The codebook, which a noised target needs to be the same for all; or the block's own rows."""
+        # Of length 1 either way: one scale g in front of the logits then means the same to both.
+        return codebook_VD if self.output_VD is None else F.normalize(self.output_VD, dim=-1)
 
     def _inputs(
         self,

@@ -94,9 +94,11 @@ class BlockOutput:
 
     z_hat_BTD: Tensor
     """What is compared with the rows of the output map; of a denoising block, the denoised target."""
-    map_VD: Tensor
+    map_VD: Tensor | None
+    """None where a block is an inner part of a serial model: it finds every token alike."""
     scale: Tensor | None
     features_BTD: Tensor
+    vocabulary: int
 
     @property
     def logits_BTV(self) -> Tensor:
@@ -104,6 +106,8 @@ class BlockOutput:
 
     def logits_of(self, z_hat: Tensor) -> Tensor:
         """The logits of some of the positions."""
+        if self.map_VD is None:
+            return z_hat.new_zeros(1).expand(*z_hat.shape[:-1], self.vocabulary)
         logits = F.linear(z_hat, self.map_VD.to(z_hat.dtype))
         return logits if self.scale is None else self.scale * logits
 

@@ -12,7 +12,7 @@ import torch
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block
-from blocktrain.model.llama import LlamaBlock
+from blocktrain.model.llama import LlamaAttention, LlamaBlock
 from blocktrain.model.qwen3 import Qwen3Attention
 
 
@@ -20,6 +20,11 @@ def denoises(model: ModelConfig) -> bool:
     """Whether the family's blocks predict embeddings of a codebook and know hints; the others are plain
     causal models with an output map of their own."""
     return model.family == "blocktrain"
+
+
+def codebook_rows(model: ModelConfig, objective: ObjectiveConfig, vocabulary: int) -> int:
+    """None where every block has an output map of its own."""
+    return vocabulary if denoises(model) and objective.codebook != "own" else 0
 
 
 def build_block(
@@ -31,16 +36,23 @@ def build_block(
     num_layers: int | None = None,
     hints: bool = True,
     upstream: bool = False,
+    last: bool = True,
 ) -> Block:
-    """A block with the seeded initial weights that every machine can regenerate."""
+    """A block with the seeded initial weights that every machine can regenerate. `last`: whether it is the
+    end of a model; an inner part of a serial one has no output map."""
     # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
     # Forked, so that building a block does not move the random numbers of whoever builds it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if model.family == "llama":
-            return LlamaBlock(model, vocabulary=vocabulary, num_layers=num_layers)
-        if model.family == "qwen3":
-            return LlamaBlock(model, vocabulary=vocabulary, num_layers=num_layers, attention=Qwen3Attention)
+        if not denoises(model):
+            return LlamaBlock(
+                model,
+                vocabulary=vocabulary,
+                num_layers=num_layers,
+                attention=Qwen3Attention if model.family == "qwen3" else LlamaAttention,
+                first=not upstream,
+                last=last,
+            )
         return AdaptiveBlock(
             model, objective, vocabulary=vocabulary, num_layers=num_layers, hints=hints, upstream=upstream
         )

@@ -121,13 +121,16 @@ class OutputMap(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All of the block but the output map."""
+    """All of the block but the output map. The parts of a serial model have the embedding in the first and
+    the last norm in the last."""
 
-    def __init__(self, config: ModelConfig, rows: int, layers: Sequence[LlamaLayer]) -> None:
+    def __init__(
+        self, config: ModelConfig, rows: int, layers: Sequence[LlamaLayer], first: bool, last: bool
+    ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(rows, config.width)
+        self.embed_tokens = nn.Embedding(rows, config.width) if first else None
         self.layers = nn.ModuleList(layers)
-        self.norm = WeightedNorm(config.width, config.norm_eps)
+        self.norm = WeightedNorm(config.width, config.norm_eps) if last else None
 
 
 class LlamaBlock(Block):
@@ -141,15 +144,19 @@ class LlamaBlock(Block):
         vocabulary: int,
         num_layers: int | None = None,
         attention: Callable[[ModelConfig], LlamaAttention] = LlamaAttention,
+        first: bool = True,
+        last: bool = True,
     ) -> None:
+        """`first` and `last`: which end of a serial model the block is; a whole model is both."""
         super().__init__()
         self.context, self.vocabulary = config.context, vocabulary
         self.num_layers = num_layers or config.layers_per_block
         rows = config.padded_vocabulary or vocabulary
         assert rows >= vocabulary, "the rows beyond the tokens are padding"
         # `model` and `lm_head` are the names in the files that others load.
-        self.model = Trunk(config, rows, [LlamaLayer(config, attention) for _ in range(self.num_layers)])
-        self.lm_head = None if config.tied else OutputMap(rows, config.width)
+        layers = [LlamaLayer(config, attention) for _ in range(self.num_layers)]
+        self.model = Trunk(config, rows, layers, first, last)
+        self.lm_head = OutputMap(rows, config.width) if last and not config.tied else None
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 2:
                 # Each sub-layer starts by adding nothing, so depth does not change the scale of the first
@@ -177,10 +184,11 @@ class LlamaBlock(Block):
         both_ways: int = 0,
     ) -> BlockOutput:
         assert hint is None, "a plain causal model knows no hints"
-        assert upstream_BTD is None, "its input is the tokens alone"
         assert not both_ways, "it looks at no later position"
-        embedding = self.model.embed_tokens.weight
-        x_BTD = F.embedding(tokens_BT, embedding)
+        embedding = self.model.embed_tokens
+        assert (embedding is None) == (upstream_BTD is not None), "tokens or the features of the part before"
+        x_BTD = upstream_BTD if embedding is None else embedding(tokens_BT)
+        assert x_BTD is not None
         if torch.is_autocast_enabled(x_BTD.device.type):
             # The products are bf16 anyway; a residual stream in fp32 would double the bytes between them.
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
@@ -191,5 +199,9 @@ class LlamaBlock(Block):
             x_BTD = self.run_layer(layer, x_BTD, rotary, cache.layer(i) if cache is not None else None)
         if cache is not None:
             cache.advance(length)
-        rows = embedding if self.lm_head is None else self.lm_head.weight
-        return BlockOutput(self.model.norm(x_BTD), rows[: self.vocabulary], None, x_BTD)
+        if self.model.norm is None:
+            return BlockOutput(x_BTD, None, None, x_BTD, self.vocabulary)
+        output_map = self.lm_head if self.lm_head is not None else embedding
+        assert output_map is not None
+        rows_VD = output_map.weight[: self.vocabulary]
+        return BlockOutput(self.model.norm(x_BTD), rows_VD, None, x_BTD, self.vocabulary)

@@ -148,7 +148,8 @@ class QuickBlocks:
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
         # Without a hint z_hat = sigma_data * F is linear in the last features: one matrix gives the logits.
         self.logits_VD = [
-            block.logit_scale * block.sigma_data * codebook_VD @ block.out.weight for block in blocks
+            block.logit_scale * block.sigma_data * block.output_map(codebook_VD) @ block.out.weight
+            for block in blocks
         ]
 
     def new_cache(self) -> Cache:

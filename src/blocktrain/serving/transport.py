@@ -198,3 +198,17 @@ def server_context(identity: Identity) -> ssl.SSLContext:
         path.write_bytes(key + certificate.public_bytes(Encoding.PEM))
         context.load_cert_chain(path)
     return context
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in a file, without the line's end; None without a file."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the token file {path}: {error}") from None
+    # 16 characters: a stage is open to the network, and a short secret can be tried out.
+    if not 16 <= len(token) <= 256:
+        raise UserError(f"{path}: expected a secret of 16 to 256 characters, found {len(token)}")
+    return token

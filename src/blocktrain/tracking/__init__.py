@@ -1,1 +1,1 @@
-"""Where the numbers of a run go: trackers, curves, the model card."""
+"""Where the numbers of a run go: trackers, curves, the model card, the Hub."""

@@ -24,7 +24,7 @@ from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import CheckpointError, RecipeError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
-from blocktrain.model.families import denoises
+from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
 from blocktrain.training.setup import Setup
 from blocktrain.training.storage import read_tensors, replaced_folder, write_file, write_json, write_tensors
@@ -94,19 +94,28 @@ def write_checkpoint(
         if isinstance(tokenizer, FileTokenizer):
             write_file(folder / TOKENIZER, tokenizer.content)
             told = {"tokenizer": file_entry(folder / TOKENIZER)}
-        write_json(
-            folder / "config.json",
-            {
-                **told,
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "recipe": recipe.to_dict(),
-                "corpus_sha256": corpus_sha256,
-                "pooling": list(pooling),
-                "blocks": entries,
-                "codebook": file_entry(folder / CODEBOOK_FILE),
-            },
-        )
+        codebook = file_entry(folder / CODEBOOK_FILE)
+        config = checkpoint_config(recipe, corpus_sha256, pooling, entries, codebook)
+        write_json(folder / "config.json", config | told)
+
+
+def checkpoint_config(
+    recipe: Recipe,
+    corpus_sha256: CorpusHash,
+    pooling: Sequence[float],
+    blocks: Sequence[Mapping[str, Any]],
+    codebook: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What config.json says; `blocks` and `codebook` are entries of their files."""
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "recipe": recipe.to_dict(),
+        "corpus_sha256": corpus_sha256,
+        "pooling": list(pooling),
+        "blocks": list(blocks),
+        "codebook": codebook,
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -207,8 +216,8 @@ def starting_blocks(path: Path, setup: Setup) -> tuple[list[Block], Tensor]:
         )
     if loaded.tokenizer.vocabulary != setup.vocabulary:
         raise CheckpointError(
-            f"{path} was trained with data.tokenizer = {loaded.recipe.data.tokenizer!r}, the recipe has "
-            f"{recipe.data.tokenizer!r}; set data.tokenizer"
+            f"{path} has a tokenizer of {loaded.tokenizer.vocabulary} tokens, the recipe's text "
+            f"{setup.vocabulary}; prepare the text with the tokenizer of the checkpoint"
         )
     blocks = []
     for index, block in enumerate(loaded.blocks):
@@ -267,5 +276,5 @@ def kind(tensor: Tensor) -> str:
 
 
 def codebook_kind(objective: Objective) -> str:
-    rows = objective.vocabulary if denoises(objective.model) else 0
+    rows = codebook_rows(objective.model, objective.config, objective.vocabulary)
     return f"float32 {[rows, objective.model.width]}"

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from blocktrain.data.bpe import FileTokenizer
 from blocktrain.data.dataset import TOKENIZER
+from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.data.tokenizer_files import (
     LINE_FEED,
     TOKENIZER_CONFIG,
@@ -86,14 +87,17 @@ def export_checkpoint(checkpoint: Path, to: Path, card: str) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
         write_json(folder / "config.json", _config(described, config, entries))
-        context, tokenizer = described.recipe.model.context, described.tokenizer
-        if isinstance(tokenizer, FileTokenizer):
-            write_file(folder / TOKENIZER, tokenizer.content)
-            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, tokenizer.end_text))
-        else:
-            write_json(folder / TOKENIZER, byte_tokenizer())
-            write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, byte_letters()[LINE_FEED]))
+        write_tokenizer(folder, described.tokenizer, described.recipe.model.context)
         write_file(folder / "README.md", card.encode())
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> None:
+    if isinstance(tokenizer, FileTokenizer):
+        write_file(folder / TOKENIZER, tokenizer.content)
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, tokenizer.end_text))
+    else:
+        write_json(folder / TOKENIZER, byte_tokenizer())
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(context, byte_letters()[LINE_FEED]))
 
 
 def refuse_occupied(folder: Path) -> None:
@@ -147,7 +151,7 @@ def import_checkpoint(folder: Path, to: Path) -> None:
     shards = _checked_shards(folder, own["files"])
     expected = _expected_kinds(folder, described, shards)
     # Other programs go by the index, so it must tell the truth.
-    found = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
+    found = read_json(folder / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if found != {tensor: name for name, kinds in expected.items() for tensor in kinds}:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: its weight_map is not that of the files")
     for name, kinds in expected.items():
@@ -172,7 +176,7 @@ def import_checkpoint(folder: Path, to: Path) -> None:
 
 
 def _read_own_config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
     own = config.get(MODEL_TYPE)
     if config.get("model_type") != MODEL_TYPE or not isinstance(own, dict):
         told = (
@@ -193,7 +197,7 @@ def _read_own_config(folder: Path) -> dict[str, Any]:
     return own
 
 
-def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -225,17 +229,17 @@ def _checked_shards(folder: Path, files: Mapping[str, Any]) -> dict[str, dict[st
                 f"{path.stat().st_size}"
             )
         check_sha256(path, str(entry.get("sha256")))
-        shards[name] = _kinds_in(path)
+        shards[name] = {tensor: f"{dtype} {shape}" for tensor, (dtype, shape) in kinds_in(path).items()}
     return shards
 
 
-def _kinds_in(path: Path) -> dict[str, str]:
-    """From the header alone."""
+def kinds_in(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of each tensor, from the header alone."""
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: f"{DTYPES.get(part.get_dtype(), part.get_dtype())} {list(part.get_shape())}"
+                name: (DTYPES.get(part.get_dtype(), part.get_dtype()), list(part.get_shape()))
                 for name, part in parts.items()
             }
     except (OSError, safetensors.SafetensorError) as error:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.batches import Batches
-from blocktrain.errors import DeviceError
+from blocktrain.errors import DeviceError, RecipeError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
-from blocktrain.model.families import denoises
+from blocktrain.model.families import codebook_rows, denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
@@ -49,8 +49,7 @@ class Codebook(nn.Module):
 
 
 def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
-    """A family with an output map of its own has a codebook without rows."""
-    rows = vocabulary if denoises(recipe.model) else 0
+    rows = codebook_rows(recipe.model, recipe.objective, vocabulary)
     table = make_codebook(rows, recipe.model.width, derive_seed("codebook", recipe.seed))
     return Codebook(table, recipe.objective.codebook == "learned")
 
@@ -78,6 +77,11 @@ class BlockTrainer:
         frozen: Sequence[Block] = (),
         codebook_optimizer: Optimizer | None = None,
     ) -> None:
+        if objective.is_serial and index is not None:
+            raise RecipeError(
+                'parts of a serial model (objective.kind = "serial") are served, evaluated and exported, not '
+                "trained: their loss runs through the parts behind them; import the model without --parts"
+            )
         self.recipe, self.objective, self.block, self.index = recipe, objective, block, index
         self.shards, self.codebook = shards, codebook
         self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))

@@ -59,6 +59,8 @@ LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 MAX_COUNTED_BYTES = 128 << 20
 """Training text that bigrams are counted in; a dataset may be larger than memory."""
+FEW_TOKENS = 2000
+"""Losses of single tokens vary by about 2 nats, so a score on so many is good to 0.04."""
 START_FOLDER = "start"
 """The checkpoint that a run began from, in its folder."""
 
@@ -167,6 +169,11 @@ class LocalRun:
         config = self.recipe.evaluation
         # A cut of bytes and not of tokens: every tokenizer is then scored on about the same text.
         valid = self.text.first_tokens("held_out", config.max_bytes)
+        if len(valid) < FEW_TOKENS:
+            self.observer.message(
+                f"only {len(valid)} tokens of held-out text: a small difference of two scores is chance; use "
+                "more text, or a larger data.valid_fraction or evaluation.max_bytes"
+            )
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
         pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))

@@ -34,10 +34,15 @@ class Setup:
     def of_swarm(cls, recipe: Recipe, vocabulary: int = ByteTokenizer.vocabulary) -> Setup:
         """The same for a run of many machines, which refuses what only one machine can train."""
         # A learned table would have to be merged and sent like a block, and every block would depend on it.
-        if recipe.objective.codebook != "fixed":
+        if recipe.objective.codebook == "learned":
             raise RecipeError(
-                f'a swarm needs objective.codebook = "fixed", found {recipe.objective.codebook!r}: blocks on '
-                "different machines cannot share a learned one"
+                f'a swarm needs objective.codebook = "fixed" or "own", found {recipe.objective.codebook!r}: '
+                "blocks on different machines cannot share a learned one"
+            )
+        if recipe.objective.kind == "serial":
+            raise RecipeError(
+                'a swarm trains no parts of a serial model (objective.kind = "serial"): their loss runs '
+                "through the parts behind them; import the model without --parts"
             )
         return cls.of(recipe, vocabulary)
 

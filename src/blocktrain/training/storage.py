@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    if isinstance(tensors, LazyTensors):
+        _write_one_by_one(path, tensors, metadata)
+        return
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_file(path, safetensors.torch.save(contiguous, metadata))
 
@@ -92,3 +96,40 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors whose shapes are known and whose values are read when they are asked for, in fp32."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], load: Callable[[str], Tensor]) -> None:
+        self.shapes = {name: list(shape) for name, shape in shapes.items()}
+        self._load = load
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._load(name).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def num_bytes(self, name: str) -> int:
+        return 4 * math.prod(self.shapes[name])
+
+
+def _write_one_by_one(path: Path, tensors: LazyTensors, metadata: dict[str, str] | None) -> None:
+    """A safetensors file with one tensor in memory at a time; the folder it lies in takes its name later."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, shape in tensors.shapes.items():
+        start, end = end, end + tensors.num_bytes(name)
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with explained_errors(path), path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in tensors:
+            file.write(tensors[name].contiguous().numpy().astype("<f4", copy=False).data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from blocktrain.config import ObjectiveConfig, Recipe
 from blocktrain.model.block import Block, Hint
 from blocktrain.model.noise import sample_sigma, training_interval
 from blocktrain.model.objective import Objective
+from blocktrain.wire.messages import EvidenceReport, GainReport
 
 FORWARDS_PER_STEP = 3
 """A training step costs about as much as this many forward passes of its batch, and one for every block that
@@ -152,6 +153,27 @@ class Evidence:
         difference = self.assigned.mean - self.other.mean
         error = math.hypot(self.assigned.error, self.other.error)
         return (difference > error) - (difference < -error) if math.isfinite(difference) else 0
+
+
+def report_of(evidence: Evidence) -> EvidenceReport:
+    """The evidence as a judge sends it. JSON has no NaN: a block that the update broke has absent numbers."""
+
+    def told(gain: Gain) -> GainReport:
+        if not (math.isfinite(gain.mean) and math.isfinite(gain.error)):
+            return GainReport(mean=None, error=None, windows=gain.windows)
+        return GainReport(**asdict(gain))
+
+    held_out, assigned, other = told(evidence.held_out), told(evidence.assigned), told(evidence.other)
+    return EvidenceReport(held_out=held_out, assigned=assigned, other=other, tokens=evidence.tokens)
+
+
+def evidence_of(report: EvidenceReport) -> Evidence:
+    def gain(told: GainReport) -> Gain:
+        if told.mean is None or told.error is None:
+            return Gain(math.nan, math.nan, told.windows)
+        return Gain(told.mean, told.error, told.windows)
+
+    return Evidence(gain(report.held_out), gain(report.assigned), gain(report.other), report.tokens)
 
 
 # --- drawing -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.config import Recipe
@@ -26,6 +27,7 @@ from blocktrain.model.block import Block
 from blocktrain.training.frozen import upstream_features
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import Tensors, load_into
+from blocktrain.training.update import delta_of
 from blocktrain.validation.evidence import (
     Budget,
     Evidence,
@@ -35,7 +37,8 @@ from blocktrain.validation.evidence import (
     window_losses,
     with_hints,
 )
-from blocktrain.wire.codec import Schema
+from blocktrain.wire.codec import CodecSpec, Schema
+from blocktrain.wire.messages import JudgeTask
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,18 @@ class Work:
 FrozenBlocks = Mapping[int, Tensors]
 """Weights of blocks upstream by index, in the order they run."""
 NONE_FROZEN: FrozenBlocks = {}
+
+
+def applied(
+    codec: CodecSpec, base: Tensors, own_base: Tensors, decoded: Tensors, step: float
+) -> dict[str, NDArray[np.float32]]:
+    """The block after one update alone, measured from `own_base` and applied to `base`."""
+    # In fp64, rounded once: how that differs from the fp32 sum of a merge is far below what a judge can see.
+    delta = delta_of(codec, decoded, own_base)
+    return {
+        name: np.asarray(base[name] - step * delta[name].astype(np.float64), dtype=np.float32)
+        for name in base
+    }
 
 
 class Scorer:
@@ -80,6 +95,21 @@ class Scorer:
     def budget(self, frozen: int = 0) -> Budget:
         """Evidence budget for a block that `frozen` other blocks run alongside."""
         return evidence_budget(self.recipe, frozen)
+
+    def judge(
+        self,
+        task: JudgeTask,
+        codec: CodecSpec,
+        base: Tensors,
+        own_base: Tensors,
+        decoded: Tensors,
+        frozen: FrozenBlocks,
+    ) -> Evidence:
+        """The evidence on a task's update. It is applied to the head `base`, where it would be merged; its
+        own base tells what it changed, which a late update did from an older snapshot."""
+        after = applied(codec, base, own_base, decoded, task.step)
+        work = Work(task.shard, task.first_step, task.steps)
+        return self.evidence(task.block, base, after, work, task.seed, frozen)
 
     def evidence(
         self,

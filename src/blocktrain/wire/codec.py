@@ -190,18 +190,18 @@ def _form_of(codec: CodecSpec) -> _TensorForm:
     # The one place that tells kinds apart: `CodecSpec` has checked that each has its number.
     match codec.kind:
         case "dense":
-            return _Dense()
+            return _DenseForm()
         case "sign":
-            return _Chunked(SignChunks())
+            return _ChunkedForm(SignChunks())
         case "bits":
             assert codec.bits is not None
-            return _Chunked(BitsChunks(codec.bits))
+            return _ChunkedForm(BitsChunks(codec.bits))
         case "sparse":
             assert codec.kept is not None
-            return _Chunked(SparseChunks(codec.kept))
+            return _ChunkedForm(SparseChunks(codec.kept))
 
 
-class _Dense:
+class _DenseForm:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return 4 * math.prod(shape)
 
@@ -214,7 +214,7 @@ class _Dense:
         return values
 
 
-class _Half:
+class _HalfForm:
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         return 2 * math.prod(shape)
 
@@ -294,12 +294,12 @@ def _spans(side: int, step: int) -> list[tuple[int, int, int]]:
     return [span for span in spans if span[1] and span[2]]
 
 
-class _Chunked:
+class _ChunkedForm:
     """Chunk records in order; small tensors in fp16 instead."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
-        self._half = _Half()
+        self._half = _HalfForm()
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         # Norms, scales and biases: few values, so 16 bits of each cost next to nothing beside the matrices.

@@ -32,14 +32,14 @@ from blocktrain.data.batches import open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
+from blocktrain.training.device import device_label
 from blocktrain.training.memory import check_fits
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import JoinRequest, RunAnswer
-from blocktrain.worker.asking import Asking
+from blocktrain.worker.asking import Asking, FrozenSnapshots
 from blocktrain.worker.block_progress import BlockProgress, PendingState, PendingUpdate
-from blocktrain.worker.frozen import FrozenSnapshots
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView, open_view
 from blocktrain.worker.logic import TICK_SECONDS, WorkerLogic, may_step, own_steps
@@ -92,7 +92,7 @@ def run_worker(
     traffic = Traffic(max_up=options.max_up, max_down=options.max_down)
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
-        with contextlib.closing(client):
+        with client:
             with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
@@ -162,7 +162,7 @@ class Worker:
         request = JoinRequest(
             corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            device=device.type,
+            device=device_label(device),
             label=options.label,
             memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
             invite=options.invite,

@@ -1,1 +1,1 @@
-"""The coordinator's HTTP side: routes, signed requests, connections, the dashboard's files."""
+"""The coordinator's HTTP side: routes, signed requests, the dashboard's files."""

@@ -7,19 +7,21 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
 
 from blocktrain.connections import limited_protocol, max_connections
+from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.api_errors import ApiError
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
+from blocktrain.serving.gateway.limits import load_keys, parse_limits
 from blocktrain.serving.transport import Address
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,20 @@ async def serve_gateway(
     finally:
         await engine.close()
         opened.close()
+
+
+def gateway_config(
+    keys: Path | None, limits: Iterable[str], overflow: str, origins: Iterable[str]
+) -> GatewayConfig:
+    """From what a person typed; a mistake is told in words."""
+    if overflow not in ("refuse", "slide"):
+        raise UserError(f"--overflow must be refuse or slide, found {overflow!r}")
+    return GatewayConfig(
+        limits=parse_limits(limits),
+        keys=load_keys(keys) if keys is not None else None,
+        overflow="slide" if overflow == "slide" else "refuse",
+        origins=tuple(origins),
+    )
 
 
 def run_gateway(

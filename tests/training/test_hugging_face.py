@@ -1,0 +1,279 @@
+"""Llama and Qwen3 folders of transformers come in and go out with the same logits and tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from blocktrain.data.bpe import train_bpe
+from blocktrain.errors import CheckpointError, RecipeError, UserError
+from blocktrain.model.composition import block_log_probs, pool, run_blocks
+from blocktrain.model.generation import LocalModel, generate
+from blocktrain.training import hugging_face
+from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from blocktrain.training.hugging_face import export_folder, import_folder, is_importable
+from blocktrain.training.setup import Setup
+from tests.tiny import prose
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_bytes(train_bpe([prose(4000).decode()], 300))
+    return path
+
+
+def made(folder: Path, tokenizer_file: Path, family: str = "llama", **settings: Any) -> Any:
+    """A random model as transformers writes it; the model."""
+    sharded = settings.pop("sharded", False)
+    common = {**SHAPE, "vocab_size": 300, **settings}
+    config = (transformers.LlamaConfig if family == "llama" else transformers.Qwen3Config)(**common)
+    torch.manual_seed(1)
+    model: Any = (transformers.LlamaForCausalLM if family == "llama" else transformers.Qwen3ForCausalLM)(
+        config
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval().save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+    shutil.copy(tokenizer_file, folder / "tokenizer.json")
+    return model
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def last_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
+    *_, last = run_blocks(checkpoint.objective, checkpoint.blocks, checkpoint.codebook_VD, tokens)
+    return last.logits_BTV
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"sharded": True},
+    "tied and stretched": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "padded": {"vocab_size": 320},
+    "qwen3": {
+        "family": "qwen3",
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
+    },
+    "qwen3 tied": {"family": "qwen3", "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parts", [1, 2])
+@torch.no_grad()
+def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
+    case: str, parts: int, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    theirs = made(tmp_path / "in", tokenizer_file, **CASES[case])
+    assert is_importable(tmp_path / "in")
+    import_folder(tmp_path / "in", tmp_path / "checkpoint", parts)
+    ours, tokens = load_checkpoint(tmp_path / "checkpoint", CPU), some_tokens()
+    assert len(ours.blocks) == parts
+    expected = theirs(tokens).logits[..., :300]
+    torch.testing.assert_close(last_logits(ours, tokens), expected, rtol=1e-5, atol=1e-5)
+
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "card")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(theirs)
+    torch.testing.assert_close(loaded(tokens).logits[..., :300], expected, rtol=1e-5, atol=1e-5)
+    text = "each token learns alone\n\n  and é"
+    with_theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert with_theirs(text)["input_ids"] == ours.tokenizer.encode(text.encode()).tolist()
+    assert with_theirs.decode(with_theirs(text)["input_ids"]) == text
+    assert with_theirs.eos_token == "<|endoftext|>"
+    assert loaded.config.eos_token_id == with_theirs.eos_token_id
+
+    import_folder(tmp_path / "out", tmp_path / "again", parts)
+    for file in (tmp_path / "checkpoint").glob("block-*"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+
+
+@torch.no_grad()
+def test_greedy_text_equals_that_of_transformers(tokenizer_file: Path, tmp_path: Path) -> None:
+    theirs = made(tmp_path / "in", tokenizer_file)
+    import_folder(tmp_path / "in", tmp_path / "checkpoint", 2)
+    ours, prompt = load_checkpoint(tmp_path / "checkpoint", CPU), some_tokens()[:1, :5]
+    model = LocalModel(ours.objective, ours.blocks, ours.codebook_VD, ours.pooling)
+    found = list(generate(model, prompt[0].tolist(), max_tokens=20, seed=0, temperature=0))
+    # Untrained, it may well write the token at which transformers would stop.
+    written = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert found == written[0, 5:].tolist()
+
+
+@torch.no_grad()
+def test_a_folder_in_two_bytes_comes_in(tokenizer_file: Path, tmp_path: Path) -> None:
+    made(tmp_path / "in", tokenizer_file).bfloat16().save_pretrained(tmp_path / "in")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    import_folder(tmp_path / "in", tmp_path / "checkpoint")
+    ours, tokens = load_checkpoint(tmp_path / "checkpoint", CPU), some_tokens()
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(last_logits(ours, tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def pooled(folder: Path) -> Checkpoint:
+    """A checkpoint of two independent byte-level blocks."""
+    from blocktrain.config import resolve_recipe
+
+    model = {"family": "qwen3", "width": 32, "heads": 4, "kv_heads": 2, "blocks": 2, "layers_per_block": 2}
+    recipe = resolve_recipe({"name": "pair", "model": {**model, "context": 48}})
+    setup = Setup.of(recipe)
+    blocks = [setup.initial(index) for index in range(2)]
+    with torch.no_grad():
+        for number, block in enumerate(blocks):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in block.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_checkpoint(folder, recipe, hugging_face.UNKNOWN_TEXT, blocks, setup.codebook()(), [0.25, 0.75])
+    return load_checkpoint(folder, CPU)
+
+
+@torch.no_grad()
+def test_independent_blocks_go_out_as_folders_of_their_own_and_come_back(tmp_path: Path) -> None:
+    ours, tokens = pooled(tmp_path / "checkpoint"), some_tokens() % 256
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "card")
+    described = json.loads((tmp_path / "out" / "pool.json").read_text())
+    assert (described["blocks"], described["weights"]) == (["block-00", "block-01"], [0.25, 0.75])
+    rows = []
+    for name in described["blocks"]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
+        assert model.config.model_type == "qwen3"
+        rows.append(model(tokens).logits.log_softmax(dim=-1))
+    found = pool(rows, described["weights"])
+    expected = pool(block_log_probs(ours.objective, ours.blocks, ours.codebook_VD, tokens), ours.pooling)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert import_folder(tmp_path / "out", tmp_path / "back") == ours.recipe
+    for file in (tmp_path / "checkpoint").iterdir():
+        if file.suffix == ".safetensors":
+            again = safetensors.torch.load_file(tmp_path / "back" / file.name)
+            for name, tensor in safetensors.torch.load_file(file).items():
+                assert torch.equal(again[name], tensor)
+    # One of them alone is a model too.
+    import_folder(tmp_path / "out" / "block-01", tmp_path / "one")
+    assert load_checkpoint(tmp_path / "one", CPU).recipe.model.blocks == 1
+
+
+def test_large_models_go_out_in_several_files(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "in", tokenizer_file)
+    import_folder(tmp_path / "in", tmp_path / "checkpoint")
+    monkeypatch.setattr(hugging_face, "MAX_SHARD_BYTES", 40_000)
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "card")
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    kept = safetensors.torch.load_file(tmp_path / "checkpoint" / "block-00.safetensors")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, kept[name])
+
+
+def changed(key: str, value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config[key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def more_tensors(folder: Path, **extra: Tensor) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    path.unlink()
+    safetensors.torch.save_file({**tensors, **extra}, path, {"format": "pt"})
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another family": (changed("model_type", "gpt2"), "model_type must be one of llama, qwen3"),
+    "another activation": (changed("hidden_act", "gelu"), 'hidden_act must be "silu"'),
+    "biases": (changed("attention_bias", True), "attention_bias must be false"),
+    "a bias that config.json hides": (
+        lambda folder: more_tensors(folder, **{"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}),
+        "tensor model.layers.1.self_attn.q_proj.bias: expected none",
+    ),
+    "more layers than named": (changed("num_hidden_layers", 3), "beyond the 3 layers"),
+    "fewer tensors than layers": (changed("num_hidden_layers", 1 << 30), "too few for the recipe's"),
+    "another width": (changed("hidden_size", 64), "expected float32"),
+    "quantised": (changed("quantization_config", {"bits": 4}), "quantization_config must be null"),
+    "yarn": (changed("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}), "default or llama3"),
+    "no number": (changed("num_attention_heads", "many"), "num_attention_heads must be a number"),
+    "a huge context": (changed("max_position_embeddings", 1 << 30), "model.context must be at most"),
+    "too few rows": (changed("vocab_size", 200), "the tokenizer has 300 tokens"),
+    "whole numbers": (
+        lambda folder: more_tensors(folder, **{"model.norm.weight": torch.ones(32, dtype=torch.int64)}),
+        "tensor model.norm.weight",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "pickled weights": (pickled, "pickled .bin files are not read"),
+    "a file outside": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../../etc/passwd"}})
+        ),
+        "expected files named model-",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "model"
+    made(folder, tokenizer_file)
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_folder_that_we_would_get_wrong_is_refused(case: str, good: Path, tmp_path: Path) -> None:
+    break_, told = BAD[case]
+    shutil.copytree(good, tmp_path / "bad")
+    break_(tmp_path / "bad")
+    with pytest.raises(CheckpointError, match=told):
+        import_folder(tmp_path / "bad", tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_parts_must_divide_the_layers(good: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not divide the 4 layers.*\[1, 2, 4\]"):
+        import_folder(good, tmp_path / "checkpoint", 3)
+
+
+def test_serial_parts_are_not_trained(good: Path, tmp_path: Path) -> None:
+    recipe = import_folder(good, tmp_path / "checkpoint", 2)
+    with pytest.raises(RecipeError, match="import the model without --parts"):
+        Setup.of_swarm(recipe, 300)
