@@ -138,7 +138,7 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
     from torch import Tensor
 
     from blocktrain.config import resolve_recipe
-    from blocktrain.data.batches import DatasetBatches
+    from blocktrain.data.batches import DatasetBatches, Drawing
     from blocktrain.data.dataset import Dataset
     from blocktrain.data.shards import window_offsets
     from blocktrain.model.objective import Objective
@@ -161,19 +161,19 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
         }
     )
     batch = recipe.training.batch
-    mapped = DatasetBatches(dataset, seed=0, batch=batch, context=context, device=device)
+    mapped = DatasetBatches(dataset, Drawing(seed=0, batch=batch, context=context), device)
 
     class Held:
         """The same windows, from tokens that lie on the device."""
 
         def __init__(self) -> None:
-            self.windows = dataset.shard_windows(0, 0, context)
+            self.windows = Drawing(seed=0, batch=batch, context=context).windows(dataset, 0, 0, None)
             self.firsts = np.cumsum([0, *map(len, self.windows.files)])
             tokens = np.concatenate([np.asarray(one, np.int32) for one in self.windows.files])
             self.tokens = torch.from_numpy(tokens).to(device)
             self.reach = torch.arange(context + 1, device=device)
 
-        def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
+        def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
             ends = self.windows.ends
             starts = window_offsets(dataset.sha256, 0, shard, step, count=batch, choices=self.windows.choices)
             files = np.searchsorted(ends, starts, "right")

@@ -31,6 +31,7 @@ from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import RequestRefused, public_client
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import Recipe
+from blocktrain.data.batches import Drawing
 from blocktrain.data.corpora import builtin_text
 from blocktrain.data.dataset import Dataset, shard_files
 from blocktrain.errors import StorageError, WireError
@@ -308,6 +309,7 @@ def test_a_cache_smaller_than_a_shard_still_trains(kit: Kit, dataset: Dataset) -
     cache = BlobCache(kit.folder / "cache", 10)
     text = FetchedText(client, client.run(), cache, print)
     for shard in range(4):
-        here, there = (one.shard_windows(7, shard, 32) for one in (text, dataset))
+        drawing = Drawing(seed=7, batch=4, context=32)
+        here, there = (drawing.windows(one, shard, 0, None) for one in (text, dataset))
         assert [file.tobytes() for file in here.files] == [file.tobytes() for file in there.files]
     assert len(list(cache.folder.iterdir())) == 1

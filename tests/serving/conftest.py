@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from blocktrain.config import (
     Recipe,
     TrainingConfig,
 )
+from blocktrain.model.pooling import DECAYS, Pooling
 from blocktrain.training.local import LocalRun, Silent
 from tests.conftest import MadeOnce
 
@@ -59,6 +62,17 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(made_once: MadeOnce) -> Path:
     return made_once("tiny", train_tiny) / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def following_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same blocks, with weights that follow the text more than any that were fitted."""
+    folder = tmp_path_factory.mktemp("following") / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pooling_follows_text"] = Pooling((), DECAYS, (0.4, 0.2, 0.1)).how_it_follows
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.serving.engine import fanout
+from blocktrain.serving.engine import rows
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
 from blocktrain.serving.engine.requests import (
@@ -144,7 +144,7 @@ def test_exact_passes_settle_near_ties_to_the_same_text(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def text(tolerance: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(fanout, "FLOAT32_TOLERANCE", tolerance)
+        monkeypatch.setattr(rows, "FLOAT32_TOLERANCE", tolerance)
         async with cluster(checkpoint, [[0, 1, 2]]) as c:
             tokens, stats = await text_of(c.engine, PROMPTS[0], 60, seed=1)
             return tokens, stats.exact_passes

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
@@ -249,7 +250,8 @@ def test_blocks_whose_last_stage_drains_are_left_out_in_time_and_asked_again_lat
 def test_blocks_whose_only_stage_fails_every_question_are_left_out_in_time(checkpoint: Path) -> None:
     async def served() -> None:
         async with cluster(checkpoint, **GIVES_UP) as c:
-            c.stages[1].held.weights = [float("nan")] * 3  # it is connected, and fails whatever it is asked
+            # It is connected, and fails whatever it is asked.
+            c.stages[1].held.pooling = Pooling((float("nan"),) * 3)
             tokens, stats = await text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar", deadline_seconds=HOUR)
             assert len(tokens) == 1
             assert stats.degraded_blocks == [1]

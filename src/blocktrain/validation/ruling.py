@@ -163,6 +163,17 @@ def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, 
     gain, bad = evidence.held_out, Mark.NEUTRAL if late else Mark.BAD
     if not math.isfinite(gain.mean):
         return Ruling.refuse(VerdictReason.HARMFUL, "held-out loss is no longer finite", bad)
+    # A poisoned cluster shows as one part that loses while the mean of both gains. At home a specialist may
+    # not lose at all, elsewhere no more than it gains at home: honest ones may forget a little there.
+    own, rest = evidence.own, evidence.rest
+    both = None if own is None or rest is None else own.plus(rest)
+    for where, part, found in (("its own cluster", own, own), ("other clusters", rest, both)):
+        if part is not None and found is not None and found.is_loss(FINAL_STANDARD_ERRORS):
+            change = f"{-part.mean:+.4f} +- {part.error:.4f} over {part.windows} windows"
+            told = f"held-out loss of {where} changes by {change}"
+            if part is rest and own is not None:
+                told += f", more than its own cluster gains ({own.mean:.4f})"
+            return Ruling.refuse(VerdictReason.HARMFUL, told, bad)
     sentence = f"held-out loss changes by {-gain.mean:+.4f} +- {gain.error:.4f} over {gain.windows} windows"
     required, other = required_standard_errors(recent_scores), evidence.other
     if gain.mean > required * gain.error:
