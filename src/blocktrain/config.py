@@ -244,6 +244,9 @@ class DataConfig:
     dataset: str | None = None
     """Folder that `blocktrain data prepare` made; takes the place of corpus, tokenizer, valid_fraction and
     max_bytes."""
+    own_share: float = 0.0
+    """Share of a block's batches that comes from its own cluster of the dataset (`data prepare --clusters`),
+    the rest from all text: blocks specialise, and the text so far chooses among them. 0: all blocks alike."""
     mirrors: str | None = None
     """Addresses of copies of the text's folder, separated by spaces; workers ask these first and the
     coordinator last. Leave the held-out and pooling shards out of a copy."""
@@ -257,6 +260,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        _require(0 <= self.own_share <= 1, f"data.own_share must be between 0 and 1, found {self.own_share}")
         for mirror in self.mirror_addresses:
             _require(
                 re.fullmatch(r"https?://[!-~]+", mirror) is not None,
@@ -535,6 +539,16 @@ class Recipe:
             self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
             f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
             "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
+        )
+
+        # A serial model needs all its blocks for every text, and a sweep refines one text in all of them.
+        _require(
+            self.data.own_share == 0
+            or (self.objective.kind == "denoise" and self.objective.sweep_probability == 0),
+            f"data.own_share = {self.data.own_share:g} makes blocks that know different texts, and "
+            f"objective.kind = {self.objective.kind!r} with objective.sweep_probability = "
+            f"{self.objective.sweep_probability:g} has each go on from what another made of the same text: "
+            'use objective.kind = "denoise" without sweep, or data.own_share = 0',
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from blocktrain.cli.serve import lines_to_try
 from blocktrain.client.traffic import Traffic
 from blocktrain.local.status_view import results_table
 from blocktrain.local.terminal import TrainingProgress, harmless, harmless_bytes
+from blocktrain.model.pooling import Pooling
 from blocktrain.tracking.model_card import report_scores
 from blocktrain.training.evaluation import Score
 from blocktrain.training.report import HeldOutScores, TrainingReport
@@ -41,7 +42,7 @@ def test_losses_of_a_model_of_long_tokens_are_told_per_byte() -> None:
     scores = HeldOutScores(
         blocks=[Score(5.0)],
         consensus=Score(4.0),
-        pooling=[1.0],
+        pooling=Pooling((1.0,)),
         euler=None,
         reference=Score(3.0),
         bigram_ce=6.0,

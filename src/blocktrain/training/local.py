@@ -30,6 +30,7 @@ from blocktrain.errors import CheckpointError, DivergedError, StoppedError, User
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
 from blocktrain.training.cost import (
     PeakMemory,
@@ -39,6 +40,7 @@ from blocktrain.training.cost import (
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
+from blocktrain.training.memory import check_fits
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
@@ -107,6 +109,8 @@ class LocalRun:
         self.stop = stop or threading.Event()
         self.text = open_text(recipe)
         self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
+        # First: the units below are as large as the recipe says.
+        check_fits(recipe, setup.objective, device)
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
@@ -180,7 +184,11 @@ class LocalRun:
             )
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
-        pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))
+        pooling = evaluator.fit_pooling(
+            self.blocks,
+            self.text.first_tokens("pooling", config.pooling_bytes),
+            follow_text=self.recipe.data.own_share > 0,
+        )
         scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
         return HeldOutScores(
             blocks=scores.blocks,
@@ -235,7 +243,7 @@ class LocalRun:
             reference = training_flops(per_token, 0, tokens)
         return {"blocks": blocks, "reference": reference}
 
-    def sample(self, pooling: list[float]) -> bytes:
+    def sample(self, pooling: Pooling) -> bytes:
         model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
         prompt = self.text.first_tokens("held_out", SAMPLE_PROMPT_BYTES).tolist()
         per_token = self.text.manifest.bytes_per_token("held_out")

@@ -618,6 +618,9 @@ class EvaluationState(BaseModel):
     euler_ce: float | None
     block_ce: tuple[float, ...]
     weights: tuple[float, ...]
+    decays: tuple[float, ...] = ()
+    """Where the blocks are specialised: how fast older text fades, and how much the weights follow it."""
+    taus: tuple[float, ...] = ()
 
 
 class ReferenceState(BaseModel):
@@ -744,6 +747,9 @@ class EvidenceReport(Request):
     other: GainReport
     tokens: Count
     """Tokens of forward passes that judging took."""
+    own: GainReport | None = None
+    """Where blocks are specialised: the held-out windows of the block's own cluster, and the others."""
+    rest: GainReport | None = None
 
 
 class BanRequest(Request):
