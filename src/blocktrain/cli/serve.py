@@ -22,6 +22,7 @@ from blocktrain.cli.options import (
     log_to_stderr,
     opened_model,
 )
+from blocktrain.listening import lan_address
 from blocktrain.local.processes import stopping
 
 
@@ -63,6 +64,8 @@ def serve(
         launcher = Launcher(config)
         try:
             url, model = launcher.start(stop), launcher.model
+            if host in ("0.0.0.0", "::"):  # the address that others can use too
+                url = url.replace("127.0.0.1", lan_address() or "127.0.0.1")
             header = " -H 'authorization: Bearer KEY'" if keys is not None else ""
             body = json.dumps({"model": model, "prompt": "The ", "max_tokens": 64})
             print(
