@@ -64,7 +64,11 @@ def train(
     with recording(folder, track, recipe.name, recipe.to_dict()) as recorder:
         watched = RecordedSteps(observer or Silent(), recorder)
         run = LocalRun(recipe, folder, chosen, watched, stop, None if start is None else Path(start))
-        run.train(resume=resume)
+        # A run that was finished and scored before is not scored again: minutes to say the same once more.
+        known = None if run.train(resume=resume) else run.reported()
+        if known is not None:
+            watched.message(f"{out} is finished: these are its scores; more training.steps go on from here")
+            return known
         report = run.finish()
         recorder.report(report)
     return report

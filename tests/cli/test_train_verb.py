@@ -243,10 +243,25 @@ def test_a_disk_that_is_full_while_state_is_saved_is_explained(recipe_file: Path
     assert sorted(f.name for f in out.rglob("*") if f.is_file()) == ["metrics.jsonl", "run.json"]
 
 
-def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
+def test_a_finished_run_is_told_and_not_scored_again(
     trained: tuple[Path, Outcome], recipe_file: Path
 ) -> None:
-    out, _ = trained
+    out, first = trained
+    before = {f: f.stat().st_mtime_ns for f in (out / "report.json", out / "checkpoint" / "config.json")}
+    again = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
+    assert again.code == 0, again.err
+    assert "is finished: these are its scores" in again.err
+    assert "evaluating" not in again.err
+    assert again.out == first.out  # the same table
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+
+
+def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
+    trained: tuple[Path, Outcome], recipe_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    (out / "report.json").unlink()  # as if it had been stopped before it was scored
     before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
     with full_disk(50_000):
         outcome = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")

@@ -97,11 +97,9 @@ def test_a_worker_of_another_python_joins_a_run_on_builtin_text(kit: Kit, tmp_pa
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_bytes=600_000))
     coordinator = Coordinator(kit, recipe).start()
     command = [str(other_python()), "-m", "blocktrain", "worker", "--coordinator", coordinator.url]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
+    # All but this Python's own library: that one must be the other's.
+    places = [one for one in sys.path if "site-packages" in one or not one.startswith(sys.base_prefix)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     told = "from blocktrain.data.corpora import *; print(hashlib.sha256(builtin_text()).hexdigest())"
     asked = subprocess.run(
         [command[0], "-c", told], env=environment, capture_output=True, text=True, check=True

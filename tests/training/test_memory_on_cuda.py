@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from large_blocks import Shape, built
+from large_blocks import Shape, built, recipe_of
 
 from blocktrain.training.memory import fitting_micro_batch, training_bytes
 
@@ -26,7 +26,7 @@ def test_the_memory_foretold_is_the_peak(name: str, recompute: bool) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    trainer = built(SHAPES[name], device, recompute=recompute)
+    trainer = built(recipe_of(SHAPES[name], recompute=recompute), SHAPES[name].vocabulary, device)
     for step in range(2):
         trainer.step(step, 0)
     peak = torch.cuda.max_memory_allocated(device) - before

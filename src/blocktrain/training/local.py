@@ -136,7 +136,9 @@ class LocalRun:
         # The reference always trains alone: its peak memory is compared with that of one block (ratio 0.28).
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
-    def train(self, *, resume: bool) -> None:
+    def train(self, *, resume: bool) -> bool:
+        """Whether there was anything left to train."""
+        trained = False
         if resume and self.start is not None:
             raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
         if self.start is not None:
@@ -160,11 +162,13 @@ class LocalRun:
             path = self.out / "state" / f"group-{number}.safetensors"
             group = Group(self, units, path)
             start = group.load() if resume and path.exists() else 0
+            trained = trained or start < self.recipe.training.steps
             group.train(start, self.recipe.training.steps)
             for unit in units:
                 self.peaks[unit.name] = self.memory.peak_bytes
                 self.seconds[unit.name] = group.seconds / len(units)
                 unit.block.to("cpu")
+        return trained
 
     def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
@@ -247,6 +251,16 @@ class LocalRun:
         return self.tokenizer.decode(
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
+
+    def reported(self) -> TrainingReport | None:
+        """The report that an earlier process wrote of this very run; None where it did not get there."""
+        try:
+            found = json.loads((self.out / "report.json").read_text(encoding="utf-8"))
+            report = TrainingReport.of_json(found)
+        except (OSError, ValueError, UserError):
+            return None
+        same = dict(report.recipe) == json.loads(json.dumps(self.recipe.to_dict()))
+        return report if same and (self.out / "checkpoint" / "config.json").exists() else None
 
     def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""

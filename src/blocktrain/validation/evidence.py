@@ -3,13 +3,13 @@
 The same windows, noise levels and noise are scored before and after applying the update (common random
 numbers), so what is left is the update's own effect and its error is far below that of either loss. Three
 kinds of window: *held-out* text decides (for a specialised block its own cluster and the rest, each for
-itself); *assigned* text (the worker's own batches) against *other* training text tells work from copying. The
-draw follows from `evidence_seed`: the commit, and a secret of the
+itself), where *other* training text is not harmed; *assigned* text (the worker's own batches) against *other*
+text tells work from copying. The draw follows from `evidence_seed`: the commit, and a secret of the
 coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or verdicts.
 
 Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
 the block's range for the share of windows that a recipe trains with hints. Not covered: harm that does not
-show in mean cross entropy of this text (a backdoor), and a worker that trains on the held-out text.
+show in mean cross entropy of this text (a backdoor), and credit for training on the held-out text.
 """
 
 from __future__ import annotations

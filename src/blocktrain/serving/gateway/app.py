@@ -279,7 +279,8 @@ def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastA
     config = config or GatewayConfig()
     gateway = Gateway(engine, config)
 
-    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__)
+    # No /docs: its page would load scripts from another origin. /openapi.json is served.
+    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, docs_url=None, redoc_url=None)
     app.include_router(gateway.router())
     app.add_middleware(AccessCheck, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
     if config.origins:
