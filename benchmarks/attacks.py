@@ -48,6 +48,12 @@ from tests.adversaries.campaigns import (  # noqa: E402
     undefended,
     works_little,
 )
+from tests.adversaries.clusters import (  # noqa: E402
+    Poison,
+    poisoned_campaign,
+    poisons_its_own_cluster,
+    poisons_the_other_cluster,
+)
 from tests.adversaries.swarm import Settings, Warm, fresh_text, training_of, warmed_up  # noqa: E402
 
 MAX_GROWTH_MB = 64.0
@@ -245,6 +251,33 @@ def lasting_rows(
             yield runs.row(one)
     if wanted(8):
         yield runs.stale_row()
+    if wanted(22):
+        for poison in (poisons_its_own_cluster, poisons_the_other_cluster):
+            yield poisoned_row(folder, seeds, rounds, poison)
+
+
+def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison) -> Row:
+    """Two specialised blocks with two honest workers and an attacker each; the loss is that of the cluster
+    where it rose most."""
+    begun, verdicts, risen, honest = time.monotonic(), Counter[str](), [], Counter[str]()
+    for seed in seeds:
+        here = folder / f"{poison.__name__}-{seed}"
+        alone = poisoned_campaign(here / "alone", seed, rounds, 2, judge="off")
+        found = poisoned_campaign(here / "attacked", seed, rounds, 2, poison)
+        risen.append(found.worst_rise_over(alone))
+        verdicts += found.verdicts
+        honest += found.honest_refused
+    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+    return Row(
+        22,
+        f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
+        told,
+        f"at worst {max(risen):+.4f} on a cluster's text",
+        time.monotonic() - begun,
+        0.0,
+        max(risen) <= TOLERANCE and "harmful" not in honest,
+        {"risen": risen, "honest_refused": dict(honest)},
+    )
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
