@@ -83,3 +83,11 @@ def write_report(
     body = dict(numbers) if isinstance(numbers, Mapping) else {"rows": list(numbers)}
     report = {"provenance": asdict(provenance(kind, seeds)), **body}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def check_claims(claims: Mapping[str, bool]) -> int:
+    """The exit code of a benchmark: 1, with the claims that do not hold on stderr, or 0."""
+    failed = [claim for claim, holds in claims.items() if not holds]
+    for claim in failed:
+        print(f"not so: {claim}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
