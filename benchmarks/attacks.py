@@ -2,7 +2,8 @@
 
 *Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
 run without them. *Tolerated* ones last some rounds; after none of these may held-out loss exceed that
-of the same honest workers alone, without judge and guard, by more than 0.02 nats. The table has the rise at
+of the same honest workers alone, without judge and guard, by more than 0.02 nats; where attackers know the
+held-out text, loss on text of the same kind that is in no run may not. The table has the rise at
 the end, seed by seed, and the largest of all rounds. Memory is the peak of the coordinator's resident memory
 above that of a run in which as many updates are all honest.
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.adversaries.attacks import REFUSED, Entry, everybody_works, nobody, play  # noqa: E402
 from tests.adversaries.campaigns import (  # noqa: E402
+    HONEST_ROUNDS,
     TOLERANCE,
     Behaviour,
     Ending,
@@ -38,13 +40,16 @@ from tests.adversaries.campaigns import (  # noqa: E402
     copying_campaign,
     flips_signs,
     hides,
+    knows_all_the_judge_scores,
+    knows_held_out_text,
     plants_backdoor,
+    pleases_the_judge,
     sends_noise,
     stale_campaign,
     undefended,
     works_little,
 )
-from tests.adversaries.swarm import Settings, Warm, training_of, warmed_up  # noqa: E402
+from tests.adversaries.swarm import Settings, Warm, fresh_text, training_of, warmed_up  # noqa: E402
 
 MAX_GROWTH_MB = 64.0
 FRESH_SEEDS = (41, 42, 43)
@@ -120,6 +125,8 @@ class Lasting:
     behaviour: Behaviour
     quick: bool = True
     """Whether it is also part of the quick suite."""
+    fresh: bool = False
+    """Whether the loss is that of text in no run, and the attackers' first rounds are honest."""
 
 
 LASTING = (
@@ -129,6 +136,9 @@ LASTING = (
     Lasting(16, "colluding majority, 5 of 8, in turns", 3, 5, colludes),
     Lasting(16, "colluding majority, 5 of 8, hiding", 3, 5, hides, quick=False),
     Lasting(17, "backdoor inside the norm bound, 3 of 8", 5, 3, plants_backdoor),
+    Lasting(21, "pleasing the judge by training text, 3 of 8", 5, 3, pleases_the_judge, False, True),
+    Lasting(21, "held-out text known, 3 of 8", 5, 3, knows_held_out_text, True, True),
+    Lasting(21, "held-out and training text pleased, 3 of 8", 5, 3, knows_all_the_judge_scores, False, True),
 )
 
 
@@ -137,28 +147,33 @@ class Campaigns:
 
     def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
         self.folder, self.seeds, self.rounds = folder, seeds, rounds
-        self._alone: dict[tuple[int, int, bool], Ending] = {}
+        self._alone: dict[tuple[int, int, bool, bool], Ending] = {}
 
     def settings(self, seed: int) -> Settings:
         return Settings(seed=seed, steps=20, deadline=120.0)
 
-    def alone(self, seed: int, honest: int, *, defended: bool = False) -> Ending:
-        key = (seed, honest, defended)
+    def alone(self, seed: int, one: Lasting, *, defended: bool = False) -> Ending:
+        key = (seed, one.honest, defended, one.fresh)
         if key not in self._alone:
             settings = self.settings(seed) if defended else undefended(self.settings(seed))
-            name = self.folder / f"alone-{seed}-{honest}-{defended}"
-            self._alone[key] = campaign(name, settings, honest, self.rounds)
+            name = self.folder / f"alone-{seed}-{one.honest}-{defended}-{one.fresh}"
+            self._alone[key] = campaign(name, settings, one.honest, *self._length(one))
         return self._alone[key]
+
+    def _length(self, one: Lasting) -> tuple[int, tuple[()], bytes | None]:
+        """Rounds, nobody else, and the text that is scored."""
+        return self.rounds + HONEST_ROUNDS * one.fresh, (), fresh_text() if one.fresh else None
 
     def attacked(self, seed: int, one: Lasting) -> Ending:
         name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}-{one.behaviour.__name__}"
+        rounds, _, scored = self._length(one)
         behaviours = [one.behaviour] * one.attackers
-        return campaign(name, self.settings(seed), one.honest, self.rounds, behaviours)
+        return campaign(name, self.settings(seed), one.honest, rounds, behaviours, scored)
 
     def row(self, one: Lasting) -> Row:
         begun = time.monotonic()
-        alone = [self.alone(seed, one.honest) for seed in self.seeds]
-        usual = [self.alone(seed, one.honest, defended=True) for seed in self.seeds]
+        alone = [self.alone(seed, one) for seed in self.seeds]
+        usual = [self.alone(seed, one, defended=True) for seed in self.seeds]
         found = [self.attacked(seed, one) for seed in self.seeds]
         notes: dict[str, Any] = {
             "judging_share": max(ending.judging_share for ending in (*usual, *found)),

@@ -120,8 +120,8 @@ class Bench:
         return block.eval()
 
     def consensus(self, blocks: list[Block]) -> float:
-        weights = self.evaluator.fit_weights(blocks, self.pool)
-        return self.evaluator.score(blocks, weights, self.valid, euler=False).consensus.ce
+        pooling = self.evaluator.fit_pooling(blocks, self.pool)
+        return self.evaluator.score(blocks, pooling, self.valid, euler=False).consensus.ce
 
 
 def train_unit(setting: Setting, unit: Unit) -> tuple[Unit, float, dict[str, Tensor]]:

@@ -9,6 +9,7 @@ the median is above LIMIT_SECONDS: an aim of ours, and no measurement of another
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -16,27 +17,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import numpy as np
 from provenance import check_claims
 
+from blocktrain.client.coordinator import CoordinatorClient, public_client
 from blocktrain.wire.codec import CodecSpec, Schema, encode
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     Assignment,
     AssignmentRequest,
-    BlockAnswer,
+    CommitAnswer,
     CommitRequest,
     JoinRequest,
-    Request,
     RunAnswer,
 )
-from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 
+MAX_SNAPSHOT_BYTES = 1 << 30
 LIMIT_SECONDS = 1.4
 RECIPE = """
 name = "merge benchmark"
@@ -47,41 +46,14 @@ trust = {{ judge = "off", stamp_bits = 0 }}
 """
 
 
-@dataclass
-class Replica:
-    url: str
-    run: RunAnswer
-    http: httpx2.Client
-    identity: Identity = field(default_factory=Identity.generate)
-
-    def send(self, method: str, path: str, body: bytes = b"") -> httpx2.Response:
-        headers = sign_request(
-            self.identity,
-            method,
-            path,
-            now=time.time(),
-            nonce=fresh_nonce(),
-            content_digest=body_digest(body),
-            content_length=len(body),
-            audience=self.run.run_id,
-        )
-        response = self.http.request(method, self.url + path, content=body, headers=headers)
-        response.raise_for_status()
-        return response
-
-    def post(self, path: str, message: Request) -> bytes:
-        return self.send("POST", path, message.model_dump_json().encode()).content
-
-    def commit(self, payload: bytes) -> None:
-        answer = self.post("/v1/assignments", AssignmentRequest())
-        assignment = Assignment.model_validate_json(answer)
-        promise = CommitRequest(
-            payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=assignment.base_hash
-        )
-        self.post(f"/v1/assignments/{assignment.assignment_id}/commit", promise)
-
-    def reveal(self, payload: bytes) -> None:
-        self.send("PUT", f"/v1/updates/{content_hash(payload)}", payload)
+def promise(replica: CoordinatorClient, payload: bytes) -> CommitAnswer:
+    """Ask for an assignment and commit `payload` to it."""
+    assignment = replica.ask(AssignmentRequest())
+    assert isinstance(assignment, Assignment), assignment
+    commitment = CommitRequest(
+        payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=assignment.base_hash
+    )
+    return replica.commit(assignment.assignment_id, commitment)
 
 
 def start(folder: Path, codec: str, replicas: int) -> tuple[subprocess.Popen[bytes], str]:
@@ -124,32 +96,28 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def one_round(replicas: Sequence[Replica], round_: int, pid: int) -> Timing:
-    parts = payloads(replicas[0].run, round_, len(replicas))
-    for replica, payload in zip(replicas, parts, strict=True):
-        replica.commit(payload)
-    for replica, payload in zip(replicas[:-1], parts, strict=False):
-        replica.reveal(payload)
+def one_round(replicas: Sequence[CoordinatorClient], run: RunAnswer, round_: int, pid: int) -> Timing:
+    parts = payloads(run, round_, len(replicas))
+    waiting = [
+        (replica, payload, promise(replica, payload))
+        for replica, payload in zip(replicas, parts, strict=True)
+    ]
+    *first, (last, payload, promised) = waiting
+    for replica, part, answer in first:
+        replica.reveal(content_hash(part), part, answer)
     started, used = time.perf_counter(), cpu_seconds(pid)
-    replicas[-1].reveal(parts[-1])
+    last.reveal(content_hash(payload), payload, promised)
     judged = time.perf_counter()
-    head = wait_for_version(replicas[0], round_ + 1)
+    while (block := last.block(0)).head_version <= round_:
+        time.sleep(0.04)
     published, used = time.perf_counter(), cpu_seconds(pid) - used
-    content = replicas[0].http.get(f"{replicas[0].url}/v1/snapshots/{head}").content
+    content = last.fetch(f"/v1/snapshots/{block.head_hash}", MAX_SNAPSHOT_BYTES)
     fetched = time.perf_counter()
     print(
         f"round {round_}: last reveal {judged - started:.3f} s, merged {published - judged:.3f} s later, "
         f"{used:.2f} s of processor time; fetched {len(content) / 1e6:.0f} MB in {fetched - published:.3f} s"
     )
     return Timing(published - started, published - judged, used)
-
-
-def wait_for_version(replica: Replica, version: int) -> str:
-    while True:
-        block = BlockAnswer.model_validate_json(replica.http.get(f"{replica.url}/v1/blocks/0").content)
-        if block.head_version >= version:
-            return block.head_hash
-        time.sleep(0.04)
 
 
 def main() -> int:
@@ -160,14 +128,16 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, httpx2.Client(timeout=60) as http:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as open_clients:
         process, url = start(Path(folder), options.codec, options.replicas)
         try:
-            run = RunAnswer.model_validate_json(http.get(f"{url}/v1/run").content)
-            replicas = [Replica(url, run, http) for _ in range(options.replicas)]
+            replicas = [public_client(url) for _ in range(options.replicas)]
             for replica in replicas:
-                replica.post("/v1/join", JoinRequest(corpus_sha256=run.corpus_sha256))
-            times = [one_round(replicas, round_, process.pid) for round_ in range(options.repeat)]
+                open_clients.callback(replica.close)
+                run = replica.run()
+                replica.audience = run.run_id
+                replica.join(JoinRequest(corpus_sha256=run.corpus_sha256))
+            times = [one_round(replicas, run, round_, process.pid) for round_ in range(options.repeat)]
         finally:
             process.kill()
             process.wait()

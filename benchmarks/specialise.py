@@ -181,7 +181,7 @@ class Batches:
         self.own_rows = round(unit.share * self.batch_size)
         self.reach = torch.arange(recipe.model.context + 1, device=device)
 
-    def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
         key = f"specialise/{self.seed}/{shard}/{step}".encode()
         drawn = np.frombuffer(hashlib.shake_128(key).digest(8 * self.batch_size), dtype="<u8")
         parts = []

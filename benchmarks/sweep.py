@@ -42,8 +42,9 @@ from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.composition import block_log_probs, pool
+from blocktrain.model.composition import block_log_probs
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import pool
 from blocktrain.model.sampling import gumbel_noise
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -95,7 +96,7 @@ def train_blocks(recipe: Recipe, corpus: Corpus, device: torch.device) -> Checkp
     blocks = [train_unit(recipe, objective, corpus, device, index) for index in range(recipe.model.blocks)]
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)()
     evaluator = Evaluator(objective, codebook, recipe.evaluation, seed=recipe.seed)
-    pooling = evaluator.fit_weights(blocks, tokenizer.encode(corpus.pool))
+    pooling = evaluator.fit_pooling(blocks, tokenizer.encode(corpus.pool))
     return Checkpoint(recipe, corpus.sha256, objective, blocks, codebook, pooling, tokenizer)
 
 
@@ -175,7 +176,7 @@ def write_plainly(model: Checkpoint, prompts_NP: Tensor, count: int, temperature
     fresh, written = prompts_NP, []
     for i in range(count):
         parts = block_log_probs(model.objective, model.blocks, model.codebook_VD, fresh, caches)
-        log_probs = pool([part[:, -1:] for part in parts], model.pooling)
+        log_probs = pool([part[:, -1:] for part in parts], model.pooling.weights)
         fresh = choose(log_probs, prompts_NP.shape[1] + i, temperature)
         written.append(fresh)
     return torch.cat(written, dim=1)

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+from pathlib import Path
+
+import pytest
 
 from blocktrain import errors
+from blocktrain.errors import StorageError
+from blocktrain.files import explained_errors
 from blocktrain.ids import derive_seed
 
 
@@ -36,3 +43,12 @@ def test_derived_seeds_tell_their_parts_apart() -> None:
     seeds = [derive_seed(*one) for one in parts]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EROFS, "; choose another --out"), (errno.ENOSPC, "; free some space")]
+)
+def test_space_is_asked_for_only_where_it_helps(number: int, remedy: str) -> None:
+    with pytest.raises(StorageError) as caught, explained_errors(Path("run.json")):
+        raise OSError(number, os.strerror(number))
+    assert f"cannot write run.json: {os.strerror(number)}{remedy}" in str(caught.value)

@@ -24,6 +24,7 @@ LAYERS = (
     ("simulation",),
     ("judge", "tracking", "doctor"),
     ("local",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )

@@ -244,6 +244,9 @@ class DataConfig:
     dataset: str | None = None
     """Folder that `blocktrain data prepare` made; takes the place of corpus, tokenizer, valid_fraction and
     max_bytes."""
+    own_share: float = 0.0
+    """Share of a block's batches that comes from its own cluster of the dataset (`data prepare --clusters`),
+    the rest from all text: blocks specialise, and the text so far chooses among them. 0: all blocks alike."""
     mirrors: str | None = None
     """Addresses of copies of the text's folder, separated by spaces; workers ask these first and the
     coordinator last. Leave the held-out and pooling shards out of a copy."""
@@ -257,6 +260,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        _require(0 <= self.own_share <= 1, f"data.own_share must be between 0 and 1, found {self.own_share}")
         for mirror in self.mirror_addresses:
             _require(
                 re.fullmatch(r"https?://[!-~]+", mirror) is not None,
@@ -539,6 +543,16 @@ class Recipe:
             "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
         )
 
+        # A serial model needs all its blocks for every text, and a sweep refines one text in all of them.
+        _require(
+            self.data.own_share == 0
+            or (self.objective.kind == "denoise" and self.objective.sweep_probability == 0),
+            f"data.own_share = {self.data.own_share:g} makes blocks that know different texts, and "
+            f"objective.kind = {self.objective.kind!r} with objective.sweep_probability = "
+            f"{self.objective.sweep_probability:g} has each go on from what another made of the same text: "
+            'use objective.kind = "denoise" without sweep, or data.own_share = 0',
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -642,19 +656,22 @@ PACKAGED_RECIPES = Path(__file__).parent / "recipes"
 SOURCE_RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the program, by name."""
+    files = [*SOURCE_RECIPES.glob("*.toml"), *PACKAGED_RECIPES.glob("*.toml")]
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
+
+
 def find_recipe(name: str) -> Path:
     """A file as given, or a shipped recipe by name."""
-    path = Path(name).expanduser()
+    path, shipped = Path(name).expanduser(), shipped_recipes()
     if path.is_file():
         return path
-    for folder in (PACKAGED_RECIPES, SOURCE_RECIPES):
-        shipped = folder / f"{name.removesuffix('.toml')}.toml"
-        if shipped.exists():
-            return shipped
-    known = sorted({f.stem for folder in (PACKAGED_RECIPES, SOURCE_RECIPES) for f in folder.glob("*.toml")})
+    if name.removesuffix(".toml") in shipped:
+        return shipped[name.removesuffix(".toml")]
     raise RecipeError(
-        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, known)} "
-        f"({', '.join(known)})"
+        f"no recipe file {name}, and no shipped recipe of that name{did_you_mean(name, shipped)} "
+        f"({', '.join(shipped)})"
     )
 
 
@@ -709,12 +726,16 @@ def with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment_overrides(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    sections = {f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "seed")}
+    sections = typing.get_type_hints(Recipe)
+    del sections["name"], sections["seed"]
     found = []
     for variable, text in sorted(environment.items()):
         # Sections have no underscore in their names, so the first one ends the section.
         section, _, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("_")
         if variable.startswith(ENVIRONMENT_PREFIX) and section in sections and key:
+            known = [f.name for f in dataclasses.fields(sections[section])]
+            told = f"the variable {variable} names no key of a recipe: [{section}] has no {key}"
+            _require(key in known, told + did_you_mean(key, known))
             found.append((f"{section}.{key}", text))
         elif variable == f"{ENVIRONMENT_PREFIX}SEED":
             found.append(("seed", text))
@@ -782,7 +803,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         _require(value in choices, told + REMOVED_CHOICES.get((where, value), ""))
         return value
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        if value is None:
+        if value in (None, "none"):  # TOML has no null, and a key left out may have another default
             return None
         words = [arm for arm in typing.get_args(hint) if typing.get_origin(arm) is Literal]
         if any(value in typing.get_args(arm) for arm in words):

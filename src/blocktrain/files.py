@@ -109,7 +109,7 @@ def explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out, "
-            "then run again with --resume"
-        ) from error
+        remedy = "free some space or choose another --out, then run again with --resume"
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # space would not help
+            remedy = "choose another --out"
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
+import sys
+from contextlib import suppress
 
 from blocktrain.errors import UserError
+
+SIOCGIFADDR = 0x8915
+"""Linux: the address of a named interface."""
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -27,9 +33,24 @@ def lan_address() -> str | None:
         try:
             # Nothing is sent: the kernel only chooses the route, and with it the address that others see.
             probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
+        except OSError:  # no way out of its own network, which is enough for friends on it
+            return next(iter(interface_addresses()), None)
         return str(probe.getsockname()[0])
+
+
+def interface_addresses() -> list[str]:
+    """IPv4 addresses of this machine but loopback, where the system is Linux; elsewhere none are found."""
+    if sys.platform != "linux":
+        return []
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
 
 
 def url_for_others(opened: socket.socket, scheme: str = "http") -> str:

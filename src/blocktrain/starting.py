@@ -25,11 +25,16 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def prepare() -> None:
-    """Called first of all; OpenMP reads its settings once, when torch is loaded. What the user set stays."""
+    """Called first of all by the command line."""
+    quiet_threads()
+    signal.signal(signal.SIGINT, _end_or_interrupt)
+
+
+def quiet_threads() -> None:
+    """Before torch is loaded, when OpenMP reads its settings once. What the user set stays."""
     if "OMP_WAIT_POLICY" not in os.environ:
         for name, value in QUIET_THREADS.items():
             os.environ.setdefault(name, value)
-    signal.signal(signal.SIGINT, _end_or_interrupt)
 
 
 def limit_processor(threads: int | None, nice: int) -> None:

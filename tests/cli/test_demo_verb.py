@@ -28,7 +28,6 @@ TINY = {
 }
 
 
-@pytest.mark.timeout(400)
 def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

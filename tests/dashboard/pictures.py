@@ -94,6 +94,7 @@ def attacked_swarm(folder: Path) -> Iterator[Coordinator]:
 
 def prepare(page: Watched) -> None:
     """As a reader would leave it: the attacker opened, the ledger verified, a sentence continued."""
+    page.page.locator("#chat-link").click()
     expect(page.page.locator("#chat-about")).to_contain_text("served by", timeout=WAIT_MS)
     page.page.get_by_label("Continue my text").check()
     page.page.locator("#chat-text").fill("If the argument is")

@@ -9,7 +9,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, expect
 
 from blocktrain.wire.messages import Outcome, VerdictReason
-from tests.coordinator.conftest import Running
+from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
 from tests.dashboard.kit import WAIT_MS, Attacker, Watched, dashboard_recipe, running_swarm, watched
 from tests.end_to_end.swarm_kit import Coordinator
@@ -67,7 +67,8 @@ def test_noise_is_refused_by_the_judge_in_words_the_page_repeats(
 
 def test_a_killed_coordinator_is_noticed_and_found_again(browser: Browser, mortal: Coordinator) -> None:
     with watched(browser, mortal.url) as page:
-        expect(page.page.locator("#no-workers")).to_contain_text(f"blocktrain join {mortal.url}")
+        expect(page.page.locator("#no-workers")).to_be_visible()
+        expect(page.page.locator("#join-command")).to_have_text(f"blocktrain join {mortal.url}")
         mortal.kill()
         page.wait_text("#connection", "Reconnecting")
         expect(page.page.locator("#announcements")).to_have_text("Connection lost. Trying again.")
@@ -106,3 +107,36 @@ def test_a_coordinator_without_a_stream_to_spare_is_asked_instead(browser: Brows
     quiet.peer(join=False).join(label="latecomer")
     expect(page.locator("#worker-rows")).to_contain_text("latecomer", timeout=WAIT_MS)
     context.close()
+
+
+def test_work_that_says_nothing_against_its_worker_is_neither_red_nor_refused(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with served(tmp_path, tiny_recipe(blocks=1, replicas=2, rounds=1)) as running:
+        fast, slow = running.peer(join=False), running.peer(join=False)
+        fast.join(label="fast")
+        slow.join(label="slow")
+        late = slow.lend()
+        fast.deliver(fast.lend())
+        running.advance(1000)
+        running.wait_for_version(0, 1)
+        assert slow.deliver(late, seed=1).reason is VerdictReason.RUN_FINISHED
+        with watched(browser, running.url) as page:
+            newest = page.page.locator("#verdict-list > li").first
+            expect(newest.locator(".pill")).to_have_text("unused")
+            expect(newest.locator(".pill")).to_have_attribute("data-tone", "dim")
+            expect(newest.locator(".reason")).to_have_text("run finished")
+            row = page.page.locator("#worker-rows > tr", has_text="slow")
+            expect(row.locator("td").nth(3)).to_have_text("0 on time, 1 unused")
+            expect(page.page.locator("#figures > div:nth-child(3) .note")).to_contain_text(
+                "0 updates refused"
+            )
+            expect(page.page.locator("#reputation-scale")).to_contain_text("nothing is judged")
+            page.page.get_by_label("refused only").check()
+            expect(page.page.locator("#no-verdicts")).to_be_visible()
+            # The end of the run is told, with its length, and nobody is asked to join any more.
+            expect(page.page.locator("#subtitle")).to_contain_text("finished")
+            expect(page.page.locator("#subtitle")).to_contain_text("after")
+            expect(page.page.locator("#join-who")).to_contain_text("The run is finished")
+            expect(page.page.locator("#block-map .deadline")).to_be_hidden()
+            page.fine()

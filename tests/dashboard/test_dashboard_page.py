@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -33,6 +34,30 @@ CONTRASTS = """() => {
     if (contrast < 4.5) poor.push(`${node.tagName}.${node.className} ${node.textContent}: ${contrast}`);
   }
   return poor;
+}"""
+
+
+BOXES = """(selector) => [...document.querySelectorAll(selector)].map((one) => {
+  const { x, y, bottom } = one.getBoundingClientRect();
+  return { x, y, bottom };
+})"""
+
+# In one go: between two questions the page may have moved on.
+COUNTS = """() => {
+  const number = (node) => Number(node.textContent.match(/\\d+/)[0]);
+  const bar = {};
+  for (const part of document.querySelectorAll("#participation-parts li")) {
+    bar[part.children[1].textContent] = number(part.lastElementChild);
+  }
+  const list = { "on time": 0, late: 0, unused: 0, refused: 0 };
+  for (const row of document.querySelectorAll("#worker-rows > tr")) {
+    for (const part of row.children[4].textContent.split(", ")) {
+      const [, count, word] = part.match(/^(\\d+) (.+)$/);
+      list[word] += Number(count);
+    }
+  }
+  const tile = number(document.querySelector("#figures > div:nth-child(3) .note"));
+  return { tile, bar, list, share: number(document.getElementById("participation")) };
 }"""
 
 
@@ -68,24 +93,83 @@ def test_the_loss_stands_beside_its_references_in_picture_and_table(page: Watche
     expect(page.page.locator("#chart .line.reference")).to_have_count(1)
     expect(page.page.locator("#chart .line.bigram")).to_have_count(1)
     names = page.page.locator("#legend li span:first-of-type").all_inner_texts()
-    assert names == ["composed model", "end to end", "bigram counts", "block 0", "block 1"]
+    assert names == ["composed model", "end to end", "bigram counts", "block 0", "block 1", "training loss"]
     page.page.get_by_text("Show as a table").click()
     table = page.page.get_by_role("region", name="Loss as a table")
     assert table.get_by_role("row", name="end to end").inner_text().split()[3:4] == [f"{REFERENCE:.3f}"]
     heads = table.get_by_role("columnheader").all_inner_texts()
-    assert heads == ["Round", "Composed", "Block 0", "Block 1"]
+    assert heads == ["After", "Round", "Composed", "Block 0", "Block 1"]
 
 
-def test_names_of_lines_do_not_overlap(page: Watched) -> None:
-    page.page.locator("#chart polyline.composed").wait_for(timeout=WAIT_MS)
-    boxes = [name.bounding_box() for name in page.page.locator("#chart .line-name").all()]
-    assert len(boxes) == 5
-    for i, one in enumerate(boxes):
-        for other in boxes[:i]:
-            assert one is not None
-            assert other is not None
-            beside = one["x"] >= other["x"] + other["width"] or other["x"] >= one["x"] + one["width"]
-            assert beside or abs(one["y"] - other["y"]) >= 12
+@pytest.mark.parametrize("width", [390, 1440])
+def test_names_of_lines_do_not_overlap_and_stay_off_the_axis(
+    browser: Browser, swarm: Coordinator, width: int
+) -> None:
+    with watched(browser, swarm.url, viewport={"width": width, "height": 800}) as page:
+        page.page.locator("#chart polyline.composed").wait_for(timeout=WAIT_MS)
+        boxes = page.page.evaluate(BOXES, "#chart .line-name")
+        axis = min(one["y"] for one in page.page.evaluate(BOXES, "#chart .tick[text-anchor=middle]"))
+        assert len(boxes) == 5
+        assert max(one["bottom"] for one in boxes) <= axis + 2
+        tops = sorted(one["y"] for one in boxes)
+        assert all(below - above >= 12 for above, below in zip(tops, tops[1:], strict=False))
+
+
+def test_losses_of_training_are_drawn_between_the_scores_by_time_and_by_round(page: Watched) -> None:
+    page.page.locator("#chart polyline.training").first.wait_for(timeout=WAIT_MS)
+    expect(page.page.locator("#chart polyline.training")).to_have_count(2)
+    ticks = page.page.locator("#chart .tick[text-anchor=middle]")
+    expect(ticks.first).to_have_text("start")
+    expect(ticks.nth(1)).to_have_text(re.compile(r"^(\d+ s|[\d.]+ min)$"))
+    page.page.get_by_label("by round").check()
+    expect(ticks.first).to_have_text("round 0")
+
+
+def test_tile_list_and_bar_say_the_same(page: Watched, swarm: Coordinator) -> None:
+    told = page.page.evaluate(COUNTS)
+    assert told["tile"] == told["bar"]["refused"]
+    assert told["list"] == {key: told["bar"][key] for key in ("on time", "late", "unused", "refused")}
+    due = sum(told["bar"].values())
+    assert told["share"] == round(100 * told["bar"]["on time"] / due)
+    assert number(page.text("#figures > div:nth-child(5) .value")) == told["share"]
+
+
+def test_a_reader_learns_how_to_join_what_is_trained_and_on_what_and_takes_the_model(
+    page: Watched, swarm: Coordinator
+) -> None:
+    assert page.text("#join-command") == f"blocktrain join {swarm.url}"
+    with page.page.expect_download() as download:
+        page.page.locator("#download").click()
+    with tarfile.open(download.value.path()) as archive:
+        names = archive.getnames()
+    assert {"checkpoint/config.json", "checkpoint/block-01.safetensors"} <= set(names)
+    assert "2 blocks of 1 layer, width 64" in page.text("#recipe")
+    assert "text.txt, bytes" in page.text("#recipe")
+    assert "/" not in page.text("#recipe > div[data-key=Text] dd")
+    assert re.search(r"2 × cpu \(\d+ cores?\)", page.text("#hardware"))
+    assert "tokens/s" in page.text("#hardware")
+    assert number(page.text("#figures > div:nth-child(4) .value")) > 0
+    assert re.search(r"about .* left", page.text("#figures > div:nth-child(2) .note"))
+    assert re.match(r"\d+/100000 tiny", page.page.title())
+
+
+def test_history_and_contributors_are_shown(page: Watched) -> None:
+    for name in ("round-time", "participation-over-time", "throughput"):
+        page.page.locator(f"#{name} polyline").wait_for(state="attached", timeout=WAIT_MS)
+    assert page.page.locator("#leaders > li").count() == 2
+    shares = [number(one) for one in page.page.locator("#leaders .value").all_inner_texts()]
+    assert shares == sorted(shares, reverse=True)
+    assert 99 <= sum(shares) <= 101
+
+
+def test_workers_are_folded_on_a_phone(browser: Browser, swarm: Coordinator) -> None:
+    with watched(browser, swarm.url, viewport={"width": 390, "height": 844}) as page:
+        row = page.page.locator("#worker-rows > tr", has_text="cellar").first
+        expect(row.locator("td").nth(0)).to_be_visible()
+        expect(row.locator("td").nth(3)).to_be_hidden()
+        row.get_by_role("button").click()
+        expect(row.locator("td").nth(3)).to_be_visible()
+        page.fine()
 
 
 def test_workers_are_shown_with_name_work_and_bytes(page: Watched, swarm: Coordinator) -> None:
@@ -149,7 +233,9 @@ def test_the_page_is_used_by_keyboard_alone(page: Watched) -> None:
         assert page.page.evaluate(outlined) == "solid", f"{name} does not show that it has the focus"
         if name == "chart":
             page.page.keyboard.press("ArrowLeft")
-            expect(page.page.locator("#chart-readout")).to_have_text(re.compile(r"^Round [\d.]+: composed"))
+            expect(page.page.locator("#chart-readout")).to_have_text(
+                re.compile(r"^After .+, round .+: composed")
+            )
         elif name == "disclose" and seen.count("disclose") == 1:
             page.page.keyboard.press("Enter")
             page.page.locator(".details .verdicts li").first.wait_for(timeout=WAIT_MS)

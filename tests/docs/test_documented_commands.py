@@ -28,6 +28,7 @@ GIVEN = {
     "docs/data.md": (),
     "docs/serve.md": ("with_demo",),
     "docs/objective.md": (),
+    "docs/python.md": (),
     "docs/tracking.md": (),
 }
 """What a page takes for granted before its first command."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.data.bpe import train_bpe
+from blocktrain.data.dataset import Dataset
+from blocktrain.data.prepare import PrepareOptions, prepare
 from tests.end_to_end.swarm_kit import Kit
 
 
@@ -24,3 +27,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(" ".join(words[byte % 40] for byte in order))
     return path
+
+
+@pytest.fixture(scope="session")
+def dataset(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Some documents as BPE tokens in several small shards."""
+    folder = tmp_path_factory.mktemp("dataset")
+    words = text.read_text().split(" ")
+    (folder / "texts").mkdir()
+    for n in range(0, len(words), 100):
+        (folder / "texts" / f"{n:06d}.txt").write_text(f"{n} " + " ".join(words[n : n + 100]))
+    (folder / "tokenizer.json").write_bytes(train_bpe([text.read_text()], 300))
+    options = PrepareOptions(
+        sources=(str(folder / "texts"),),
+        tokenizer=str(folder / "tokenizer.json"),
+        shard_tokens=4096,
+        held_out=0.1,
+        pooling=0.05,
+    )
+    prepare(options, folder / "set", processes=1, watch=lambda *_: None)
+    return Dataset.open(folder / "set")

@@ -39,6 +39,10 @@ class StopAt(Silent):
     def __init__(self, unit: str | None = None, step: int | None = None) -> None:
         self.place = (unit, step)
         self.begun: list[tuple[str, int]] = []
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
 
     def started(self, unit: str, step: int, total: int) -> None:
         self.begun.append((unit, step))
@@ -268,8 +272,11 @@ def test_a_run_without_a_reference_reports_none(text: Path, tmp_path: Path) -> N
 
 
 def test_a_run_without_hints_reports_no_euler(text: Path, tmp_path: Path) -> None:
-    report = finished(local_run(text, tmp_path, "objective.hint_probability=0"))
+    observer = StopAt()
+    report = finished(local_run(text, tmp_path, "objective.hint_probability=0", observer=observer))
     assert list(report["composed"]) == ["consensus"]
+    # Scored on 200 bytes, and told that this is little.
+    assert any(line.startswith("only 200 tokens of held-out text") for line in observer.said)
 
 
 def test_the_loss_curve_has_some_two_hundred_points_stopped_or_not(text: Path, tmp_path: Path) -> None:

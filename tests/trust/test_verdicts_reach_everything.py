@@ -31,6 +31,7 @@ from blocktrain.wire.messages import (
     Outcome,
     Verdict,
     VerdictReason,
+    verdict_word,
 )
 from tests.coordinator.conftest import Clock
 from tests.trust.kit import Trainer, judged, judged_recipe
@@ -75,9 +76,9 @@ class Direct:
             assert row is not None
             return row
 
-    def counters(self) -> tuple[int, int, int]:
+    def counters(self) -> tuple[int, int, int, int]:
         row = self.row()
-        return row.accepted, row.late, row.refused
+        return row.accepted, row.late, row.unused, row.refused
 
 
 @contextmanager
@@ -124,8 +125,10 @@ def test_a_verdict_of_every_reason_reaches_row_ledger_counters_and_metrics(
         entry = last_entry(coordinator)
         assert (entry["update_id"], entry["outcome"], entry["reason"]) == (update_id, outcome, reason)
         assert entry["weight"] == ruling.weight
-        names = (Outcome.ACCEPTED, Outcome.LATE, Outcome.REFUSED)
-        assert worker.counters() == tuple(int(outcome is one) for one in names)
+        word = verdict_word(outcome, held_against=False)  # the mark is good
+        assert worker.counters() == tuple(
+            int(word == one) for one in ("accepted", "late", "unused", "refused")
+        )
         assert told(coordinator, outcome, reason)
         assert coordinator.workers.worker(worker.name).worker.good_verdicts == 1
         assert resources.changes.count == seen + 1
@@ -146,7 +149,7 @@ def test_a_transaction_that_fails_has_ruled_on_nothing(tmp_path: Path) -> None:
 
         with pytest.raises(ZeroDivisionError):
             settled_and_failed()
-        assert worker.counters() == (0, 0, 0)
+        assert worker.counters() == (0, 0, 0, 0)
         assert not told(coordinator, "refused", "harmful")
 
 
@@ -157,12 +160,12 @@ def test_a_ban_takes_back_what_was_accepted_in_counters_and_metrics_too(tmp_path
         task = coordinator.judging.lease("judge")
         assert isinstance(task, JudgeTask)
         coordinator.judging.report("judge", task.update_id, GOOD)
-        assert worker.counters() == (1, 0, 0)
+        assert worker.counters() == (1, 0, 0, 0)
         rating = coordinator.workers.worker(worker.name).worker.rating
         coordinator.workers.ban(worker.name, BanRequest(reason="a mistake", seconds=0.0))
-        assert worker.counters() == (1, 0, 0), "to lift a ban takes nothing back"
+        assert worker.counters() == (1, 0, 0, 0), "to lift a ban takes nothing back"
         coordinator.workers.ban(worker.name, BanRequest(reason="rude", seconds=60.0))
-        assert worker.counters() == (0, 0, 1)
+        assert worker.counters() == (0, 0, 1, 0)
         assert told(coordinator, "accepted", "on_time")
         assert told(coordinator, "refused", "removed")
         assert coordinator.workers.worker(worker.name).worker.rating == rating
@@ -183,7 +186,7 @@ def test_what_the_guard_leaves_out_is_not_counted_as_accepted(
         monkeypatch.setattr(coordinator.judging, "guard", lambda *arguments: [[-1.0, -1.1] * 15])
         standing = worker.row().standing
         assert coordinator.rounds.close_due()
-        assert worker.counters() == (0, 0, 1)
+        assert worker.counters() == (0, 0, 1, 0)
         assert told(coordinator, "refused", "guard")
         assert last_entry(coordinator)["reason"] == "guard"
         assert worker.row().standing == standing

@@ -18,8 +18,9 @@ def wish(
     terms: Terms, *, at: str = "12:00", paused: bool = False, worked: float = 0, rounds: int = 0
 ) -> Wish:
     hour, minute = map(int, at.split(":"))
+    asked = "asked to" if paused else None
     return decide(
-        terms, minute=60 * hour + minute, asked_to_pause=paused, worked_seconds=worked, rounds=rounds
+        terms, minute=60 * hour + minute, asked_to_pause=asked, worked_seconds=worked, rounds=rounds
     )[0]
 
 

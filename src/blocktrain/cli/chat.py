@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import KeyOption, SourceArgument, check_source, opened_model
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
 
 
 def chat(
@@ -20,8 +21,9 @@ def chat(
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Longest answer.")] = 400,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
+    device: DeviceOption = "cpu",
 ) -> None:
-    """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
+    """Talk to a model: one line is one message, /new forgets, /help tells what else, Ctrl-D ends."""
     from blocktrain.client.gateway import GatewayClient
     from blocktrain.local.terminal import write
 
@@ -32,13 +34,18 @@ def chat(
     fields |= {} if seed is None else {"seed": seed}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    with some_gateway(checkpoint, url) as address, GatewayClient(address, key) as client:
+    with some_gateway(checkpoint, url, device) as address, GatewayClient(address, key) as client:
         model = client.model()
         # Said at once: a model of this size continues text, and people should not think it is broken.
         print(f"talking to {model}; it continues text and was not taught to answer", file=sys.stderr)
         for line in user_lines():
             if line == "/new":
                 messages = list(opening)
+            elif line == "/help":
+                print(
+                    "one line is one message, empty ones are ignored; /new forgets; Ctrl-D ends",
+                    file=sys.stderr,
+                )
             elif line:
                 messages.append({"role": "user", "content": line})
                 write("model> ")
@@ -51,7 +58,7 @@ def chat(
 
 
 @contextmanager
-def some_gateway(checkpoint: str | None, url: str | None) -> Iterator[str]:
+def some_gateway(checkpoint: str | None, url: str | None, device: str) -> Iterator[str]:
     """The gateway at `url`, or one in this process for a checkpoint."""
     if url is not None:
         yield url
@@ -60,14 +67,21 @@ def some_gateway(checkpoint: str | None, url: str | None) -> Iterator[str]:
     # applied in one place.
     from blocktrain.serving.engine.local import LocalEngine
     from blocktrain.serving.gateway.main import background_gateway
+    from blocktrain.training.device import find_device
 
     assert checkpoint is not None
-    with opened_model(checkpoint) as folder, background_gateway(LocalEngine(folder)) as address:
+    with (
+        opened_model(checkpoint) as folder,
+        background_gateway(LocalEngine(folder, find_device(device))) as address,
+    ):
         yield address
 
 
 def user_lines() -> Iterator[str]:
     prompt = "you> " if sys.stdin.isatty() else ""
+    # Importing it is what makes input() know arrow keys and earlier lines; Windows has its own way.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
     while True:
         try:
             yield input(prompt).strip()

@@ -18,7 +18,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 def doctor(
     coordinator: Annotated[
-        str | None, typer.Option(help="A run you want to join, http(s)://HOST[:PORT].")
+        str | None, typer.Option(metavar="LINK", help="A run you want to join: its link or address.")
     ] = None,
     stage: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A stage that a gateway should reach.")
@@ -32,12 +32,14 @@ def doctor(
 
     Exit code 0: fit (perhaps with warnings); 1: something must be mended; 2: misuse.
     """
+    from blocktrain.client.address import RunLink
     from blocktrain.doctor import findings
     from blocktrain.doctor.checkup import about_machine, about_run
 
-    found = about_machine(device, data_dir.expanduser(), coordinator)
-    if coordinator is not None:
-        found += about_run(coordinator, device, corpus)
+    link = None if coordinator is None else RunLink.parse(coordinator)
+    found = about_machine(device, data_dir.expanduser(), None if link is None else link.url)
+    if link is not None:
+        found += about_run(link, device, corpus)
     if stage is not None:
         from blocktrain.doctor.network import read_stage
 

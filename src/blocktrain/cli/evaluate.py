@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, ModelArgument, opened_model
+from blocktrain.cli.options import DeviceOption, ModelArgument, to_stderr
 from blocktrain.errors import DataError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from blocktrain.training.checkpoint import Checkpoint
 
 
 def evaluate(
@@ -29,43 +26,17 @@ def evaluate(
     """Score a text: cross entropy of each block and of both compositions."""
     from rich.console import Console
 
+    from blocktrain import api
     from blocktrain.data.corpora import read_text
-    from blocktrain.training.checkpoint import load_checkpoint
-    from blocktrain.training.device import find_device
 
     content = read_text(text, "--text names a file to score, any UTF-8 text")
-    if len(content) < 2:
+    if len(content) < 2:  # before a model is fetched from far away
         raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
-    with opened_model(checkpoint) as folder:
-        loaded = load_checkpoint(folder, find_device(device))
-    result = score_text(loaded, content, draws)
+    result = api.evaluate(api.load(checkpoint, device=device, tell=to_stderr), content, draws=draws).to_dict()
     if json_:
         print(json.dumps(result, indent=2))
     else:
         Console().print(_table(result, text))
-
-
-def score_text(checkpoint: Checkpoint, content: bytes, draws: int | None) -> dict[str, Any]:
-    from blocktrain.training.evaluation import Evaluator
-
-    config = checkpoint.recipe.evaluation
-    config = dataclasses.replace(config, noise_draws=draws or config.noise_draws)
-    evaluator = Evaluator(checkpoint.objective, checkpoint.codebook_VD, config, seed=checkpoint.recipe.seed)
-    tokens = checkpoint.tokenizer.encode(content)
-    euler = checkpoint.objective.composes_by_euler
-    scores = evaluator.score(checkpoint.blocks, checkpoint.pooling, tokens, euler=euler)
-    # Scores are per token; by bytes they compare between tokenizers.
-    per_token = len(content) / len(tokens)
-    composed = {"consensus": scores.consensus.to_dict(per_token)}
-    if scores.euler is not None:
-        composed["euler"] = scores.euler.to_dict(per_token)
-    return {
-        "composed": composed,
-        "blocks": [score.to_dict(per_token) for score in scores.blocks],
-        "bytes": len(content),
-        "scored_tokens": len(tokens) - 1,
-        "stride": checkpoint.recipe.model.context,
-    }
 
 
 def _table(result: dict[str, Any], text: Path) -> Table:

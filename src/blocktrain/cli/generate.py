@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, opened_model
+from blocktrain.cli.options import DeviceOption, KeyOption, SourceArgument, check_source, to_stderr
 from blocktrain.errors import UserError
 
 
@@ -52,14 +53,12 @@ def generate(
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None
+    from blocktrain.api import load
     from blocktrain.local.terminal import write_bytes
     from blocktrain.model.generation import LocalModel
     from blocktrain.model.generation import generate as generate_tokens
-    from blocktrain.training.checkpoint import load_checkpoint
-    from blocktrain.training.device import find_device
 
-    with opened_model(checkpoint) as folder:
-        loaded = load_checkpoint(folder, find_device(device))
+    loaded = load(checkpoint, device=device, tell=to_stderr)
     model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
     # A shell passes bytes; Python hides those that are no UTF-8 in surrogates, and this gets them back.
     text = os.fsencode(prompt)
@@ -83,9 +82,12 @@ def generate_from_url(url: str, key: str | None, fields: Mapping[str, Any]) -> N
     usage: Mapping[str, Any] = {}
     with GatewayClient(url, key) as client:
         model = client.model()
-        write(str(fields["prompt"]))
         begun = time.monotonic()
-        for delta in client.complete({"model": model, "overflow": "slide", **fields}):
+        deltas = iter(client.complete({"model": model, "overflow": "slide", **fields}))
+        # A refusal comes in the place of the first piece: behind the prompt it would look like its answer.
+        first = list(itertools.islice(deltas, 1))
+        write(str(fields["prompt"]))
+        for delta in itertools.chain(first, deltas):
             write(delta.text)
             # The usage comes once, with the last chunk.
             usage = delta.usage or usage

@@ -15,20 +15,24 @@ def invite(
     data_dir: DataDirOption,
     hours: Annotated[float, typer.Option(help="How long it may be used.", min=0.01)] = 168.0,
     count: Annotated[int, typer.Option(help="How many to print, one a line.", min=1, max=1000)] = 1,
+    devices: Annotated[
+        int, typer.Option(help="How many workers each line is for: `join --devices`.", min=1, max=64)
+    ] = 1,
     address: Annotated[
         str | None,
         typer.Option(help="Where friends reach the coordinator; default: where it was started last."),
     ] = None,
     token: Annotated[bool, typer.Option("--token", help="Only tokens, for `worker --invite`.")] = False,
 ) -> None:
-    """Print `blocktrain join LINK`, each for one worker: it carries address, token and certificate."""
+    """Print `blocktrain join LINK`, each for one friend: it carries address, invitation and certificate."""
     from blocktrain.client.address import RunLink
     from blocktrain.coordinator.operator_notes import kept_address
     from blocktrain.wire.tokens import make_invite
 
     # No request: the signature is the invitation, and the coordinator learns of it when it is used.
     identity, folder = operator_key(data_dir), data_dir.expanduser()
-    tokens = [make_invite(identity, time.time() + 3600 * hours) for _ in range(count)]
+    until = time.time() + 3600 * hours
+    tokens = ["+".join(make_invite(identity, until) for _ in range(devices)) for _ in range(count)]
     if token:
         typer.echo("\n".join(tokens))
         return

@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import WORKER_DATA_DIR, CorpusOption, DeviceOption
-from blocktrain.cli.worker import worker
+from blocktrain.cli.options import (
+    WORKER_DATA_DIR,
+    CorpusOption,
+    DeviceOption,
+    NiceOption,
+    ThreadsOption,
+    to_stderr,
+)
+from blocktrain.cli.worker import (
+    CacheOption,
+    DevicesOption,
+    DownOption,
+    HoursOption,
+    LabelOption,
+    MaxHoursOption,
+    MaxRoundsOption,
+    UpOption,
+    WorkerFolderOption,
+    chosen_devices,
+    worker,
+)
 
 
 def join(
     link: Annotated[str, typer.Argument(help="The link, or the address, that the run's host sent.")],
     device: DeviceOption = "auto",
-    data_dir: Annotated[
-        Path, typer.Option(help="Key, cache and training state; one folder for each worker.")
-    ] = WORKER_DATA_DIR,
+    devices: DevicesOption = None,
+    data_dir: WorkerFolderOption = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
-    label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
-    cache_gb: Annotated[float, typer.Option(help="Disk space for everything it keeps.", min=0.1)] = 4.0,
+    label: LabelOption = "",
+    cache_gb: CacheOption = 4.0,
+    max_up: UpOption = None,
+    max_down: DownOption = None,
+    hours: HoursOption = None,
+    max_hours: MaxHoursOption = None,
+    max_rounds: MaxRoundsOption = None,
+    threads: ThreadsOption = None,
+    nice: NiceOption = 0,
 ) -> None:
-    """Join a run by its link: shows what it will use of this machine, then trains. Ctrl-C leaves politely."""
+    """Join a run by its link: shows what it will use of this machine, then trains. Ctrl-C leaves politely.
+
+    The options are those of `blocktrain worker`, which does the same without the summary, for services.
+    """
     from blocktrain.client.coordinator import public_client
+    from blocktrain.doctor.findings import Device
     from blocktrain.doctor.machine import read_device, read_disk
     from blocktrain.doctor.plan import joining_plan
+    from blocktrain.worker.shifts import parse_hours
 
-    client = public_client(link, report=lambda line: typer.echo(line, err=True))
-    folder = data_dir.expanduser()
-    plan = joining_plan(
-        client.url, client.run(), client.status(), read_device(device), read_disk(folder), cache_gb
-    )
-    client.close()
+    if hours is not None:
+        parse_hours(hours)  # a mistake is told before a plan is
+    limits = {
+        "{} threads for each worker": threads,
+        "other programs first (nice {})": nice or None,
+        "{} Mbit/s up": max_up,
+        "{} Mbit/s down": max_down,
+        "only at {} o'clock": hours,
+        "leaves after {} h": max_hours,
+        "leaves after {} updates": max_rounds,
+    }
+    with public_client(link, report=to_stderr) as client:
+        plan = joining_plan(
+            client.url,
+            client.run(),
+            client.status(),
+            [read_device(device)] if devices is None else [Device(one) for one in chosen_devices(devices)],
+            read_disk(data_dir.expanduser()),
+            cache_gb,
+            [text.format(value) for text, value in limits.items() if value is not None],
+            corpus,
+        )
     for line in plan:
-        typer.echo(line, err=True)
+        to_stderr(line)
     worker(
-        coordinator=link,
-        device=device,
-        data_dir=data_dir,
-        corpus=corpus,
-        label=label,
-        cache_gb=cache_gb,
-    )
+        coordinator=link, device=device, devices=devices, data_dir=data_dir, corpus=corpus, label=label,
+        cache_gb=cache_gb, max_up=max_up, max_down=max_down, hours=hours, max_hours=max_hours,
+        max_rounds=max_rounds, threads=threads, nice=nice,
+    )  # fmt: skip

@@ -32,6 +32,8 @@ from blocktrain.cli.invite import invite
 from blocktrain.cli.join import join
 from blocktrain.cli.judge import judge
 from blocktrain.cli.ledger import ledger_verbs
+from blocktrain.cli.pause import pause, resume
+from blocktrain.cli.recipe import recipe_verbs
 from blocktrain.cli.serve import serve
 from blocktrain.cli.simulate import simulate
 from blocktrain.cli.stage import stage
@@ -64,6 +66,8 @@ app.command()(gateway)
 app.command()(coordinator)
 app.command()(join)
 app.command()(worker)
+app.command()(pause)
+app.command()(resume)
 app.command()(checkpoint)
 app.command()(finish)
 app.command()(swarm)
@@ -71,6 +75,7 @@ app.command()(status)
 app.command()(judge)
 app.command()(invite)
 app.command()(contributions)
+app.add_typer(recipe_verbs, name="recipe")
 app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -101,17 +100,15 @@ def check_source(checkpoint: str | None, url: str | None) -> None:
         )
 
 
-@contextmanager
-def opened_model(place: str) -> Iterator[Path]:
-    """The checkpoint folder at a place, or the newest model of the run there."""
-    folder = Path(place).expanduser()
-    if (folder / "config.json").exists():
-        yield folder
-        return
-    from blocktrain.local.assembly import checkpoint_at  # a plain checkpoint needs no database
+def opened_model(place: str) -> AbstractContextManager[Path]:
+    """The checkpoint folder at a place, or the newest model of the run there, with a line about it."""
+    from blocktrain.api import model_folder
 
-    with checkpoint_at(place, lambda line: typer.echo(line, err=True)) as found:
-        yield found
+    return model_folder(place, to_stderr)
+
+
+def to_stderr(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def log_to_stderr(form: str = "%(levelname)s %(message)s") -> None:

@@ -1,13 +1,14 @@
-"""docs/cli.md, from the verbs' own signatures: `python -m blocktrain.cli.reference > docs/cli.md`.
+"""docs/cli.md from the verbs' own signatures, docs/recipe.md from the recipe's keys; `make docs` writes both.
 
-Read from signatures and not from `--help`, whose layout depends on the terminal and on Typer's version; a
-test holds both against each other.
+Verbs are read from signatures and not from `--help`, whose layout depends on the terminal and on Typer's
+version; a test holds both against each other.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -19,12 +20,25 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from blocktrain.cli.main import app
+from blocktrain.cli.recipe import all_keys, as_toml
+from blocktrain.config import CHANGEABLE
 
 OPENING = """# Command line
 
-Every verb with its arguments and options, made by `python -m blocktrain.cli.reference > docs/cli.md`; a
-test holds it against the program. Results go to stdout, progress and errors to stderr. Exit code 0: done;
+Every verb with its arguments and options, made by `make docs`; a test holds it against the
+program. Results go to stdout, progress and errors to stderr. Exit code 0: done;
 1: failure; 2: misuse (a bad recipe, path, flag or input); 130: stopped by Ctrl-C.
+"""
+RECIPE_OPENING = """# Recipe keys
+
+A recipe is one TOML file that describes a run. `blocktrain recipe ls` lists those that come with the program;
+`blocktrain recipe copy demo mine.toml --all` writes one with every key, its value and its meaning, to be
+changed. Unknown keys are errors. Precedence: file, then `BLOCKTRAIN_<SECTION>_<KEY>` (such as
+`BLOCKTRAIN_TRAINING_STEPS`; also `BLOCKTRAIN_SEED`), then `--set section.key=value`. Where "none" is allowed,
+a file says `"none"`, with quotes. Keys with a ● may change when a coordinator is started again on its run
+([host.md](host.md#change-a-run)).
+
+This page is made from `config.py` by `make docs`; a test holds it against the program.
 """
 TYPE_WORDS = {int: "number", float: "number", str: "text", Path: "path"}
 
@@ -130,5 +144,19 @@ def _row(parameter: Parameter) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def recipe_page() -> str:
+    lines, section = [RECIPE_OPENING.rstrip("\n")], None
+    for key in all_keys():
+        if key.section != section:
+            section = key.section
+            title = f"`[{section}]`" if section else "The run"
+            lines += ["", f"## {title}", "", "| key | takes | default | |", "|---|---|---|---|"]
+        default = "none" if key.default is None else f"`{as_toml(key.default)}`"
+        mark = " ●" if key.dotted in CHANGEABLE else ""
+        cells = (f"`{key.name}`{mark}", key.takes, default, key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(recipe_page() if sys.argv[1:] == ["recipe"] else reference(), end="")

@@ -38,30 +38,29 @@ def train(
     limit_processor(threads, nice)
     from rich.console import Console
 
+    from blocktrain import api
     from blocktrain.local.status_view import results_table
-    from blocktrain.local.terminal import TrainingProgress
+    from blocktrain.local.terminal import TrainingProgress, step_costs
     from blocktrain.tracking.curves import draw_curves
-    from blocktrain.tracking.trackers import METRICS_FILE, RecordedSteps, recording
-    from blocktrain.training.device import find_device
-    from blocktrain.training.local import LocalRun
-    from blocktrain.training.memory import check_fits
-    from blocktrain.training.setup import Setup
+    from blocktrain.tracking.trackers import METRICS_FILE
 
     resolved = load_recipe(find_recipe(recipe), set_)
-    chosen = find_device(device)
-    check_fits(Setup.of(resolved), chosen)
     console = Console(stderr=True)
     with (
         opened_model(from_) if from_ is not None else nullcontext() as start,
-        recording(out, track, resolved.name, resolved.to_dict()) as recorder,
         TrainingProgress(console) as progress,
     ):
-        observer = RecordedSteps(progress, recorder)
-        run = LocalRun(resolved, out, chosen, observer, stop_on_signals(), start)
-        progress.plan({unit.name: unit.block.num_layers for unit in run.units})
-        run.train(resume=resume)
-        report = run.finish()
-        recorder.report(report)
+        progress.plan(step_costs(resolved))
+        report = api.train(
+            resolved,
+            out,
+            device=device,
+            resume=resume,
+            start=start,
+            observer=progress,
+            stop=stop_on_signals(),
+            track=track,
+        )
     # Last: a machine without a working matplotlib still has checkpoint and report.
     draw_curves(report, out / "curves.png")
     Console().print(results_table(report))

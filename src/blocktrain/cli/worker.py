@@ -1,7 +1,10 @@
-"""`blocktrain worker`: train blocks for a coordinator."""
+"""`blocktrain worker`: train blocks for a coordinator, on one device or on several."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,83 +17,166 @@ from blocktrain.cli.options import (
     DeviceOption,
     NiceOption,
     ThreadsOption,
+    to_stderr,
 )
+from blocktrain.errors import UserError
+from blocktrain.files import write_whole
 from blocktrain.local.processes import stop_on_signals
-from blocktrain.starting import limit_processor
+from blocktrain.starting import THREAD_COUNTS, limit_processor
 
 BYTES_PER_MBIT = 1e6 / 8
+
+# A volunteer's controls, which `join` has too.
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A worker for each of several devices: all (GPUs), numbers such as 0,1, or names: cuda:0,cpu."
+    ),
+]
+WorkerFolderOption = Annotated[
+    Path, typer.Option("--data-dir", help="Key, cache and training state; one folder for each worker.")
+]
+LabelOption = Annotated[str, typer.Option("--label", help="A name for this worker, shown on the dashboard.")]
+CacheOption = Annotated[
+    float, typer.Option("--cache-gb", help="Disk space for everything it keeps, training state too.", min=0.1)
+]
+UpOption = Annotated[
+    float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)
+]
+DownOption = Annotated[
+    float | None, typer.Option("--max-down", metavar="MBIT", help="Receive at most so many Mbit/s.", min=0.05)
+]
+HoursOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hours", metavar="FROM-UNTIL", help="Work at these times of the day only: 22-7, 22:30-06:15."
+    ),
+]
+MaxHoursOption = Annotated[
+    float | None,
+    typer.Option("--max-hours", help="Leave after so many hours of work; pauses do not count.", min=0.01),
+]
+MaxRoundsOption = Annotated[
+    int | None, typer.Option("--max-rounds", help="Leave after so many updates.", min=1)
+]
 
 
 def worker(
     coordinator: CoordinatorOption,
     device: DeviceOption = "auto",
+    devices: DevicesOption = None,
     key: Annotated[
         Path | None, typer.Option(help="Key file that makes this machine the same worker again.")
     ] = None,
-    data_dir: Annotated[
-        Path, typer.Option(help="Key, cache and training state; one folder for each worker.")
-    ] = WORKER_DATA_DIR,
+    data_dir: WorkerFolderOption = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
     invite: Annotated[
         str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
     ] = None,
-    label: Annotated[str, typer.Option(help="A name for this worker, shown on the dashboard.")] = "",
-    cache_gb: Annotated[
-        float, typer.Option(help="Disk space for everything it keeps, training state too.", min=0.1)
-    ] = 4.0,
-    max_up: Annotated[
-        float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)
-    ] = None,
-    max_down: Annotated[
-        float | None,
-        typer.Option("--max-down", metavar="MBIT", help="Receive at most so many Mbit/s.", min=0.05),
-    ] = None,
-    hours: Annotated[
-        str | None,
-        typer.Option(metavar="FROM-UNTIL", help="Work at these times of the day only: 22-7, 22:30-06:15."),
-    ] = None,
-    max_hours: Annotated[
-        float | None, typer.Option(help="Leave after so many hours of work; pauses do not count.", min=0.01)
-    ] = None,
-    max_rounds: Annotated[int | None, typer.Option(help="Leave after so many updates.", min=1)] = None,
+    label: LabelOption = "",
+    cache_gb: CacheOption = 4.0,
+    max_up: UpOption = None,
+    max_down: DownOption = None,
+    hours: HoursOption = None,
+    max_hours: MaxHoursOption = None,
+    max_rounds: MaxRoundsOption = None,
     threads: ThreadsOption = None,
     nice: NiceOption = 0,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely.
 
-    SIGUSR1 pauses it, SIGUSR2 resumes it.
+    `blocktrain pause` (or SIGUSR1) pauses it, `blocktrain resume` (or SIGUSR2) lets it go on. With
+    `--devices`, bandwidth and disk are shared out; threads, hours and rounds count for each worker.
     """
     limit_processor(threads, nice)
     from blocktrain.client.address import RunLink
-    from blocktrain.training.device import find_device
-    from blocktrain.worker.program import WorkerOptions, run_worker
-    from blocktrain.worker.shifts import Contribution, Shifts, Terms, parse_hours
+    from blocktrain.worker.shifts import CONTRIBUTION_FILE, Contribution, Shifts, Terms, parse_hours
 
-    link = RunLink.parse(coordinator)
-    options = WorkerOptions(
-        coordinator=str(RunLink(link.url, pin=link.pin)),
-        data_dir=data_dir.expanduser(),
-        key=key,
-        device=find_device(device),
-        cache_bytes=round(cache_gb * 1e9),
-        corpus=corpus,
-        invite=invite or link.invite,
-        label=label,
-        max_up=max_up and max_up * BYTES_PER_MBIT,
-        max_down=max_down and max_down * BYTES_PER_MBIT,
-    )
+    link, folder = RunLink.parse(coordinator), data_dir.expanduser()
     terms = Terms(
         hours=parse_hours(hours) if hours else None,
         max_seconds=max_hours and 3600 * max_hours,
         max_rounds=max_rounds,
     )
-    given = Contribution()
-    shifts = Shifts(
-        terms, given, lambda stop: run_worker(options, stop, given), lambda line: typer.echo(line, err=True)
+    tokens = (invite or link.invite or "").split("+")
+    if devices is not None:
+        if key is not None:
+            raise UserError("--key goes with one worker; those of --devices have theirs in --data-dir")
+        flags = {
+            "--coordinator": RunLink(link.url, pin=link.pin), "--corpus": corpus, "--hours": hours,
+            "--max-hours": max_hours, "--max-rounds": max_rounds,
+        }  # fmt: skip
+        shared = {"--cache-gb": cache_gb, "--max-up": max_up, "--max-down": max_down}
+        work_on_devices(devices, folder, flags, shared, tokens, label)
+        return
+    from blocktrain.training.device import find_device
+    from blocktrain.worker.program import WorkerOptions, run_worker
+
+    options = WorkerOptions(
+        coordinator=str(RunLink(link.url, pin=link.pin)),
+        data_dir=folder,
+        key=key,
+        device=find_device(device),
+        cache_bytes=round(cache_gb * 1e9),
+        corpus=corpus,
+        invite=tokens[0] or None,
+        label=label,
+        max_up=max_up and max_up * BYTES_PER_MBIT,
+        max_down=max_down and max_down * BYTES_PER_MBIT,
     )
+    given = Contribution()
+    shifts = Shifts(terms, given, lambda stop: run_worker(options, stop, given), to_stderr, folder=folder)
     shifts.obey_signals()
     try:
         shifts.run(stop_on_signals())
     finally:
         if given.steps or given.verdicts:
-            typer.echo(given.sentence(), err=True)
+            to_stderr(given.sentence())
+            # For whoever started several workers and sums up.
+            write_whole(folder / CONTRIBUTION_FILE, json.dumps(vars(given)).encode(), durable=False)
+
+
+def work_on_devices(
+    devices: str,
+    folder: Path,
+    flags: Mapping[str, object],
+    shared: Mapping[str, float | None],
+    tokens: list[str],
+    label: str,
+) -> None:
+    """One worker process for each device; each takes an even share of what is `shared`."""
+    from blocktrain.local.crew import Crew, Member, folder_names
+
+    chosen = chosen_devices(devices)
+    share = {name: value and value / len(chosen) for name, value in shared.items()}
+    # Torch takes all cores in every process: workers would then fight over each of them.
+    cores = str(max(1, (os.cpu_count() or 1) // len(chosen)))
+    environment = {} if THREAD_COUNTS[0] in os.environ else dict.fromkeys(THREAD_COUNTS, cores)
+    members = []
+    for number, (device, name) in enumerate(zip(chosen, folder_names(chosen), strict=True)):
+        own: dict[str, object] = {
+            "--device": device,
+            "--data-dir": folder / name,
+            # An invitation is good for one worker.
+            "--invite": tokens[number] if number < len(tokens) and tokens[number] else None,
+            "--label": f"{label} {name}" if label else None,
+        }
+        given = {name: value for name, value in {**flags, **share, **own}.items() if value is not None}
+        verb = ["worker", *(word for flag, value in given.items() for word in (flag, str(value)))]
+        members.append(Member(name, folder / name, verb, environment))
+    crew = Crew(folder, members, to_stderr)
+    crew.obey_signals()
+    crew.run(stop_on_signals())
+
+
+def chosen_devices(devices: str) -> list[str]:
+    from blocktrain.local.crew import named_devices
+
+    def look() -> tuple[int, str]:
+        import torch
+
+        from blocktrain.training.device import best_device
+
+        return torch.cuda.device_count(), best_device(cuda=False, mps=torch.backends.mps.is_available())
+
+    return named_devices(devices, look)

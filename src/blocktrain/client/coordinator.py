@@ -151,6 +151,12 @@ class CoordinatorClient:
     def close(self) -> None:
         self._http.close()
 
+    def __enter__(self) -> CoordinatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # --- routes of workers
 
     def run(self) -> RunAnswer:
@@ -395,8 +401,8 @@ def untrusted_certificate(url: str, why: str) -> str:
     else:
         cause = f"cannot be checked ({why})"
     return (
-        f"{url} answers, but its certificate {cause}; get the certificate from the operator and set "
-        f"SSL_CERT_FILE to it, or ask for one of a public authority (`blocktrain doctor --coordinator {url}`)"
+        f"{url} answers, but its certificate {cause}; ask the run's host for a link with a pin, or get the "
+        f"certificate and set SSL_CERT_FILE to it (`blocktrain doctor --coordinator {url}`)"
     )
 
 

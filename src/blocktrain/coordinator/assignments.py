@@ -9,7 +9,13 @@ from sqlalchemy import and_, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.admission import Admission
-from blocktrain.coordinator.decisions.rounds import OpenRound, extra_steps, round_state, starts_clock
+from blocktrain.coordinator.decisions.rounds import (
+    OpenRound,
+    extra_steps,
+    round_state,
+    run_seconds_left,
+    starts_clock,
+)
 from blocktrain.coordinator.decisions.scheduling import (
     BlockView,
     Done,
@@ -32,6 +38,7 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.ledger import receipt_of
 from blocktrain.coordinator.storage.queries import (
+    block_paces,
     block_row,
     frozen_heads,
     frozen_of,
@@ -107,6 +114,7 @@ class Assignments:
                     accepted=0,
                     late=0,
                     refused=0,
+                    unused=0,
                     standing="{}",
                     established=False,
                 )
@@ -161,7 +169,7 @@ class Assignments:
             if (lease := _open_lease(session, worker_id, after)) is not None:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
-                return self._message(lease, block, open_round(session, run, block, now), now)
+                return self._message(session, lease, block, open_round(session, run, block, now), now)
             if (pause := pause_after_giving_up(given_up(session, worker_id, now), now)) is not None:
                 return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
@@ -226,7 +234,7 @@ class Assignments:
                 version=version,
                 seats=others.get(block, 0),
                 used_rounds=frozenset(used[block]),
-                num_parameters=run.schemas[block].num_values,
+                training_bytes=run.training_bytes[block],
                 full=others.get(block, 0) >= run.recipe.trust.max_workers_per_block,
             )
             for block, version in versions.items()
@@ -291,9 +299,11 @@ class Assignments:
         if frozen:
             entry["frozen"] = [one.model_dump() for one in frozen]
         self._resources.ledger.append(session, now, "assign", entry)
-        return self._message(row, block, state, now)
+        return self._message(session, row, block, state, now)
 
-    def _message(self, row: AssignmentRow, block: BlockRow, state: OpenRound, now: float) -> Assignment:
+    def _message(
+        self, session: Session, row: AssignmentRow, block: BlockRow, state: OpenRound, now: float
+    ) -> Assignment:
         swarm = self._resources.run.swarm
         stand_in = None
         if row.stand_in_shard is not None:
@@ -316,6 +326,7 @@ class Assignments:
             server_time=now,
             frozen=frozen_of(row),
             stand_in=stand_in,
+            run_seconds_left=run_seconds_left(block_paces(session), swarm.rounds, now),
         )
 
     # --- while it trains ---
@@ -354,6 +365,7 @@ class Assignments:
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
+                run_seconds_left=run_seconds_left(block_paces(session), swarm.rounds, now),
                 head_version=block.version,
                 head_hash=block.head_hash,
                 deadline=state.deadline,

@@ -18,10 +18,11 @@ import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from blocktrain.client.address import RunLink
+from blocktrain.client.address import RunLink, checked_url
 from blocktrain.config import load_recipe
 from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
+from blocktrain.coordinator.notices import notified
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import open_text
@@ -109,17 +110,21 @@ def run_coordinator(
     tls: Tls | None = None,
     watch: Watch | None = None,
     start: Path | None = None,
+    webhook: str | None = None,
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it. A new run
     begins from the checkpoint `start`, where one is given."""
     recipe = load_recipe(recipe_path, overrides)
     # What an operator can get wrong (files, port) comes before loading text and opening the run: that can
     # take minutes.
-    first = None if start is None else starting_blocks(start, Setup.of_swarm(recipe))[0]
     if tls is not None:
         tls.context()
+    if webhook is not None:
+        checked_url(webhook, "a webhook")
     listener = open_port(host, port)
     text = open_text(recipe)
+    setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
+    first = None if start is None else starting_blocks(start, setup)[0]
     display = make_display(gateway, reference, text.sha256)
     with opened(
         recipe,
@@ -132,6 +137,7 @@ def run_coordinator(
     ) as coordinator:
         scheme = "http" if tls is None else "https"
         url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+        display.pin = pin
         shared = url_for_others(listener, scheme)
 
         def ready() -> None:
@@ -142,7 +148,7 @@ def run_coordinator(
             print(f"coordinator ready url={url}", flush=True)
 
         server = make_server(coordinator, ready, tls)
-        with watched(coordinator, watch):
+        with watched(coordinator, watch), notified(coordinator, webhook):
             server.run(sockets=[listener])
 
 

@@ -94,7 +94,7 @@ class CountTraffic:
         # By what travels, not by route: docs/experiments.md compares payloads with whole checkpoints.
         method, path = scope["method"], scope["path"]
         kind = "control"
-        if path.startswith("/v1/snapshots/"):
+        if path.startswith(("/v1/snapshots/", "/v1/checkpoint")):
             kind = "snapshot"
         elif path.startswith(("/v1/data/", "/v1/judge/data/")):
             kind = TEXT

@@ -23,6 +23,8 @@ class Display:
     end_to_end: ReferenceState | None = None
     bigram: ReferenceState | None = None
     """Set once by the thread that scores the model."""
+    pin: str | None = None
+    """SHA-256 of a certificate that signed itself: a link to this run must carry it."""
 
     def references(self) -> tuple[ReferenceState, ...]:
         return tuple(one for one in (self.end_to_end, self.bigram) if one is not None)

@@ -38,6 +38,10 @@ class PublishedText:
                 log.info("uploading %s", name)
                 shared.put_file(text_key(digest), dataset.folder / name)
 
+    def tokenizer(self) -> bytes | None:
+        """The tokenizer's file; None where the text is bytes."""
+        return self.files.get(TOKENIZER) if TOKENIZER in self._public.values() else None
+
     def name(self, sha256: str, *, judge: bool) -> str:
         """The file with this hash; who is no judge gets no held-out or pooling shard."""
         found = self._public.get(sha256) or (self._hidden.get(sha256) if judge else None)

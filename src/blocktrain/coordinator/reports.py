@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from blocktrain.coordinator.decisions.rounds import run_seconds_left
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import UpdateState
+from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, merged_outcome
 from blocktrain.coordinator.storage.ledger import read_entries
-from blocktrain.coordinator.storage.queries import block_row, live_since, open_round
+from blocktrain.coordinator.storage.queries import block_paces, block_row, live_since, open_round
 from blocktrain.coordinator.storage.store import (
+    AssignmentRow,
     BlockRow,
     EvaluationRow,
     MergeRow,
@@ -36,13 +40,18 @@ from blocktrain.wire.messages import (
     RoundState,
     RunAnswer,
     StatusAnswer,
+    VerdictReason,
+    WorkCounts,
     WorkerState,
+    verdict_word,
 )
 
 # Caps on a status that anybody may ask for, every second: the page draws no more.
 SHOWN_WORKERS = 500
 SHOWN_EVALUATIONS = 200
 SHOWN_ROUNDS = 500
+MEASURED_ROUNDS = 4
+"""Rounds of each block from which throughput is told."""
 
 
 class Reports:
@@ -157,13 +166,15 @@ class Reports:
             evaluations = session.scalars(
                 select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(SHOWN_EVALUATIONS)
             ).all()
-            records = session.scalars(
-                select(MergeRow.report).order_by(MergeRow.closed.desc(), MergeRow.block).limit(SHOWN_ROUNDS)
+            merges = session.execute(
+                select(MergeRow.report, MergeRow.closed)
+                .order_by(MergeRow.closed.desc(), MergeRow.block)
+                .limit(SHOWN_ROUNDS)
             ).all()
-            reports = tuple(map(RoundReport.model_validate_json, reversed(records)))
-            # Over the rounds that are shown: what was lent against what came in time.
-            assigned = sum(report.assigned for report in reports)
-            on_time = sum(report.on_time for report in reports)
+            reports = tuple(
+                RoundReport.model_validate_json(report).model_copy(update={"closed": closed})
+                for report, closed in reversed(merges)
+            )
             # Rounds between an update's base and its merge: 0 was on time.
             age = UpdateRow.merge_version - 1 - UpdateRow.base_version
             ages = session.execute(
@@ -178,20 +189,37 @@ class Reports:
                 .group_by(UpdateRow.block)
             )
             schemas, since = resources.run.schemas, live_since(now, resources.run.swarm)
-            shown = []
+            per_update, shown = resources.run.tokens_per_update, []
             for row in workers:
-                account = Account.model_validate_json(row.account).model_dump(exclude={"protocol"})
-                shown.append(message_of(WorkerState, row, live=row.last_seen > since, **account))
+                account = Account.model_validate_json(row.account)
+                computed = account.seconds_computing
+                updates = row.accepted + row.late + row.unused + row.refused
+                shown.append(
+                    message_of(
+                        WorkerState,
+                        row,
+                        live=row.last_seen > since,
+                        tokens_per_second=updates * per_update / computed if computed else None,
+                        **account.model_dump(),
+                    )
+                )
+            rounds, finished = resources.run.swarm.rounds, all(block.finished for block in blocks)
+            left = run_seconds_left(block_paces(session), rounds, now)
+            work = _work(session)
             return StatusAnswer(
                 run_id=run.run_id,
                 name=resources.run.recipe.name,
                 created=run.created,
                 server_time=now,
-                finished=all(block.finished for block in blocks),
-                rounds=resources.run.swarm.rounds,
+                finished=finished,
+                rounds=rounds,
+                ended=reports[-1].closed if finished and reports else None,
+                seconds_left=left if finished or any(worker.live for worker in shown) else None,
+                tokens_per_second=_tokens_per_second(reports, per_update, len(blocks)),
+                work=work,
                 blocks=blocks,
                 workers=tuple(shown),
-                participation=on_time / assigned if assigned else None,
+                participation=work.participation,
                 ages={str(age): count for age, count in ages},
                 up=up,
                 down=down,
@@ -203,4 +231,48 @@ class Reports:
                 ledger_length=run.ledger_length,
                 ledger_head=run.ledger_hash,
                 gateway=self._display.gateway,
+                pin=self._display.pin,
             )
+
+
+def _work(session: Session) -> WorkCounts:
+    """From the updates themselves, so that page, list and share cannot disagree."""
+    counts: dict[str, int] = {}
+    carried = UpdateRow.reason == VerdictReason.CARRIED
+    found = session.execute(
+        select(UpdateRow.state, carried, UpdateRow.held_against, func.count())
+        .where(UpdateRow.verdict_sequence.is_not(None))
+        .group_by(UpdateRow.state, carried, UpdateRow.held_against)
+    )
+    for state, is_carried, held_against, count in found:
+        if state == UpdateState.MERGED:
+            state = merged_outcome(VerdictReason.CARRIED if is_carried else None)
+        word = verdict_word(state, held_against)
+        counts[word] = counts.get(word, 0) + count
+    # Of rounds that are over: what was lent and not handed back, less what arrived.
+    lent = session.scalar(
+        select(func.count())
+        .select_from(AssignmentRow)
+        .join(BlockRow, BlockRow.block == AssignmentRow.block)
+        .where(
+            AssignmentRow.round < BlockRow.version,
+            AssignmentRow.state.in_((*LIVE, AssignmentState.WITHHELD, AssignmentState.REFUSED)),
+        )
+    )
+    came = session.scalar(
+        select(func.count())
+        .select_from(UpdateRow)
+        .join(BlockRow, BlockRow.block == UpdateRow.block)
+        .where(UpdateRow.round < BlockRow.version, UpdateRow.revealed.is_not(None))
+    )
+    return WorkCounts(**counts, missing=max(0, (lent or 0) - (came or 0)))
+
+
+def _tokens_per_second(reports: Sequence[RoundReport], per_update: int, blocks: int) -> float | None:
+    """Training tokens of the updates of the last rounds, over the time from the first's end to the last's."""
+    recent = reports[-(MEASURED_ROUNDS * blocks + 1) :]
+    if len(recent) < 2 or recent[0].closed is None or recent[-1].closed is None:
+        return None
+    seconds = recent[-1].closed - recent[0].closed
+    updates = sum(one.on_time + one.late + one.unused + one.refused for one in recent[1:])
+    return updates * per_update / seconds if seconds > 0 else None

@@ -26,12 +26,12 @@ from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import UpdateState, change, merged_outcome
+from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change, merged_outcome
 from blocktrain.coordinator.storage.blobs import snapshot_key
 from blocktrain.coordinator.storage.queries import (
     block_row,
     inputs_of_merge,
-    live_assignments,
+    num_assignments,
     open_round,
     running_median,
 )
@@ -330,7 +330,7 @@ class Rounds:
             row.version, row.head_hash = record.version, digest
             row.closing_version = row.claim_until = None
             # Workers that ran ahead are at work on the next round; else its first one starts the clock.
-            row.begun = now if live_assignments(session, row.block, row.version) else None
+            row.begun = now if num_assignments(session, row.block, row.version, LIVE) else None
             resources.ledger.append(session, now, "merge", record.model_dump(mode="json"))
             snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
             resources.ledger.append(session, now, "snapshot", snapshot)
@@ -348,13 +348,13 @@ def _report(
     session: Session, row: BlockRow, version: int, updates: Sequence[UpdateRow], now: float
 ) -> RoundReport:
     """What the round that ends with this merge was like, for status and curves."""
-    refused = session.scalar(
-        select(func.count()).where(
+    refused = session.scalars(
+        select(UpdateRow.held_against).where(
             UpdateRow.block == row.block,
             UpdateRow.round == row.version,
             UpdateRow.state == UpdateState.REFUSED,
         )
-    )
+    ).all()
     losses = [update.loss for update in updates if update.loss is not None]
     outcomes = [merged_outcome(update.reason) for update in updates]
     return RoundReport(
@@ -363,8 +363,10 @@ def _report(
         seconds=0.0 if row.begun is None else max(0.0, now - row.begun),
         on_time=outcomes.count(Outcome.ACCEPTED),
         late=outcomes.count(Outcome.LATE),
-        refused=refused or 0,
-        assigned=live_assignments(session, row.block, row.version),
+        refused=refused.count(True),
+        unused=refused.count(False),
+        # A refused one that was tried again was assigned work too.
+        assigned=num_assignments(session, row.block, row.version, (*LIVE, AssignmentState.REFUSED)),
         mean_loss=sum(losses) / len(losses) if losses else None,
     )
 

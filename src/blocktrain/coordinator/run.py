@@ -35,6 +35,7 @@ from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
+from blocktrain.training.memory import training_bytes
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
 from blocktrain.wire.codec import CodecSpec, Schema, frame_length
@@ -56,12 +57,18 @@ class Run:
     schemas: tuple[Schema, ...]
     layouts: tuple[BlockLayout, ...]
     objective: Objective
+    training_bytes: tuple[int, ...]
+    """What each block takes of a GPU's memory; only workers with one say how much they have."""
     _followed: str = ""
     """The stored recipe that was looked at last: reading one takes as long as some requests."""
 
     @property
     def swarm(self) -> SwarmConfig:
         return self.recipe.swarm
+
+    @property
+    def tokens_per_update(self) -> int:
+        return self.swarm.steps_per_round * self.recipe.training.batch * self.recipe.model.context
 
     def payload_bytes(self, block: int) -> int:
         return self.layouts[block].payload_bytes
@@ -155,7 +162,10 @@ def open_run(
         )
     key = identity.public_key.hex()
     shapes = tuple(schemas), tuple(layouts)
-    run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective)
+    needs = tuple(
+        training_bytes(recipe, setup.objective, "cuda", block=block) for block in range(len(layouts))
+    )
+    run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective, needs)
     try:
         _open_row(store, identity, run, now, begins_elsewhere=start is not None)
     except IntegrityError:  # another process made the run between our look and our write

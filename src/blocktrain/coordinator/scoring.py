@@ -82,8 +82,9 @@ class Scoring:
         # The published composition costs many passes: it is scored once, at the end.
         finished = min(version for version, _ in heads) >= self._resources.run.swarm.rounds
         euler = finished and self._objective.composes_by_euler
-        weights = self._evaluator.fit_weights(self._blocks, self._pool)
-        found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
+        special = self._resources.run.recipe.data.own_share > 0
+        pooling = self._evaluator.fit_pooling(self._blocks, self._pool, follow_text=special)
+        found = self._evaluator.score(self._blocks, pooling, self._held_out, euler=euler)
         per_token = self._text.manifest.bytes_per_token("held_out")
         state = EvaluationState(
             time=self._resources.clock(),
@@ -93,7 +94,9 @@ class Scoring:
             consensus_ce=found.consensus.ce,
             euler_ce=None if found.euler is None else found.euler.ce,
             block_ce=tuple(score.ce for score in found.blocks),
-            weights=tuple(weights),
+            weights=pooling.weights,
+            decays=pooling.decays,
+            taus=pooling.taus,
         )
         try:
             with self._resources.store.write() as session:

@@ -14,7 +14,8 @@ from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState,
 from blocktrain.coordinator.storage.queries import recent_scores
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
 from blocktrain.validation.reputation import after_verdict, on_probation, penalties_paused
-from blocktrain.validation.ruling import Ruling, age_ruling
+from blocktrain.validation.ruling import Mark, Ruling, age_ruling
+from blocktrain.wire.messages import verdict_word
 
 
 def ruling_by_age(block: BlockRow, update: UpdateRow, swarm: SwarmConfig) -> Ruling:
@@ -54,11 +55,20 @@ def settle(
     more = {} if evidence is None else {"evidence": evidence}
     row.verdict_sequence = ledger.append(session, now, "verdict", {**verdict, **more}).sequence
 
-    # An update counts once, under its last outcome: guard and ban take an earlier one back.
+    # Bad verdicts do not count while honest work does not score above zero: then the run, not the worker, has
+    # a problem.
+    judged, paused = trust.judge != "off", False
+    if ruling.mark is Mark.BAD and judged:
+        paused = penalties_paused(recent_scores(session, row.block, established=True))
+    row.held_against = ruling.mark is Mark.BAD and not paused
+
+    # An update counts once, under its last outcome: guard and ban take an earlier one back. Of what does not
+    # count, only what speaks against its worker is called refused.
     if worker is not None:
         if before in WAITING:
             setattr(worker, before, max(0, getattr(worker, before) - 1))
-        setattr(worker, ruling.outcome, getattr(worker, ruling.outcome) + 1)
+        counter = verdict_word(ruling.outcome, row.held_against)
+        setattr(worker, counter, getattr(worker, counter) + 1)
 
     # Without a judge only malformed and outdated updates are refused: the worker may try again at once. With
     # one, it must wait until the round's deadline passes (assignments.ask), or it could try until it passes.
@@ -67,10 +77,8 @@ def settle(
         assert assignment is not None
         change(assignment, AssignmentState.REFUSED)
 
-    # Reputation is for what a judge, or a check before it, found. Bad verdicts do not count while honest
-    # work does not score above zero: then the run, not the worker, has a problem.
-    if worker is not None and ruling.mark is not None and trust.judge != "off":
-        paused = penalties_paused(recent_scores(session, row.block, established=True))
+    # Reputation is for what a judge, or a check before it, found.
+    if worker is not None and ruling.mark is not None and judged:
         standing = after_verdict(standing_of(worker), ruling.mark, compared, paused=paused)
         worker.established = worker.established or not on_probation(standing, trust.probation_verdicts)
         keep_or_ban(session, ledger, worker, standing, trust, row.reason, now)

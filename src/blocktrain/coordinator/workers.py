@@ -20,7 +20,7 @@ from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState,
 from blocktrain.coordinator.storage.queries import block_row, live_since
 from blocktrain.coordinator.storage.store import AssignmentRow, BanRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.verdicts import settle
-from blocktrain.validation.reputation import reputation, uptime
+from blocktrain.validation.reputation import Standing, reputation, uptime
 from blocktrain.validation.ruling import Ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.messages import (
@@ -89,7 +89,11 @@ class Workers:
             ).all()
             credits, bans = _credits(session), _bans(session, now)
             found = [self._summary(row, credits, bans, now) for row in rows]
-        return WorkersAnswer(workers=tuple(sorted(found, key=lambda one: -one.merged_weight)))
+        return WorkersAnswer(
+            workers=tuple(sorted(found, key=lambda one: -one.merged_weight)),
+            judged=self._resources.run.recipe.trust.judge != "off",
+            newcomer_reputation=reputation(Standing(), 0.0),
+        )
 
     def worker(self, worker_id: str) -> WorkerAnswer:
         now = self._resources.clock()
@@ -144,16 +148,12 @@ class Workers:
             merged=credit.merged,
             merged_weight=credit.weight,
             gain=credit.gain,
-            tokens=credit.merged * self._tokens_per_update(),
+            tokens=credit.merged * self._resources.run.tokens_per_update,
         )
-
-    def _tokens_per_update(self) -> int:
-        recipe = self._resources.run.recipe
-        return recipe.swarm.steps_per_round * recipe.training.batch * recipe.model.context
 
     def contributions(self) -> ContributionsAnswer:
         now, run = self._resources.clock(), self._resources.run
-        tokens = self._tokens_per_update()
+        tokens = run.tokens_per_update
         with self._resources.store.read() as session:
             columns = select(WorkerRow.worker_id, WorkerRow.public_key)
             keys = {row.worker_id: row.public_key for row in session.execute(columns)}

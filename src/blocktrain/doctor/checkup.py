@@ -7,6 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from blocktrain.client.address import RunLink
 from blocktrain.doctor import findings, machine
 from blocktrain.doctor.findings import Finding, Severity
 from blocktrain.doctor.network import read_certificate, read_coordinator, read_text_problem, run_need
@@ -26,15 +27,16 @@ def about_machine(device_name: str, data_dir: Path, url: str | None) -> list[Fin
     ]
 
 
-def about_run(url: str, device_name: str, corpus: str | None) -> list[Finding]:
-    reading, run = read_coordinator(url, time.time)
+def about_run(link: RunLink, device_name: str, corpus: str | None) -> list[Finding]:
+    reading, run = read_coordinator(link, time.time)
     found = [
         findings.about_coordinator(reading),
         findings.about_clock(reading),
     ]
     # Without a connection a finding about TLS would be a second complaint about the same fault.
     if reading.failed_at not in ("name", "connection"):
-        found.append(findings.about_tls(url, read_certificate(url), datetime.now(UTC)))
+        shown = read_certificate(link.url)
+        found.append(findings.about_tls(link.url, shown, datetime.now(UTC), link.pin))
     if run is not None:
         try:
             device = machine.read_device(device_name)

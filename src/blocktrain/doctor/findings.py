@@ -72,9 +72,9 @@ class Versions:
 class Device:
     name: str
     """As `--device` takes it."""
-    description: str
-    free_bytes: int | None
-    total_bytes: int | None
+    description: str = ""
+    free_bytes: int | None = None
+    total_bytes: int | None = None
     problem: str | None = None
     """Why it cannot be used."""
 
@@ -126,6 +126,7 @@ class Certificate:
     names: tuple[str, ...]
     not_after: datetime | None
     self_signed: bool
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,8 @@ def about_clock(reading: CoordinatorReading) -> Finding | None:
                    "coordinator's operator")  # fmt: skip
 
 
-def about_tls(url: str, reading: Certificate | None, now: datetime) -> Finding | None:
+def about_tls(url: str, reading: Certificate | None, now: datetime, pin: str | None = None) -> Finding | None:
+    """`pin` is the SHA-256 of the one certificate that the person's link has a worker believe."""
     if reading is None:
         if url.startswith("https://") or _is_local(url):
             return None
@@ -310,6 +312,12 @@ def about_tls(url: str, reading: Certificate | None, now: datetime) -> Finding |
     found = "no certificate"
     if reading.not_after is not None:
         found = f"certificate for {names}, valid until {reading.not_after:%Y-%m-%d}"
+    if pin is not None:
+        if reading.sha256 == pin:
+            return _ok("tls", f"{found}; it is the one that the link pins")
+        return Finding("tls", Severity.ERROR, f"{found}, SHA-256 {reading.sha256[:16] or 'none'}…",
+                       f"the link pins another one, {pin[:16]}…: the operator has a new certificate, or "
+                       "another machine answers", "ask the run's host for a new link")  # fmt: skip
     expired = reading.not_after is not None and reading.not_after <= now
     if reading.error is not None or expired:
         cause, remedy = _tls_trouble(reading, expired)
@@ -326,8 +334,8 @@ def _tls_trouble(reading: Certificate, expired: bool) -> tuple[str, str]:
         return "the certificate has expired", "the operator must renew it; check this machine's date too"
     if reading.self_signed:
         return ("the certificate is self-signed, so nothing proves whose it is",
-                "get the certificate from the operator and set SSL_CERT_FILE to it, or have the operator "
-                "use one of a public authority")  # fmt: skip
+                "ask the run's host for a link with a pin (`blocktrain invite` prints them), or get the "
+                "certificate and set SSL_CERT_FILE to it")  # fmt: skip
     if reading.not_after is None:
         return (f"no certificate came: {reading.error}",
                 "this port may speak plain HTTP; try the address with http://")  # fmt: skip

@@ -7,7 +7,7 @@ schema. Reads only: a coordinator is asked for its run, a stage is greeted and l
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import json
 import secrets
 import socket
@@ -21,7 +21,7 @@ import httpx2
 from cryptography import x509
 from pydantic import ValidationError
 
-from blocktrain.client.address import checked_url, port_of
+from blocktrain.client.address import RunLink, port_of
 from blocktrain.client.coordinator import (
     CoordinatorClient,
     RequestRefused,
@@ -29,6 +29,7 @@ from blocktrain.client.coordinator import (
     public_client,
 )
 from blocktrain.client.run import load_run_text, run_setup
+from blocktrain.client.traffic import CertificateMismatch
 from blocktrain.doctor.findings import Certificate, CoordinatorReading, Need, StageProbe
 from blocktrain.doctor.machine import need_of
 from blocktrain.errors import BlocktrainError, RecipeError, WireError
@@ -43,10 +44,11 @@ MAX_LAYERS, MAX_WIDTH = 1024, 1 << 17
 """A run that asks for more is told apart before anything of that size is laid out."""
 
 
-def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorReading, RunAnswer | None]:
+def read_coordinator(
+    link: RunLink, clock: Callable[[], float]
+) -> tuple[CoordinatorReading, RunAnswer | None]:
     """How far a request for the run comes, and the run. Asks as a worker does: proxies are not used."""
-    url = checked_url(url)
-    place = urlsplit(url)
+    url, place = link.url, urlsplit(link.url)
     try:
         with socket.create_connection((place.hostname, port_of(place)), CONNECT_SECONDS):
             pass
@@ -55,7 +57,7 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
     except OSError as error:
         failed = error.strerror or str(error) or "no answer in time"
         return CoordinatorReading(url, "connection", failed), None
-    with contextlib.closing(public_client(url, attempts=1)) as client:
+    with public_client(str(link), attempts=1) as client:
         begun, at = clock(), time.monotonic()
         try:
             content = client.fetch("/v1/run")
@@ -70,7 +72,8 @@ def read_coordinator(url: str, clock: Callable[[], float]) -> tuple[CoordinatorR
             problem = f"its answer does not fit protocol 1 ({error.errors()[0]['msg']})"
             return CoordinatorReading(url, None, problem, "other"), None
         except (WireError, UntrustedCertificate) as error:
-            return CoordinatorReading(url, "tls" if "SSL" in str(error) else "answer", str(error)), None
+            by_tls = "SSL" in str(error) or isinstance(error, CertificateMismatch)
+            return CoordinatorReading(url, "tls" if by_tls else "answer", str(error)), None
     # The server read its clock somewhere within the round trip: its middle is wrong by half of it at most.
     skew = run.server_time - (begun + seconds / 2)
     name = str(run.recipe.get("name", ""))[:200]
@@ -102,7 +105,8 @@ def read_certificate(url: str) -> Certificate | None:
         return None if error is None else Certificate(error, (), None, False)
     certificate = x509.load_der_x509_certificate(shown)
     own = certificate.issuer == certificate.subject
-    return Certificate(error, _names(certificate), certificate.not_valid_after_utc, own)
+    digest = hashlib.sha256(shown).hexdigest()
+    return Certificate(error, _names(certificate), certificate.not_valid_after_utc, own, digest)
 
 
 def _handshake(place: SplitResult, context: ssl.SSLContext) -> bytes | None:

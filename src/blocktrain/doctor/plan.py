@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.doctor.findings import Device, Disk
-from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.training.memory import training_bytes
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
 
 
 def joining_plan(
-    url: str, run: RunAnswer, status: StatusAnswer, device: Device, disk: Disk, cache_gb: float
+    url: str,
+    run: RunAnswer,
+    status: StatusAnswer,
+    devices: Sequence[Device],
+    disk: Disk,
+    cache_gb: float,
+    limits: Sequence[str] = (),
+    corpus: str | None = None,
 ) -> list[str]:
-    """Memory, disk, bandwidth and device, one line each; figures are estimates, rounded up."""
+    """Memory, disk, bandwidth and device, one line each; figures are estimates, rounded up.
+
+    Several devices are those of one worker each: their memory is not read, as that would take some of it.
+    """
     setup = run_setup(run.recipe, run.vocabulary)
     layouts = [Layout.of(layout) for layout in run.blocks]
     payload = max(layout.payload_bytes for layout in layouts)
@@ -21,18 +33,28 @@ def joining_plan(
     down = min(replicas * payload, snapshot)
     live = sum(worker.live for worker in status.workers)
     slowest = min(block.head_version for block in status.blocks)
-    free = "" if device.free_bytes is None else f" of {_size(device.free_bytes)} free"
+    first, several = devices[0], len(devices) > 1
+    free = "" if first.free_bytes is None else f" of {_size(first.free_bytes)} free"
     disk_free = "" if disk.free_bytes is None else f" ({_size(disk.free_bytes)} free)"
-    text = setup.recipe.data.corpus
+    named = ", ".join(f"{device.name} {device.description}".rstrip() for device in devices)
+    each = " for each worker" if several else ""
+    if corpus is not None:
+        text = f"{corpus}, on this machine"
+    elif run.dataset is not None:
+        text = "fetched from the coordinator as it is needed, kept within the disk space above"
+    else:
+        text = f"{setup.recipe.data.corpus}, which must be on this machine"
+    needed = training_bytes(setup.recipe, setup.objective, first.name.partition(":")[0])
     return [
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
-        f"device   {device.name} {device.description}".rstrip(),
-        f"memory   about {_size(estimated_training_bytes(setup))}{free}, beside the program's own",
+        f"device   {named}" + (f": {len(devices)} workers" if several else ""),
+        f"memory   about {_size(needed)}{each}{free}, beside the program's own",
         f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
-        f"network  each round about {_size(payload)} up and at most {_size(down)} "
-        f"down; to begin {_size(snapshot)} down; outbound connections only",
-        f"text     {'part of the program' if text == 'builtin' else f'{text}, named here with --corpus'}",
-        "leaving  Ctrl-C, at any time; the same command comes back",
+        f"network  each round about {_size(payload)} up and at most {_size(down)} down{each}; to begin "
+        f"{_size(snapshot)} down; outbound connections only",
+        f"text     {text}",
+        *([f"limits   {', '.join(limits)}"] if limits else []),
+        "leaving  Ctrl-C, at any time; the same command comes back; `blocktrain pause` for a while",
     ]
 
 

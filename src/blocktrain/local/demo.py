@@ -24,7 +24,7 @@ from rich.table import Table
 from blocktrain.client.gateway import GatewayClient
 from blocktrain.config import Recipe, find_recipe
 from blocktrain.errors import StoppedError, UserError
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import open_source, verify_place
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.local.attacker import Attacker
 from blocktrain.local.launcher import LaunchConfig, Launcher
@@ -176,9 +176,9 @@ class Demo:
         swarm.end_workers()
         self.say("\n[bold]3. Composing and verifying[/bold]: the last snapshots, the ledger replayed.")
         # By the public routes, as any outsider would: a check inside the coordinator would prove nothing.
-        source = open_source(swarm.url)
-        final = save_final_checkpoint(source, self.out / "checkpoint")
-        found = verify_source(source, [], None, None)
+        with open_source(swarm.url) as source:
+            final = save_final_checkpoint(source, self.out / "checkpoint")
+        found = verify_place(swarm.url)
         if not found.ok:
             raise StoppedError(f"the ledger does not verify: {found.report.reason}")
         status = client.status()

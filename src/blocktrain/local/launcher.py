@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.local.processes import Child, ChildError, await_line, end_children, start_child
+from blocktrain.local.processes import (
+    STABLE_SECONDS,
+    Child,
+    ChildError,
+    await_line,
+    end_children,
+    restart_pause,
+    start_child,
+)
 from blocktrain.training.checkpoint import Description, read_config
 
 log = logging.getLogger(__name__)
@@ -25,9 +33,6 @@ READY_SECONDS = 120.0
 """Loading torch and a large block from a cold disk."""
 END_SECONDS = 15.0
 POLL_SECONDS = 0.1
-STABLE_SECONDS = 30.0
-"""A program that has run for this long is not failing at its start."""
-MAX_QUICK_FAILURES = 5
 
 
 def block_groups(num_blocks: int, num_stages: int, *, together: bool = False) -> list[list[int]]:
@@ -40,14 +45,6 @@ def block_groups(num_blocks: int, num_stages: int, *, together: bool = False) ->
     edges = [round(i * num_blocks / parts) for i in range(parts + 1)]
     groups = [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
     return [groups[i % parts] for i in range(num_stages)]
-
-
-def restart_pause(quick_failures: int) -> float | None:
-    """Seconds to wait before starting a program again; None when it fails again and again at its start."""
-    if quick_failures > MAX_QUICK_FAILURES:
-        return None
-    # The first restart at once: a stage that was killed should be back before its clients give up.
-    return 0.0 if quick_failures == 0 else 0.25 * 2 ** (quick_failures - 1)
 
 
 @dataclass

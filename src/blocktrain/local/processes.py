@@ -31,6 +31,9 @@ lease back."""
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LINE_POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 2000
+STABLE_SECONDS = 30.0
+"""A program that has run for this long is not failing at its start."""
+MAX_QUICK_FAILURES = 5
 COMPLAINT = "blocktrain: "
 """How the command line begins its one sentence about what went wrong."""
 
@@ -132,6 +135,14 @@ def end_children(children: Sequence[Child], seconds: float) -> None:
         child.wait(max(0.0, deadline - time.monotonic()))
     for child in children:
         child.kill()
+
+
+def restart_pause(quick_failures: int) -> float | None:
+    """Seconds to wait before starting a program again; None when it fails again and again at its start."""
+    if quick_failures > MAX_QUICK_FAILURES:
+        return None
+    # The first restart at once: a stage that was killed should be back before its clients give up.
+    return 0.0 if quick_failures == 0 else 0.25 * 2 ** (quick_failures - 1)
 
 
 # --- this process

@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from blocktrain.client.durations import duration
 from blocktrain.training.report import TrainingReport
-from blocktrain.wire.messages import StatusAnswer
+from blocktrain.wire.messages import StatusAnswer, WorkerState, WorkerSummary
 
 SHORT_ID = 8
 
@@ -24,7 +25,10 @@ def status_tables(status: StatusAnswer) -> Group:
     if newest is not None:
         score = f", held-out CE {per_byte(newest.consensus_ce, newest.bytes_per_token)}"
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
-    heading = f"{status.name}: {state}{score}{share}"
+    left = ""
+    if status.seconds_left and not status.finished:
+        left = f", about {duration(status.seconds_left)} left"
+    heading = f"{status.name}: {state}{left}{score}{share}"
 
     blocks = Table("block", "round", "arrived", "workers", "closes in", "CE", box=None, pad_edge=False)
     block_ce: Sequence[float] = () if newest is None else newest.block_ce
@@ -54,15 +58,23 @@ def status_tables(status: StatusAnswer) -> Group:
         workers.add_row(
             # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
-            worker.device if worker.live else f"{worker.device}, gone",
+            # Without the machine's name, which the page shows: this table has to fit 80 columns.
+            worker.device.split(" ")[0] + ("" if worker.live else ", gone"),
             "-" if worker.block is None else str(worker.block),
             "-" if worker.step is None else str(worker.step),
             "-" if worker.loss is None else f"{worker.loss:.4f}",
-            f"{worker.accepted} on time, {worker.late} late, {worker.refused} refused",
+            verdict_counts(worker),
             megabytes(sum(worker.up.model_dump().values())),
             megabytes(sum(worker.down.model_dump().values())),
         )
     return Group(heading, blocks, *deadlines, workers)
+
+
+def verdict_counts(worker: WorkerState | WorkerSummary) -> str:
+    """What became of a worker's updates: the words and numbers that the page shows too."""
+    told = [f"{worker.accepted} on time"]
+    told += [f"{count} {word}" for word in ("late", "unused", "refused") if (count := getattr(worker, word))]
+    return ", ".join(told)
 
 
 def megabytes(num_bytes: float) -> str:

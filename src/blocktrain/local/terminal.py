@@ -15,6 +15,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from blocktrain.config import Recipe
+
 PLAIN_LINE_SECONDS = 10.0
 KEPT = b"\n\t"
 # Bytes from 128 on stay: they are parts of UTF-8 characters, which `harmless` would have to see whole.
@@ -167,6 +169,13 @@ class ByteProgress:
             self.console.print(
                 f"{step} {amount} rate={rate / 1e6:.1f} MB/s{left}", highlight=False, soft_wrap=True
             )
+
+
+def step_costs(recipe: Recipe) -> dict[str, float]:
+    """Layers that one step of each unit trains: the reference has those of all blocks."""
+    model = recipe.model
+    costs: dict[str, float] = {f"block {block}": model.layers_per_block for block in range(model.blocks)}
+    return costs | ({"reference": sum(costs.values())} if recipe.training.reference else {})
 
 
 def _per_second(num_bytes: float) -> str:

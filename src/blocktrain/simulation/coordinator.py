@@ -33,9 +33,9 @@ from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import POLL_SECONDS, Coordinator
-from blocktrain.coordinator.states import UpdateState
+from blocktrain.coordinator.states import LIVE, UpdateState
 from blocktrain.coordinator.storage.blobs import Blobs
-from blocktrain.coordinator.storage.queries import block_row, live_assignments, round_facts
+from blocktrain.coordinator.storage.queries import block_row, num_assignments, round_facts
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
@@ -325,7 +325,7 @@ class SimulatedCoordinator:
             )
             row.version = record.version
             # As after a merge: workers that ran ahead are at work on the next round already.
-            row.begun = now if live_assignments(session, block, row.version) else None
+            row.begun = now if num_assignments(session, block, row.version, LIVE) else None
 
     def _tell_of_new_heads(self, block: int) -> bool:
         state = self.blocks[block]

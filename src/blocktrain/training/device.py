@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 
@@ -44,6 +45,19 @@ def find_device(name: str) -> torch.device:
 
 def best_device(*, cuda: bool, mps: bool) -> str:
     return "cuda" if cuda else "mps" if mps else "cpu"
+
+
+def device_label(device: torch.device) -> str:
+    """How the device is called where others see it: `cuda (NVIDIA H200)`, `cpu (8 cores)`."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_properties(device).name
+    elif device.type == "cpu":
+        cores = os.cpu_count() or 1
+        name = f"{cores} core{'s' if cores > 1 else ''}"
+    else:
+        return device.type
+    # Only what a label may hold, and room for the brackets within its 64 characters.
+    return f"{device.type} ({re.sub(r'[^A-Za-z0-9 ._:/@+-]', ' ', name)[:48].strip()})"
 
 
 class DeviceRoom:

@@ -30,6 +30,7 @@ from blocktrain.errors import CheckpointError, DivergedError, StoppedError, User
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
 from blocktrain.training.cost import (
     PeakMemory,
@@ -39,6 +40,7 @@ from blocktrain.training.cost import (
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
+from blocktrain.training.memory import check_fits
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
@@ -60,6 +62,8 @@ LOSS_POINTS = 200
 SAMPLE_PROMPT_BYTES = 64
 MAX_COUNTED_BYTES = 128 << 20
 """Training text that bigrams are counted in; a dataset may be larger than memory."""
+FEW_TOKENS = 2000
+"""Losses of single tokens vary by about 2 nats, so a score on so many is good to 0.04."""
 START_FOLDER = "start"
 """The checkpoint that a run began from, in its folder."""
 
@@ -106,6 +110,8 @@ class LocalRun:
         self.stop = stop or threading.Event()
         self.text = open_text(recipe)
         self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
+        # First: the units below are as large as the recipe says.
+        check_fits(recipe, setup.objective, device)
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
@@ -131,7 +137,9 @@ class LocalRun:
         # The reference always trains alone: its peak memory is compared with that of one block (ratio 0.28).
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
-    def train(self, *, resume: bool) -> None:
+    def train(self, *, resume: bool) -> bool:
+        """Whether there was anything left to train."""
+        trained = False
         if resume and self.start is not None:
             raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
         if self.start is not None:
@@ -155,11 +163,13 @@ class LocalRun:
             path = self.out / "state" / f"group-{number}.safetensors"
             group = Group(self, units, path)
             start = group.load() if resume and path.exists() else 0
+            trained = trained or start < self.recipe.training.steps
             group.train(start, self.recipe.training.steps)
             for unit in units:
                 self.peaks[unit.name] = self.memory.peak_bytes
                 self.seconds[unit.name] = group.seconds / len(units)
                 unit.block.to("cpu")
+        return trained
 
     def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
@@ -168,9 +178,18 @@ class LocalRun:
         config = self.recipe.evaluation
         # A cut of bytes and not of tokens: every tokenizer is then scored on about the same text.
         valid = self.text.first_tokens("held_out", config.max_bytes)
+        if len(valid) < FEW_TOKENS:
+            self.observer.message(
+                f"only {len(valid)} tokens of held-out text: a small difference of two scores is chance; use "
+                "more text, or a larger data.valid_fraction or evaluation.max_bytes"
+            )
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
-        pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))
+        pooling = evaluator.fit_pooling(
+            self.blocks,
+            self.text.first_tokens("pooling", config.pooling_bytes),
+            follow_text=self.recipe.data.own_share > 0,
+        )
         scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
         return HeldOutScores(
             blocks=scores.blocks,
@@ -225,7 +244,7 @@ class LocalRun:
             reference = training_flops(per_token, 0, tokens)
         return {"blocks": blocks, "reference": reference}
 
-    def sample(self, pooling: list[float]) -> bytes:
+    def sample(self, pooling: Pooling) -> bytes:
         model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
         prompt = self.text.first_tokens("held_out", SAMPLE_PROMPT_BYTES).tolist()
         per_token = self.text.manifest.bytes_per_token("held_out")
@@ -233,6 +252,16 @@ class LocalRun:
         return self.tokenizer.decode(
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
+
+    def reported(self) -> TrainingReport | None:
+        """The report that an earlier process wrote of this very run; None where it did not get there."""
+        try:
+            found = json.loads((self.out / "report.json").read_text(encoding="utf-8"))
+            report = TrainingReport.of_json(found)
+        except (OSError, ValueError, UserError):
+            return None
+        same = dict(report.recipe) == json.loads(json.dumps(self.recipe.to_dict()))
+        return report if same and (self.out / "checkpoint" / "config.json").exists() else None
 
     def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""

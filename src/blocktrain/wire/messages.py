@@ -292,6 +292,8 @@ class Assignment(Answer):
     stand_in: StandIn | None = None
     """The last steps of the assignment are on another shard, from `first_step` on, where the worker is alone
     on its block and the round leaves it time: one update of more steps, at the same place of the schedule."""
+    run_seconds_left: float | None = None
+    """Until the whole run is finished, at the pace of its last rounds; None while that is not known."""
 
 
 class Wait(Answer):
@@ -333,6 +335,7 @@ class HeartbeatAnswer(Answer):
     cancel: bool
     """The update can no longer count: ask for another assignment (the delta goes to error feedback)."""
     reason: str
+    run_seconds_left: float | None = None
     head_version: Count
     head_hash: Hash
     deadline: float | None
@@ -437,6 +440,12 @@ class VerdictReason(StrEnum):
     """Its worker was banned or removed before it was merged."""
 
 
+def verdict_word(outcome: str, held_against: bool) -> str:
+    """How an outcome or state is told and counted everywhere: `unused` is what does not count although its
+    worker did nothing wrong (within noise, too late, the run is over)."""
+    return "unused" if outcome == Outcome.REFUSED and not held_against else str(outcome)
+
+
 class Verdict(Answer):
     """Answer to a payload: PUT /v1/updates/{payload_hash}, or POST …/uploaded."""
 
@@ -445,6 +454,8 @@ class Verdict(Answer):
     weight: Annotated[FiniteFloat, Field(ge=0, le=1)]
     reason: VerdictReason
     sentence: str
+    held_against: bool = False
+    """True where a refusal speaks against the worker; older coordinators do not say."""
     norm: FiniteFloat | None
     """L2 norm of the decoded update; None where it was not decoded."""
     head_version: Count
@@ -554,6 +565,7 @@ class WorkerState(BaseModel):
     worker_id: WorkerIdText
     label: str
     device: str
+    memory_bytes: Count | None = None
     block: BlockIndex | None
     live: bool
     last_seen: float
@@ -562,11 +574,36 @@ class WorkerState(BaseModel):
     accepted: Count
     late: Count
     refused: Count
+    """Only what speaks against the worker."""
+    unused: Count = 0
+    """What does not count and says nothing about the worker."""
     seconds_computing: float
     seconds_transferring: float
     seconds_waiting: float
+    tokens_per_second: float | None = None
+    """Training tokens of its updates over the time it says it computed."""
     up: ByteCounts
     down: ByteCounts
+
+
+class WorkCounts(BaseModel):
+    """What became of the work that was lent, over the whole run; each piece is counted once."""
+
+    accepted: Count = 0
+    """On time, and counts fully."""
+    late: Count = 0
+    unused: Count = 0
+    """Arrived, does not count, and says nothing about its worker."""
+    refused: Count = 0
+    """Arrived, does not count, and speaks against its worker."""
+    missing: Count = 0
+    """Never arrived, and its round is over."""
+
+    @property
+    def participation(self) -> float | None:
+        """Share that counted on time; None before there is anything."""
+        due = self.accepted + self.late + self.unused + self.refused + self.missing
+        return self.accepted / due if due else None
 
 
 class EvaluationState(BaseModel):
@@ -581,6 +618,9 @@ class EvaluationState(BaseModel):
     euler_ce: float | None
     block_ce: tuple[float, ...]
     weights: tuple[float, ...]
+    decays: tuple[float, ...] = ()
+    """Where the blocks are specialised: how fast older text fades, and how much the weights follow it."""
+    taus: tuple[float, ...] = ()
 
 
 class ReferenceState(BaseModel):
@@ -601,8 +641,12 @@ class RoundReport(BaseModel):
     on_time: Count
     late: Count
     refused: Count
+    unused: Count = 0
     assigned: Count
     mean_loss: float | None
+    """Mean training loss of the merged updates, as their workers reported it."""
+    closed: float | None = None
+    """Time of its merge."""
 
 
 class StatusAnswer(Answer):
@@ -616,8 +660,16 @@ class StatusAnswer(Answer):
     rounds: Count
     blocks: tuple[BlockAnswer, ...]
     workers: tuple[WorkerState, ...]
+    ended: float | None = None
+    """Time of the last merge of a finished run."""
+    seconds_left: float | None = None
+    """Until all blocks have had their rounds, at the pace of the last ones; None while nobody works, or while
+    that pace is not known."""
+    tokens_per_second: float | None = None
+    """Training tokens of the updates that arrived, in the last rounds."""
+    work: WorkCounts = WorkCounts()
     participation: float | None
-    """Share of the assigned work of the rounds in `reports` that arrived on time."""
+    """`work.accepted` as a share of all of `work`."""
     ages: dict[str, Count]
     """Merged updates by age in rounds."""
     up: ByteCounts
@@ -638,6 +690,8 @@ class StatusAnswer(Answer):
     """`entry_hash` of the last ledger entry."""
     gateway: Annotated[str, StringConstraints(max_length=2048)] | None
     """Address of a gateway that serves this run's model, where the operator named one."""
+    pin: Hash | None = None
+    """SHA-256 of the coordinator's certificate where it signed itself: a link to this run must carry it."""
 
 
 # --- judges and the operator -------------------------------------------------------------------------
@@ -693,6 +747,9 @@ class EvidenceReport(Request):
     other: GainReport
     tokens: Count
     """Tokens of forward passes that judging took."""
+    own: GainReport | None = None
+    """Where blocks are specialised: the held-out windows of the block's own cluster, and the others."""
+    rest: GainReport | None = None
 
 
 class BanRequest(Request):
@@ -725,6 +782,10 @@ class WorkerSummary(BaseModel):
     uptime: float
     good_verdicts: Count
     verdicts: Count
+    accepted: Count = 0
+    late: Count = 0
+    unused: Count = 0
+    refused: Count = 0
     merged: Count
     merged_weight: float
     gain: float
@@ -737,6 +798,10 @@ class WorkersAnswer(Answer):
     """GET /v1/workers"""
 
     workers: tuple[WorkerSummary, ...]
+    judged: bool = True
+    """False where nothing is judged: then reputations stay where they began."""
+    newcomer_reputation: float = 0.125
+    """What a worker begins with: where on the scale from 0 to 1 nothing is known yet."""
 
 
 class VerdictRecord(BaseModel):
@@ -748,6 +813,7 @@ class VerdictRecord(BaseModel):
     weight: float
     reason: str | None
     sentence: str | None
+    held_against: bool = False
     norm: float | None
     evidence: dict[str, Any] | None
     revealed: float | None

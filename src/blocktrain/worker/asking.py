@@ -111,6 +111,7 @@ class Asking:
                     raise
                 continue
             if isinstance(answer, Assignment):
+                self.view.run_seconds_left = answer.run_seconds_left
                 update = logic.lent(answer)
                 if update is not None:
                     self._prepare(update, answer)
@@ -174,6 +175,7 @@ class Asking:
                 try:
                     answer = self.client.heartbeat(update.assignment_id, request)
                     cancel, reason = answer.cancel, answer.reason
+                    self.view.run_seconds_left = answer.run_seconds_left
                 except RequestRefused as refusal:
                     cancel, reason = True, str(refusal)
                 if cancel and logic.cancel(update):

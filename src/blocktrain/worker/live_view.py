@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from blocktrain.client.durations import duration
 from blocktrain.client.traffic import Traffic
 from blocktrain.worker.shifts import Contribution
 
@@ -32,6 +33,7 @@ class PlainView:
         self.block: int | None = None
         self.round = self.step = self.steps = self.version = 0
         self.loss: float | None = None
+        self.run_seconds_left: float | None = None
         self.note = "starting"
         self.verdicts: Counter[str] = Counter()
         self.given = Contribution()
@@ -71,9 +73,10 @@ class PlainView:
             self._still_training()
 
     def _still_training(self) -> None:
+        left = "" if self.run_seconds_left is None else f" run_left={self.run_seconds_left:.0f}s"
         self.line(
             f"step block={self.block} round={self.round} step={self.step}/{self.steps} loss={self._loss()} "
-            f"up={_size(self.traffic.bytes_of('up'))} down={_size(self.traffic.bytes_of('down'))}"
+            f"up={_size(self.traffic.bytes_of('up'))} down={_size(self.traffic.bytes_of('down'))}{left}"
         )
 
     def _loss(self) -> str:
@@ -121,6 +124,8 @@ class LiveView(PlainView):
         table.add_row("step", f"{self.step} of {self.steps} {'█' * filled}{'·' * (20 - filled)}")
         table.add_row("loss", self._loss())
         table.add_row("snapshot", f"version {self.version}")
+        if self.run_seconds_left is not None:
+            table.add_row("run", f"about {duration(self.run_seconds_left)} left")
         table.add_row("verdicts", verdicts or "none yet")
         table.add_row("traffic", f"{up} up, {down} down")
         table.add_row("seconds", ", ".join(seconds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base, Snapshots
 from blocktrain.threads import Stopped
-from blocktrain.wire.messages import CommitRequest, ErrorReason, Outcome, Verdict
+from blocktrain.wire.messages import CommitRequest, ErrorReason, Outcome, Verdict, verdict_word
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, is_discarded
 from blocktrain.worker.joining import Membership
 from blocktrain.worker.live_view import PlainView
@@ -101,7 +101,8 @@ class Sending:
         self.state.save_progress(progress)
         if verdict is not None:
             age = max(0, verdict.head_version - update.base.version)
-            self.view.judged(update.block, update.round, verdict.outcome.value, age, verdict.sentence)
+            word = verdict_word(verdict.outcome, verdict.held_against)
+            self.view.judged(update.block, update.round, word, age, verdict.sentence)
             if is_discarded(verdict.outcome, verdict.reason):
                 # What was trained ahead builds on the discarded update; the next heartbeat calls it off.
                 self.logic.hurry_heartbeats()

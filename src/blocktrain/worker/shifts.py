@@ -7,6 +7,7 @@ Ctrl-C and starting again could not, and other workers never wait for a sleeping
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import threading
@@ -15,11 +16,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import FrameType
 
 from blocktrain.errors import StoppedError, UserError
 
 LOOK_SECONDS = 0.5
+PAUSE_FILE = "paused"
+"""A file and not a signal: it needs no process id, and a worker that is started again stays paused."""
+CONTRIBUTION_FILE = "contribution.json"
 MINUTES_OF_A_DAY = 24 * 60
 
 
@@ -48,6 +53,11 @@ class Contribution:
     bytes_up: int = 0
     bytes_down: int = 0
 
+    def __add__(self, other: Contribution) -> Contribution:
+        return Contribution(
+            *(getattr(self, part.name) + getattr(other, part.name) for part in dataclasses.fields(self))
+        )
+
     def sentence(self) -> str:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.verdicts.items()) or "none"
         return (
@@ -69,15 +79,15 @@ def parse_hours(text: str) -> tuple[int, int]:
 
 
 def decide(
-    terms: Terms, *, minute: int, asked_to_pause: bool, worked_seconds: float, rounds: int
+    terms: Terms, *, minute: int, asked_to_pause: str | None, worked_seconds: float, rounds: int
 ) -> tuple[Wish, str]:
     """What a worker should do now, and why. Leaving goes first: nobody waits for what will not come."""
     if terms.max_rounds is not None and rounds >= terms.max_rounds:
         return Wish.LEAVE, f"{rounds} rounds are done, as --max-rounds asks"
     if terms.max_seconds is not None and worked_seconds >= terms.max_seconds:
         return Wish.LEAVE, f"{worked_seconds / 3600:.1f} h are done, as --max-hours asks"
-    if asked_to_pause:
-        return Wish.PAUSE, "asked to by SIGUSR1; SIGUSR2 resumes"
+    if asked_to_pause is not None:
+        return Wish.PAUSE, asked_to_pause
     if terms.hours is not None:
         begin, end = terms.hours
         inside = begin <= minute < end if begin < end else minute >= begin or minute < end
@@ -96,20 +106,24 @@ class Shifts:
         work: Callable[[threading.Event], None],
         say: Callable[[str], None],
         minute: Callable[[], int] = lambda: time.localtime().tm_hour * 60 + time.localtime().tm_min,
+        folder: Path | None = None,
     ) -> None:
+        """`folder` is the worker's data folder, where `blocktrain pause` leaves a file."""
         self.terms, self.contribution, self.work, self.say, self.minute = (
             terms, contribution, work, say, minute,
         )  # fmt: skip
-        self.asked_to_pause = False
+        self.signalled = False
+        # The folder above is that of all workers of one `worker --devices`.
+        self.pause_files = [] if folder is None else [one / PAUSE_FILE for one in (folder, folder.parent)]
 
     def obey_signals(self) -> None:
         """SIGUSR1 pauses, SIGUSR2 resumes; Windows has neither."""
 
         def pause(_: int, __: FrameType | None) -> None:
-            self.asked_to_pause = True
+            self.signalled = True
 
         def resume(_: int, __: FrameType | None) -> None:
-            self.asked_to_pause = False
+            self.signalled = False
 
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, pause)
@@ -136,11 +150,15 @@ class Shifts:
                 return
 
     def _wish(self) -> tuple[Wish, str]:
-        given = self.contribution
+        given, asked = self.contribution, None
+        if self.signalled:
+            asked = "asked to by SIGUSR1; SIGUSR2 resumes"
+        elif any(file.exists() for file in self.pause_files):
+            asked = "asked to by `blocktrain pause`; `blocktrain resume` goes on"
         return decide(
             self.terms,
             minute=self.minute(),
-            asked_to_pause=self.asked_to_pause,
+            asked_to_pause=asked,
             worked_seconds=given.seconds,
             rounds=given.verdicts.total(),
         )

@@ -6,7 +6,9 @@ a round to an update's arrival. Every answer carries the sentence that the API, 
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +21,10 @@ HISTORY_ARRIVALS = 32
 DEADLINE_STEP = 2.0
 """A round is at most this many times as long, or as short, as the arrivals before its last round ask for.
 Six workers that revealed minutes late moved a deadline from 8 s to over 80 s in one round."""
+
+
+PACE_ROUNDS = 8
+"""Rounds of a block from which the time left is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +179,33 @@ def _wanted_seconds(offsets: Sequence[float], swarm: SwarmConfig) -> tuple[float
     share, slack = f"{swarm.deadline_quantile:.0%}", swarm.deadline_slack
     reason = f"{share} of the last {len(offsets)} arrivals took at most {slowest:.1f} s, times {slack:g}"
     return slowest * slack, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPace:
+    """How fast a block's rounds have closed lately."""
+
+    version: int
+    closed: Sequence[float]
+    """When its last rounds closed, oldest first; at most PACE_ROUNDS."""
+    first_seconds: float | None
+    """How long the first of these took."""
+
+
+def run_seconds_left(blocks: Sequence[BlockPace], rounds: int, now: float) -> float | None:
+    """Until the slowest block has had all its rounds; None where a block has closed none that would tell."""
+    longest = 0.0
+    for block in blocks:
+        if block.version >= rounds:
+            continue
+        # The median, so that a coordinator that was down for a week does not make all rounds a week long.
+        gaps = [after - before for before, after in itertools.pairwise(block.closed)]
+        pace = statistics.median(gaps) if gaps else block.first_seconds
+        if not pace:
+            return None
+        under_way = min(max(0.0, now - block.closed[-1]), pace)
+        longest = max(longest, (rounds - block.version) * pace - under_way)
+    return longest
 
 
 def quantile(values: Sequence[float], share: float) -> float:

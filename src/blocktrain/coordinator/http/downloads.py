@@ -10,6 +10,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 
 from blocktrain.coordinator.http.openapi import Answers, HashPath, refuses
 from blocktrain.coordinator.http.signed_requests import Service
+from blocktrain.coordinator.model_archive import newest_model
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key, text_key
@@ -48,6 +49,25 @@ def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) ->
     """A snapshot as safetensors."""
     service.reports.find_snapshot(snapshot_hash)
     return blob_response(request, service.resources.blobs, snapshot_key(snapshot_hash), snapshot_hash)
+
+
+@downloads.get(
+    "/v1/checkpoint",
+    response_class=Response,
+    responses={
+        200: {"description": "a tar file", "content": {"application/x-tar": {}}},
+        **refuses(ErrorReason.NOT_FOUND),
+    },
+)
+def get_checkpoint(service: Service) -> Response:
+    """The newest snapshots as a checkpoint folder in a tar file."""
+    archive = newest_model(service.resources)
+    headers = {
+        "Content-Length": str(archive.num_bytes),
+        "Content-Disposition": f'attachment; filename="{archive.name}"',
+        "Cache-Control": "no-store",
+    }
+    return StreamingResponse(archive.stream(), headers=headers, media_type="application/x-tar")
 
 
 @downloads.get("/v1/data/{sha256}", response_class=Response, responses=TEXT_ANSWERS)

@@ -4,20 +4,36 @@ follows from them is decided in `decisions/` and `validation/`.
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.decisions.rounds import HISTORY_ARRIVALS, OpenRound, RoundFacts, round_state
+from blocktrain.coordinator.decisions.rounds import (
+    HISTORY_ARRIVALS,
+    PACE_ROUNDS,
+    BlockPace,
+    OpenRound,
+    RoundFacts,
+    round_state,
+)
 from blocktrain.coordinator.decisions.scheduling import GIVEN_UP_SECONDS
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.states import COUNTED, LIVE, WAITING, AssignmentState, UpdateState
-from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, RunRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.states import COUNTED, WAITING, AssignmentState, UpdateState
+from blocktrain.coordinator.storage.store import (
+    AssignmentRow,
+    BlockRow,
+    MergeRow,
+    RunRow,
+    UpdateRow,
+    WorkerRow,
+)
 from blocktrain.validation.ruling import MEDIAN_NORMS
 from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
@@ -132,9 +148,29 @@ def inputs_of_merge(session: Session, block: int, version: int | None) -> list[U
     return list(session.scalars(query))
 
 
-def live_assignments(session: Session, block: int, round_: int) -> int:
+def block_paces(session: Session) -> list[BlockPace]:
+    """How fast each block's last rounds closed."""
+    rows = session.execute(
+        select(BlockRow.block, BlockRow.version, MergeRow.begun, MergeRow.closed)
+        .outerjoin(
+            MergeRow,
+            (MergeRow.block == BlockRow.block) & (MergeRow.version > BlockRow.version - PACE_ROUNDS),
+        )
+        .order_by(BlockRow.block, MergeRow.version)
+    ).all()
+    paces = []
+    for _, group in itertools.groupby(rows, key=lambda row: row.block):
+        merges = list(group)
+        closed = tuple(row.closed for row in merges if row.closed is not None)
+        begun = merges[0].begun
+        first = closed[0] - begun if closed and begun is not None else None
+        paces.append(BlockPace(version=merges[0].version, closed=closed, first_seconds=first))
+    return paces
+
+
+def num_assignments(session: Session, block: int, round_: int, states: Sequence[AssignmentState]) -> int:
     query = select(func.count()).where(
-        AssignmentRow.block == block, AssignmentRow.round == round_, AssignmentRow.state.in_(LIVE)
+        AssignmentRow.block == block, AssignmentRow.round == round_, AssignmentRow.state.in_(states)
     )
     return session.scalar(query) or 0
 

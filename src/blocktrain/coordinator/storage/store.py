@@ -26,6 +26,7 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    false,
     text,
 )
 from sqlalchemy.engine import make_url
@@ -107,6 +108,7 @@ class WorkerRow(Table):
     accepted: Mapped[int] = mapped_column(default=0)
     late: Mapped[int] = mapped_column(default=0)
     refused: Mapped[int] = mapped_column(default=0)
+    unused: Mapped[int] = mapped_column(default=0, server_default="0")
     account: Mapped[str] = mapped_column(default="{}")
     """Sums of what its commits reported, as JSON of messages.Account."""
     address: Mapped[str | None] = mapped_column(Hex32, index=True)
@@ -169,6 +171,8 @@ class UpdateRow(Table):
     weight: Mapped[float] = mapped_column(default=0.0)
     reason: Mapped[str | None] = mapped_column(String(32))
     sentence: Mapped[str | None]
+    held_against: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """Its refusal speaks against its worker; without that it is shown as unused."""
     norm: Mapped[float | None]
     revealed: Mapped[float | None]
     offset: Mapped[float | None]

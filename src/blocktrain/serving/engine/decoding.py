@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 from blocktrain.serving.engine.drafting import Drafter
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Normalised consensus log-probs [R, V], and how far each may be from its exact value [R, V]."""
-
-    log_probs: NDArray[np.float64]
-    tolerance: NDArray[np.float64]
+from blocktrain.serving.engine.rows import Rows
 
 
 class RowSource(Protocol):
@@ -83,7 +74,7 @@ async def decode(
                 tokens.append(choice.token)
                 written.append(choice.token)
                 if request.logprobs is not None:
-                    logprobs.append(token_logprob(row, choice.token, request.logprobs))
+                    logprobs.append(token_logprob(row, choice.token, request.logprobs, rows.weights[i]))
                 if i < len(draft) and choice.token != draft[i]:
                     break
 
@@ -92,12 +83,13 @@ async def decode(
             stats.accepted += accepted
             stats.tokens += len(written)
             if drafter is not None:
-                drafter.observe(accepted, drafted - began, scored - drafted)
+                drafter.observe(accepted, drafted - began, scored - drafted, rows.weights[accepted])
             yield Chunk(written, logprobs if request.logprobs is not None else None)
     finally:
         await source.close()
 
 
-def token_logprob(row: Row, token: int, top: int) -> TokenLogprob:
+def token_logprob(row: Row, token: int, top: int, weights: Row) -> TokenLogprob:
     best = np.argsort(-row, kind="stable")[:top]
-    return TokenLogprob(token, float(row[token]), [(int(t), float(row[t])) for t in best])
+    tops = [(int(t), float(row[t])) for t in best]
+    return TokenLogprob(token, float(row[token]), tops, [float(weight) for weight in weights])

@@ -26,6 +26,7 @@ from blocktrain.serving.engine.requests import (
     RequestError,
     TokenLogprob,
 )
+from blocktrain.serving.engine.rows import Rows
 from blocktrain.serving.engine.sweeping import sweep
 
 SCORING_WINDOWS_AT_ONCE = 4
@@ -47,8 +48,8 @@ class TextEngine(ABC):
         """The last block's log-probs [N, V] of the new tokens, after every block has refined them."""
 
     @abstractmethod
-    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
-        """Normalised log-probs [T, V] of what follows each of `ids`."""
+    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Rows:
+        """The rows of what follows each of `ids`."""
 
     @abstractmethod
     def draft_length(self, request: GenerationRequest) -> DraftLength: ...
@@ -119,7 +120,8 @@ class TextEngine(ABC):
             async with gate:
                 spent.scoring_traversals += 1
                 rows = await self.window_rows(inputs, deadline, spent)
-            return [token_logprob(row, target, top) for row, target in zip(rows, targets, strict=True)]
+            each = zip(rows.log_probs, targets, rows.weights, strict=True)
+            return [token_logprob(row, target, top, weights) for row, target, weights in each]
 
         try:
             async with asyncio.timeout(deadline_seconds):

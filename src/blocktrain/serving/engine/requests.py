@@ -97,6 +97,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    weights: list[float] = field(default_factory=list)
+    """What each block counted for where the token was chosen; none in `sweep`, where blocks take turns."""
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ class Gateway:
             body.prompts,
             max_tokens=limit,
             logprobs=body.logprobs,
+            block_weights=bool(body.block_weights),
             stops=body.stops,
             echo=bool(body.echo),
             client=request.scope.get(CALLER, ANYONE),
@@ -199,6 +200,7 @@ class Gateway:
         stops: Sequence[str],
         client: str,
         echo: bool = False,
+        block_weights: bool = False,
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
         self._require_model(body.model)
@@ -246,7 +248,8 @@ class Gateway:
                 mode=mode,
                 draft_tokens=body.draft_tokens,
                 passes=body.passes or 1,
-                logprobs=logprobs,
+                # Weights come with the scores of tokens, which are then made and not shown.
+                logprobs=0 if block_weights and logprobs is None else logprobs,
                 deadline_seconds=limits.request_seconds,
             )
             for text in texts
@@ -254,7 +257,7 @@ class Gateway:
         ]
         return Job(
             choices=[Choice(i, request, tuple(stops), echo) for i, request in enumerate(requests)],
-            format=shape(model, logprobs),
+            format=shape(model, logprobs, block_weights=block_weights),
             mode=mode,
             seed=seed,
             prompt_tokens=sum(lengths),
@@ -276,7 +279,8 @@ def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastA
     config = config or GatewayConfig()
     gateway = Gateway(engine, config)
 
-    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__)
+    # No /docs: its page would load scripts from another origin. /openapi.json is served.
+    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, docs_url=None, redoc_url=None)
     app.include_router(gateway.router())
     app.add_middleware(AccessCheck, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
     if config.origins:

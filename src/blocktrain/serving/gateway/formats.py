@@ -19,9 +19,9 @@ from blocktrain.serving.gateway.text import token_label
 class AnswerFormat(ABC):
     prefix: ClassVar[str]
 
-    def __init__(self, model: ModelInfo, top: int | None) -> None:
+    def __init__(self, model: ModelInfo, top: int | None, *, block_weights: bool = False) -> None:
         """`top` as the request's log-probs: None for none, or how many alternatives."""
-        self.tokenizer, self.top = model.tokenizer, top
+        self.tokenizer, self.top, self.block_weights = model.tokenizer, top, block_weights
         self.heading: dict[str, Any] = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -55,9 +55,9 @@ class CompletionFormat(AnswerFormat):
         return shapes.Completion(**self.heading, choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> shapes.CompletionChoice:
-        logprobs = None
+        logprobs, scores = None, [token.score for token in piece.scored]
+        weights = [None if score is None else score.weights for score in scores]
         if self.top is not None:
-            scores = [token.score for token in piece.scored]
             tops: list[dict[str, float] | None] = []
             for score in scores:
                 # The most likely tokens and, as OpenAI does, the chosen one.
@@ -71,7 +71,11 @@ class CompletionFormat(AnswerFormat):
                 text_offset=[token.offset for token in piece.scored],
             )
         return shapes.CompletionChoice(
-            index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
+            index=piece.index,
+            text=piece.text,
+            logprobs=logprobs,
+            block_weights=weights if self.block_weights else None,
+            finish_reason=piece.finish_reason,
         )
 
 

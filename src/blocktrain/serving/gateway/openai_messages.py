@@ -5,7 +5,7 @@ Knows shapes and ranges that hold for every server; what depends on the model or
 Unknown fields are refused, as OpenAI does; fields that clients send but that change nothing are ignored;
 fields that would change the answer in a way not offered are refused unless they are neutral.
 
-Fields that OpenAI does not have: `mode`, `draft_tokens`, `passes` and `overflow`.
+Fields that OpenAI does not have: `mode`, `draft_tokens`, `passes`, `overflow` and `block_weights`.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ class CompletionRequest(SamplingRequest):
     """Give the prompt back in front of the text."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """Report the log-probability of each token, and of this many alternatives."""
+    block_weights: bool | None = None
+    """For debugging: report what each block counted for where a token was chosen."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Only equal to `n`."""
     suffix: str | None = None
@@ -164,6 +166,8 @@ class CompletionRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _offered_here(self) -> CompletionRequest:
+        if self.block_weights and self.mode == "sweep":
+            raise _wrong("block_weights", "is not offered in mode `sweep`, where the blocks take turns")
         if self.suffix:
             raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -275,6 +279,8 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    block_weights: Annotated[list[list[float] | None] | None, Absent] = None
+    """Each token's weights of all blocks; null for the first of an echoed prompt, which nothing predicts."""
     finish_reason: FinishReason | None = None
 
 

@@ -27,6 +27,7 @@ export class Blocks {
     setText(part("arrived"), arrived(block));
     setText(part("loss"), nats(evaluations.at(-1)?.block_ce[block.block]));
     setText(part("reason"), block.finished ? "" : block.round.deadline_reason);
+    for (const name of ["replicas", "arrived", "deadline"]) part(name).parentElement.hidden = block.finished;
     setAttribute(node, "data-state", stateOf(block));
     setAttribute(node, "title", `snapshot ${block.head_hash}`);
     this.times(node, block);
@@ -34,7 +35,8 @@ export class Blocks {
 
   times(node, block) {
     const now = this.clock();
-    setText(node.querySelector(".age"), `${duration(now - block.head_made)} ago`);
+    const merged = block.head_version > 0;
+    setText(node.querySelector(".age"), merged ? `${duration(now - block.head_made)} ago` : "none yet");
     setText(node.querySelector(".deadline"), deadline(block, now));
   }
 }
@@ -50,14 +52,13 @@ function create(block) {
       element("p", {}, element("span", { class: "version" }), " ", element("span", { class: "rounds muted" }))),
     element("div", { class: "bar", "aria-hidden": "true" }, element("span")),
     element("dl", { class: "lines" },
-      line("Replicas", "replicas"), line("Arrived", "arrived"), line("Closes", "deadline"), line("Head made", "age"),
+      line("Replicas", "replicas"), line("Arrived", "arrived"), line("Closes", "deadline"), line("Last merge", "age"),
       line("Loss alone", "loss")),
     element("p", { class: "reason muted small" }),
   );
 }
 
 function arrived(block) {
-  if (block.finished) return "–";
   const { accepted, late, wanted } = block.round;
   return `${accepted} of ${wanted}${late ? `, ${late} late` : ""}`;
 }
@@ -69,9 +70,7 @@ function stateOf(block) {
 }
 
 function deadline(block, now) {
-  const state = stateOf(block);
-  if (state === "finished") return "finished";
-  if (state === "merging") return "merging now";
+  if (stateOf(block) === "merging") return "merging now";
   if (block.round.deadline === null) return "not begun";
   return block.round.deadline > now ? `in ${duration(block.round.deadline - now)}` : "any moment";
 }

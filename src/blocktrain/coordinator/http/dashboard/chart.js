@@ -1,17 +1,18 @@
-// Loss by round as a picture: one line for the composed model, one for each block, level lines for references.
-// The same numbers stand in a table, and the arrow keys read them one by one.
+// Loss as a picture, by time or by round: the composed model, each block alone, the training loss that workers
+// report between two scores, and level lines for references. The scores stand in a table too, and the arrow
+// keys read them one by one.
 
 import { byId, element, keyed, setText, svg } from "./dom.js";
-import { nats } from "./format.js";
+import { duration, nats } from "./format.js";
+import { edgeLabels, grid, LABEL_GAP, path, picture, scales, ticks, timeTicks } from "./plot.js";
 
 const COLOURS = 8;
 const LABELLED_BLOCKS = 16; // beyond, lines are drawn alike and only the composed model has a label
 const MARGIN = { top: 12, right: 58, bottom: 30, left: 44 };
-const LABEL_GAP = 13;
-const LABEL_WIDTH = 40;
+const NARROW = 520;
+const CLIP = "loss-plot";
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const roundOf = (evaluation) => mean(evaluation.versions);
 
 export class Chart {
   constructor() {
@@ -19,94 +20,125 @@ export class Chart {
     this.readout = byId("chart-readout");
     this.status = null;
     this.chosen = null;
-    this.drawn = "";
     new ResizeObserver(() => this.draw()).observe(this.box);
     this.box.addEventListener("pointermove", (event) => this.point(event));
     this.box.addEventListener("pointerleave", () => this.choose(null));
     this.box.addEventListener("blur", () => this.choose(null));
     this.box.addEventListener("keydown", (event) => this.key(event));
+    byId("loss-axis").addEventListener("change", () => this.draw());
   }
 
   update(status) {
-    const before = this.status;
+    if (this.status !== null && this.status.run_id !== status.run_id) this.chosen = null;
     this.status = status;
-    const marks = [status.run_id, status.evaluations.length, status.evaluations.at(-1)?.time, status.references.length];
-    const content = marks.join("/");
-    if (content === this.drawn) return;
-    this.drawn = content;
-    if (before !== null && before.run_id !== status.run_id) this.chosen = null;
     this.draw();
     this.legend();
     this.table();
     this.read();
   }
 
-  series() {
-    const { evaluations, blocks } = this.status;
-    const lines = blocks.map(({ block }) => ({
-      name: `block ${block}`,
-      short: String(block),
-      kind: blocks.length > LABELLED_BLOCKS ? "many" : `series-${block % COLOURS}`,
-      points: evaluations.map((one) => [roundOf(one), one.block_ce[block]]),
-    }));
-    const composed = evaluations.map((one) => [roundOf(one), one.consensus_ce]);
-    return [...lines, { name: "composed", short: "all", kind: "composed", points: composed }];
+  get byTime() {
+    return byId("axis-time").checked;
   }
 
-  scales(width, height, series) {
-    const { evaluations, references, rounds } = this.status;
-    const levels = references.map((one) => one.ce);
+  // Where something stands on the axis: seconds since the run began, or rounds.
+  at(time, round) {
+    return this.byTime ? Math.max(0, time - this.status.created) : round;
+  }
+
+  place(evaluation) {
+    return this.at(evaluation.time, mean(evaluation.versions));
+  }
+
+  series() {
+    const { evaluations, blocks } = this.status;
+    const kind = (block) => (blocks.length > LABELLED_BLOCKS ? "many" : `series-${block % COLOURS}`);
+    const scored = (lossOf) => evaluations.map((one) => [this.place(one), lossOf(one)]);
+    const trained = blocks.map(({ block }) => ({
+      kind: `training ${kind(block)}`, points: this.training(block),
+    }));
+    const alone = blocks.map(({ block }) => ({
+      short: String(block), kind: kind(block), points: scored((one) => one.block_ce[block]),
+    }));
+    const composed = { short: "all", kind: "composed", points: scored((one) => one.consensus_ce) };
+    return [...trained, ...alone, composed].filter((line) => line.points.length > 0);
+  }
+
+  // What workers reported for a block: the mean of each round, and what those at work on it say now.
+  training(block) {
+    const { reports, workers, server_time: now, blocks } = this.status;
+    const points = reports.filter((one) => one.block === block && one.mean_loss !== null && one.closed !== null)
+      .map((one) => [this.at(one.closed, one.version), one.mean_loss]);
+    const live = workers.filter((one) => one.live && one.block === block && one.loss !== null);
+    const version = blocks[block].head_version;
+    if (live.length && !blocks[block].finished) {
+      points.push([this.at(now, version + 0.5), mean(live.map((one) => one.loss))]);
+    }
+    return points;
+  }
+
+  plot(width, height, series) {
+    const levels = this.status.references.map((one) => one.ce);
     const losses = series.flatMap((line) => line.points.map(([, loss]) => loss));
     const low = Math.min(...losses, ...levels);
     // The first rounds are far above what matters; let them run out of the picture.
-    const matters = Math.max(1.15 * Math.max(...levels, 0), 2 * evaluations.at(-1).consensus_ce);
-    const high = Math.min(Math.max(...losses, ...levels), matters);
+    const newest = series.at(-1).points.at(-1)[1];
+    const high = Math.min(Math.max(...losses, ...levels), Math.max(1.15 * Math.max(...levels, 0), 2 * newest));
     const pad = Math.max(0.06 * (high - low), 0.02);
-    const last = Math.max(1, Math.min(rounds, Math.ceil(1.15 * roundOf(evaluations.at(-1)))));
-    const plotWidth = width - MARGIN.left - MARGIN.right;
-    const plotHeight = height - MARGIN.top - MARGIN.bottom;
+    const last = Math.max(...series.map((line) => line.points.at(-1)[0]), this.byTime ? 1e-3 : 1);
     return {
-      low: low - pad,
-      high: high + pad,
-      last,
-      x: (round) => MARGIN.left + (plotWidth * round) / last,
-      y: (loss) => MARGIN.top + (plotHeight * (high + pad - loss)) / (high - low + 2 * pad),
+      low: low - pad, high: high + pad, last, clip: CLIP,
+      ...scales(width, height, MARGIN, { low: 0, high: last }, { low: low - pad, high: high + pad }),
     };
   }
 
   draw() {
     if (this.status === null) return;
-    if (this.status.evaluations.length === 0) {
-      const wait = this.status.finished ? "No scores." : "The first scores come after the first merge.";
+    const series = this.series();
+    this.axes = this.cursor = undefined;
+    if (series.length === 0) {
+      const wait = this.status.finished ? "No scores." : "Losses come with the first steps, scores after a merge.";
       this.box.replaceChildren(element("p", { class: "empty" }, wait));
       return;
     }
     const width = Math.max(260, this.box.clientWidth);
-    const height = width < 520 ? 240 : 320;
-    const series = this.series();
-    const scales = this.scales(width, height, series);
-    this.axes = scales;
-    const clip = svg("clipPath", { id: "plot" }, svg("rect", {
-      x: MARGIN.left, y: 0, width: width - MARGIN.left, height: height - MARGIN.bottom,
-    }));
+    const height = width < NARROW ? 240 : 320;
+    const plot = this.plot(width, height, series);
+    this.axes = plot;
     this.cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
-    const picture = svg(
-      "svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true", focusable: "false" },
-      svg("defs", {}, clip),
-      ...grid(scales, width, height),
-      ...this.status.references.map((one) => level(one, scales, width)),
-      ...series.map((line) => path(line, scales)),
-      ...labels(series, this.status.references, scales, width, this.status.blocks.length),
+    this.box.replaceChildren(picture(plot, CLIP, [
+      ...this.grid(plot),
+      ...this.status.references.map((one) => level(one, plot)),
+      ...series.map((line) => path(plot, line.kind, line.points)),
+      ...edgeLabels(plot, this.labels(plot, series)),
       this.cursor,
-    );
-    this.box.replaceChildren(picture);
+    ]));
     this.mark();
   }
 
+  grid(plot) {
+    const wanted = plot.width < NARROW ? 4 : 9;
+    const rounds = () => ticks(0, plot.last, wanted).filter(Number.isInteger)
+      .map((at) => ({ at, text: at === 0 ? "round 0" : String(at) }));
+    const times = () => timeTicks(plot.last, wanted - 1).map((at) => ({ at, text: at === 0 ? "start" : short(at) }));
+    const losses = ticks(plot.low, plot.high, 5).map((at) => ({ at, text: String(Number(at.toFixed(3))) }));
+    return grid(plot, this.byTime ? times() : rounds(), losses);
+  }
+
+  // As many as have room: the composed model and the references first.
+  labels(plot, series) {
+    const words = { reference: "e2e", bigram: "bigram" };
+    const named = series.filter((line) => line.short !== undefined && line.kind !== "many").toReversed();
+    const lines = named.map((line) => ({ text: line.short, kind: line.kind, at: line.points.at(-1)[1] }));
+    const levels = this.status.references.map((one) => ({ text: words[kindOf(one)], kind: kindOf(one), at: one.ce }));
+    const room = Math.floor((plot.height - MARGIN.top - MARGIN.bottom) / LABEL_GAP);
+    return [...lines.slice(0, 1), ...levels, ...lines.slice(1)].slice(0, room);
+  }
+
   point(event) {
-    if (this.status === null || this.status.evaluations.length === 0) return;
+    if (this.axes === undefined || this.status.evaluations.length === 0) return;
     const at = event.clientX - this.box.getBoundingClientRect().left;
-    const away = (one) => Math.abs(this.axes.x(roundOf(one)) - at);
+    const away = (one) => Math.abs(this.axes.x(this.place(one)) - at);
     const { evaluations } = this.status;
     this.choose(evaluations.reduce((best, one, i) => (away(one) < away(evaluations[best]) ? i : best), 0));
   }
@@ -131,14 +163,21 @@ export class Chart {
     if (this.cursor === undefined) return;
     this.cursor.setAttribute("visibility", chosen === undefined ? "hidden" : "visible");
     if (chosen === undefined) return;
-    const x = this.axes.x(roundOf(chosen));
+    const x = this.axes.x(this.place(chosen));
     this.cursor.setAttribute("x1", x);
     this.cursor.setAttribute("x2", x);
   }
 
   read() {
     const chosen = this.chosen === null ? undefined : this.status?.evaluations[this.chosen];
-    setText(this.readout, chosen === undefined ? "" : sentence(chosen));
+    setText(this.readout, chosen === undefined ? "" : this.sentence(chosen));
+  }
+
+  sentence(evaluation) {
+    const blocks = evaluation.block_ce.map((loss, block) => `block ${block} ${nats(loss)}`);
+    const shown = blocks.length > LABELLED_BLOCKS ? [] : blocks;
+    const when = `After ${duration(evaluation.time - this.status.created)}, round ${roundsOf(evaluation)}`;
+    return [`${when}: composed ${nats(evaluation.consensus_ce)}`, ...shown].join(", ");
   }
 
   legend() {
@@ -152,6 +191,8 @@ export class Chart {
         items.push({ name: `block ${block}`, kind: `series-${block % COLOURS}`, ce, note: null });
       }
     } else items.push({ name: `${blocks.length} blocks`, kind: "many", ce: undefined, note: null });
+    const note = "What workers report of the text they train on: each block's mean by round, and those at work now";
+    items.push({ name: "training loss", kind: "training many", ce: undefined, note });
     keyed(byId("legend"), items, (item) => item.name, legendItem, (node, item) => {
       node.title = item.note ?? "";
       setText(node.lastElementChild, item.ce === undefined ? "" : nats(item.ce));
@@ -159,14 +200,14 @@ export class Chart {
   }
 
   table() {
-    const { evaluations, blocks, references } = this.status;
-    const heads = ["Round", "Composed", ...blocks.map(({ block }) => `Block ${block}`)];
+    const { evaluations, blocks, references, created } = this.status;
+    const heads = ["After", "Round", "Composed", ...blocks.map(({ block }) => `Block ${block}`)];
     const rows = evaluations.toReversed().map((one) => [
-      element("th", { scope: "row" }, String(Number(roundOf(one).toFixed(2)))),
+      element("th", { scope: "row" }, duration(one.time - created)), element("td", {}, roundsOf(one)),
       ...[one.consensus_ce, ...one.block_ce].map((loss) => element("td", {}, nats(loss))),
     ]);
     const levels = references.map((one) => [
-      element("th", { scope: "row" }, one.name), element("td", {}, nats(one.ce)),
+      element("th", { scope: "row", colspan: 2 }, one.name), element("td", {}, nats(one.ce)),
       element("td", { colspan: blocks.length, class: "muted" }, one.source),
     ]);
     byId("loss-table").replaceChildren(
@@ -176,15 +217,22 @@ export class Chart {
   }
 }
 
-function kindOf(reference) {
-  return reference.name === "end to end" ? "reference" : "bigram";
+// "4", or "4 to 6" where blocks are apart.
+function roundsOf(evaluation) {
+  const [first, last] = [Math.min(...evaluation.versions), Math.max(...evaluation.versions)];
+  return first === last ? String(first) : `${first} to ${last}`;
 }
 
-function sentence(evaluation) {
-  const blocks = evaluation.block_ce.map((loss, block) => `block ${block} ${nats(loss)}`);
-  const shown = blocks.length > LABELLED_BLOCKS ? [] : blocks;
-  const round = Number(roundOf(evaluation).toFixed(2));
-  return [`Round ${round}: composed ${nats(evaluation.consensus_ce)}`, ...shown].join(", ");
+// Fits under an axis: one unit.
+function short(seconds) {
+  if (seconds < 300 && seconds % 60) return `${seconds} s`;
+  if (seconds < 3600) return `${Number((seconds / 60).toFixed(1))} min`;
+  if (seconds < 2 * 86400) return `${Number((seconds / 3600).toFixed(1))} h`;
+  return `${Number((seconds / 86400).toFixed(1))} d`;
+}
+
+function kindOf(reference) {
+  return reference.name === "end to end" ? "reference" : "bigram";
 }
 
 function legendItem(item) {
@@ -195,63 +243,10 @@ function legendItem(item) {
   );
 }
 
-function grid(scales, width, height) {
-  const parts = [];
-  for (const loss of ticks(scales.low, scales.high, 5)) {
-    const y = scales.y(loss);
-    parts.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
-    parts.push(svg("text", { class: "tick", x: MARGIN.left - 8, y: y + 4, "text-anchor": "end" },
-      String(Number(loss.toFixed(3)))));
-  }
-  const wanted = width < 520 ? 5 : 9;
-  for (const round of ticks(0, scales.last, wanted).filter(Number.isInteger)) {
-    const at = { class: "tick", x: scales.x(round), y: height - 10, "text-anchor": "middle" };
-    parts.push(svg("text", at, round === 0 ? "round 0" : String(round)));
-  }
-  return parts;
-}
-
-function ticks(low, high, wanted) {
-  const rough = (high - low) / wanted;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(Number((i * step).toPrecision(12)));
-  return found;
-}
-
-function level(reference, scales, width) {
-  const y = scales.y(reference.ce);
+function level(reference, plot) {
+  const y = plot.y(reference.ce);
   return svg("line", {
-    class: `line ${kindOf(reference)}`, x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y,
-    "clip-path": "url(#plot)",
+    class: `line ${kindOf(reference)}`, x1: MARGIN.left, x2: plot.width - MARGIN.right, y1: y, y2: y,
+    "clip-path": `url(#${CLIP})`,
   });
-}
-
-function path(line, scales) {
-  const points = line.points.map(([round, loss]) => `${scales.x(round).toFixed(1)},${scales.y(loss).toFixed(1)}`);
-  if (points.length === 1) {
-    const [x, y] = points[0].split(",");
-    return svg("circle", { class: `spot ${line.kind}`, cx: x, cy: y, r: 3, "clip-path": "url(#plot)" });
-  }
-  return svg("polyline", { class: `line ${line.kind}`, points: points.join(" "), "clip-path": "url(#plot)" });
-}
-
-// Names at the right ends, pushed apart where they would overlap.
-function labels(series, references, scales, width, blocks) {
-  const shown = series.filter((line) => blocks <= LABELLED_BLOCKS || line.kind === "composed");
-  const placed = shown.map((line) => {
-    const [round, loss] = line.points.at(-1);
-    return { text: line.short, kind: line.kind, x: scales.x(round) + 7, y: scales.y(loss) + 4 };
-  });
-  const words = { reference: "e2e", bigram: "bigram" };
-  for (const one of references) {
-    placed.push({ text: words[kindOf(one)], kind: kindOf(one), x: width - MARGIN.right + 7, y: scales.y(one.ce) + 4 });
-  }
-  placed.sort((one, other) => one.y - other.y);
-  placed.forEach((label, i) => {
-    const above = placed.slice(0, i).filter((other) => Math.abs(other.x - label.x) < LABEL_WIDTH);
-    label.y = Math.max(label.y, ...above.map((other) => other.y + LABEL_GAP));
-  });
-  return placed.map(({ text, kind, x, y }) => svg("text", { class: `line-name ${kind}`, x, y }, text));
 }

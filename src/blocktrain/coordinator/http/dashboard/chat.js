@@ -15,6 +15,13 @@ export class Chat {
     this.messages = [];
     this.stopper = null;
     this.timer = null;
+    this.seen = false;
+    // A gateway that is not there yet costs an error in the console each time it is asked for, so only who looks
+    // at this box asks.
+    new IntersectionObserver(([box]) => {
+      this.seen = box.isIntersecting;
+      if (this.seen && this.model === null) this.probe();
+    }).observe(byId("chat"));
     byId("chat-key").addEventListener("change", () => this.probe());
     byId("chat-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -42,7 +49,7 @@ export class Chat {
     if (gateway === null) return;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.probe(), PROBE_MS);
-    if (document.hidden) return;
+    if (document.hidden || !this.seen) return;
     this.enable(false);
     const signal = AbortSignal.timeout(PROBE_MS);
     try {
@@ -53,7 +60,7 @@ export class Chat {
       else if (found !== null) this.connected(found);
     } catch {
       const allow = `--origin ${location.origin}`;
-      this.about(`The gateway at ${gateway} does not answer this page. If it runs, it must allow it: ${allow}`);
+      this.about(`Waiting for the gateway at ${gateway}. If it runs already, it must allow this page: ${allow}`);
     }
   }
 

@@ -36,8 +36,11 @@ export function perByte(status) {
     consensus_ce: one.consensus_ce / one.bytes_per_token,
     block_ce: one.block_ce.map((loss) => loss / one.bytes_per_token),
   }));
+  const scaled = (loss) => (loss === null ? null : loss / size);
   const references = status.references.map((one) => ({ ...one, ce: one.ce / size }));
-  return { ...status, evaluations, references, per_token: newest.consensus_ce };
+  const reports = status.reports.map((one) => ({ ...one, mean_loss: scaled(one.mean_loss) }));
+  const workers = status.workers.map((one) => ({ ...one, loss: scaled(one.loss) }));
+  return { ...status, evaluations, references, reports, workers, per_token: newest.consensus_ce };
 }
 
 export function percent(share) {
@@ -46,6 +49,27 @@ export function percent(share) {
 
 export function times(ratio) {
   return `${ratio >= 10 ? Math.round(ratio) : ratio.toFixed(1)}×`;
+}
+
+// 950, 12.3 k, 4.56 M: three digits are enough for a reader.
+export function amount(number) {
+  const units = ["", " k", " M", " G", " T"];
+  let unit = 0;
+  let left = number;
+  while (left >= 999.5 && unit < units.length - 1) {
+    left /= 1000;
+    unit += 1;
+  }
+  return `${left >= 100 || (unit === 0 && Number.isInteger(left)) ? Math.round(left) : Number(left.toPrecision(3))}${units[unit]}`;
+}
+
+// How a verdict is told: `unused` does not count, and its worker did nothing wrong.
+export function verdictWord(one) {
+  return one.state === "refused" && !one.held_against ? "unused" : one.state;
+}
+
+export function reasonWords(reason) {
+  return (reason ?? "").replaceAll("_", " ");
 }
 
 export function count(number, one, many) {

@@ -30,11 +30,12 @@ export async function getText(path) {
 }
 
 export class Live {
-  // `show` gets {status, workers, verdicts}; `tell` gets {state, waitMs}.
+  // `show` gets {status, workers, judged, newcomer, verdicts, run}; `tell` gets {state, waitMs}.
   constructor(show, tell) {
     this.show = show;
     this.tell = tell;
     this.source = null;
+    this.run = null;
     this.attempt = 0;
     this.timer = null;
     this.due = Infinity;
@@ -71,6 +72,7 @@ export class Live {
 
   connect() {
     this.close();
+    this.run = null;
     if (document.hidden) return;
     if (this.attempt === 0) this.tell({ state: "connecting" });
     const source = new EventSource("v1/events");
@@ -136,10 +138,13 @@ export class Live {
   async refreshOnce() {
     this.refreshing = true;
     try {
-      const [status, { workers }, { verdicts }] = await Promise.all(
+      // The recipe can change only when the coordinator starts again, and then this page connects again.
+      this.run ??= await getJson("v1/run");
+      const run = this.run;
+      const [status, { workers, judged, newcomer_reputation: newcomer }, { verdicts }] = await Promise.all(
         ["v1/status", "v1/workers", "v1/verdicts"].map(getJson),
       );
-      this.show({ status, workers, verdicts });
+      this.show({ status, workers, judged, newcomer, verdicts, run });
       return status;
     } catch (error) {
       if (!(error instanceof Unanswered)) throw error;

@@ -1,10 +1,12 @@
 // The dashboard: what the coordinator's public API says, drawn and kept up to date.
 
+import { About } from "./about.js";
 import { Blocks } from "./blocks.js";
 import { Chart } from "./chart.js";
 import { Chat } from "./chat.js";
 import { announce, byId, setText } from "./dom.js";
 import { duration, perByte } from "./format.js";
+import { History } from "./history.js";
 import { Ledger } from "./ledger.js";
 import { Live } from "./live.js";
 import { Overview } from "./overview.js";
@@ -14,6 +16,8 @@ const PROTOCOL = 1;
 const TICK_MS = 1000;
 
 const parts = { overview: new Overview(), chart: new Chart(), blocks: new Blocks(), workers: new Workers() };
+const about = new About();
+const history = new History();
 const ledger = new Ledger();
 const chat = new Chat();
 
@@ -37,6 +41,8 @@ function show(received) {
   parts.chart.update(status);
   parts.blocks.update(status, clock);
   parts.workers.update(state, clock);
+  about.update(state);
+  history.update(status, about.perUpdate);
   ledger.update(status);
   chat.update(status);
   if (before !== null && status.finished && !before.finished) announce("The run is finished.");
@@ -68,8 +74,6 @@ function sayConnection(state) {
 
 const live = new Live(show, tell);
 byId("retry").addEventListener("click", () => live.connect());
-setText(byId("join-command"), `blocktrain join ${location.origin}`);
-setText(byId("model-command"), `blocktrain checkpoint ${location.origin} --to model`);
 setInterval(() => {
   parts.overview.tick();
   parts.blocks.tick();

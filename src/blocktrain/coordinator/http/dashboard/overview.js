@@ -1,7 +1,7 @@
 // The heading, the key figures, traffic and participation.
 
 import { byId, element, keyed, setAttribute, setText } from "./dom.js";
-import { bytes, count, duration, nats, percent, short, times, total } from "./format.js";
+import { amount, bytes, count, duration, nats, percent, short, times, total } from "./format.js";
 
 const KINDS = [["payload", "updates"], ["snapshot", "snapshots"], ["control", "control"]];
 
@@ -10,7 +10,8 @@ export class Overview {
     this.status = status;
     this.clock = clock;
     setText(byId("name"), status.name);
-    document.title = `${status.name} · BlockTrain`;
+    const done = Math.min(...status.blocks.map((block) => block.head_version));
+    document.title = `${status.finished ? "✓" : `${done}/${status.rounds}`} ${status.name} · BlockTrain`;
     const state = byId("run-state");
     state.hidden = false;
     setText(state, status.finished ? "finished" : "training");
@@ -24,8 +25,11 @@ export class Overview {
 
   tick() {
     if (this.status === undefined) return;
-    const age = duration(this.clock() - this.status.created);
-    setText(byId("subtitle"), `run ${short(this.status.run_id)}, begun ${age} ago`);
+    const { created, ended, run_id: id } = this.status;
+    const ago = (time) => duration(this.clock() - time);
+    const times = ended === null ? `begun ${ago(created)} ago`
+      : `finished ${ago(ended)} ago, after ${duration(ended - created)}`;
+    setText(byId("subtitle"), `run ${short(id)}, ${times}`);
   }
 }
 
@@ -40,13 +44,13 @@ function figures(status, workers, moved) {
   const full = status.full_checkpoint_bytes;
   const items = [
     loss(status), rounds(status), people(status, workers),
-    { name: "Participation", value: percent(status.participation), note: "of assigned work arrived on time" },
+    throughput(status),
+    { name: "Participation", value: percent(status.participation), note: "of the work that was lent counted on time" },
     {
       name: "Traffic",
       value: moved.all && full ? `${times(full / moved.all)} less` : "–",
       note: `${bytes(moved.all)}, not ${bytes(full)} of full checkpoints`,
     },
-    { name: "Ledger", value: String(status.ledger_length), note: `entries, head ${short(status.ledger_head)}` },
   ];
   keyed(byId("figures"), items, (item) => item.name, figure, (node, item) => {
     setText(node.querySelector(".value"), item.value);
@@ -75,16 +79,24 @@ function rounds(status) {
   const versions = status.blocks.map((block) => block.head_version);
   const slowest = Math.min(...versions);
   const fastest = Math.max(...versions);
-  const note = slowest === fastest ? count(versions.length, "block", "blocks") : `fastest block at ${fastest}`;
-  return { name: "Rounds", value: `${slowest} of ${status.rounds}`, note };
+  const parts = [slowest === fastest ? count(versions.length, "block", "blocks") : `fastest block at ${fastest}`];
+  if (!status.finished && status.seconds_left !== null) parts.unshift(`about ${duration(status.seconds_left)} left`);
+  return { name: "Rounds", value: `${slowest} of ${status.rounds}`, note: parts.join(", ") };
+}
+
+function throughput(status) {
+  const speed = status.tokens_per_second;
+  return {
+    name: "Throughput", value: speed === null ? "–" : `${amount(speed)}/s`,
+    note: "training tokens, in the last rounds",
+  };
 }
 
 function people(status, workers) {
   const live = status.workers.filter((worker) => worker.live).length;
   const banned = workers.filter((worker) => worker.ban !== null).length;
   const newcomers = workers.filter((worker) => worker.live && worker.probation && !worker.ban).length;
-  const refused = status.workers.reduce((sum, worker) => sum + worker.refused, 0);
-  const parts = [count(refused, "update refused", "updates refused")];
+  const parts = [count(status.work.refused, "update refused", "updates refused")];
   if (newcomers) parts.push(`${newcomers} on probation`);
   if (banned) parts.push(`${banned} banned`);
   return { name: "Workers", value: `${live} live`, note: parts.join(", ") };
@@ -117,12 +129,11 @@ function barItem(bar) {
 }
 
 function participation(status) {
-  const sum = (key) => status.reports.reduce((updates, report) => updates + report[key], 0);
-  const arrived = sum("on_time") + sum("late") + sum("refused");
-  const missing = Math.max(0, sum("assigned") - arrived);
+  const { accepted, late, unused, refused, missing } = status.work;
   const parts = [
-    { name: "on time", amount: sum("on_time"), tone: "good" }, { name: "late", amount: sum("late"), tone: "warn" },
-    { name: "refused", amount: sum("refused"), tone: "bad" }, { name: "not delivered", amount: missing, tone: "dim" },
+    { name: "on time", amount: accepted, tone: "good" }, { name: "late", amount: late, tone: "warn" },
+    { name: "unused", amount: unused, tone: "neutral" }, { name: "refused", amount: refused, tone: "bad" },
+    { name: "not delivered", amount: missing, tone: "dim" },
   ];
   setText(byId("participation"), percent(status.participation));
   const all = parts.reduce((updates, part) => updates + part.amount, 0);

@@ -1,7 +1,7 @@
 // Workers and verdicts. Labels, devices and sentences are strangers' text: they are set as text and never parsed.
 
 import { byId, element, keyed, setAttribute, setText } from "./dom.js";
-import { bytes, duration, short, total } from "./format.js";
+import { amount, bytes, duration, reasonWords, short, total, verdictWord } from "./format.js";
 import { getJson, Unanswered } from "./live.js";
 
 const SHOWN_WORKERS = 50;
@@ -17,8 +17,12 @@ export class Workers {
     byId("refused-only").addEventListener("change", () => this.showVerdicts());
   }
 
-  update({ status, workers, verdicts }, clock) {
+  update({ status, workers, verdicts, judged, newcomer }, clock) {
     this.clock = clock;
+    this.judged = judged;
+    this.newcomer = newcomer;
+    const scale = judged ? `from 0 to 1, newcomers begin at ${newcomer.toFixed(2)}` : "nothing is judged in this run";
+    setText(byId("reputation-scale"), `Reputation: ${scale}.`);
     this.verdicts = verdicts;
     this.people = joined(status, workers, verdicts);
     this.names = new Map(this.people.map((one) => [one.worker_id, one.label]));
@@ -54,7 +58,8 @@ export class Workers {
     ));
     cells[0].append(toggle, element("span", { class: "device muted" }));
     cells[1].append(element("span", { class: "pill" }), element("span", { class: "why muted small" }));
-    const meter = element("span", { class: "meter", "aria-hidden": "true" }, element("span"));
+    const meter = element("span", { class: "meter", "aria-hidden": "true" },
+      element("span"), element("i", { class: "newcomer" }));
     cells[3].append(element("span", {}, meter, element("span", { class: "reputation" })));
     cells[5].append(element("span", { class: "pill" }), element("span", { class: "why small" }));
     return element("tr", { role: "row" }, ...cells);
@@ -62,7 +67,7 @@ export class Workers {
 
   fill(node, row) {
     if (row.detailsOf) {
-      this.fillDetails(node, row.detailsOf.worker_id);
+      this.fillDetails(node, row.detailsOf);
       return;
     }
     const [who, state, work, reputation, updates, verdict, up, down] = node.children;
@@ -74,8 +79,14 @@ export class Workers {
     pill(state.firstElementChild, standing.word, standing.tone);
     setText(state.lastElementChild, standing.why);
     setText(work, workOf(row));
-    reputation.querySelector(".meter > span").style.width = `${100 * row.reputation}%`;
-    setText(reputation.querySelector(".reputation"), row.reputation.toFixed(2));
+    const meter = reputation.querySelector(".meter");
+    meter.hidden = !this.judged;
+    meter.firstElementChild.style.width = `${100 * row.reputation}%`;
+    meter.lastElementChild.style.left = `${100 * this.newcomer}%`;
+    setText(reputation.querySelector(".reputation"), this.judged ? row.reputation.toFixed(2) : "–");
+    const made = `rating ${row.rating.toFixed(2)} × own text ${row.assigned_versus_other.toFixed(2)} × uptime ${row.uptime.toFixed(2)}`;
+    setAttribute(reputation, "title", this.judged ? `${made}; a mark shows where newcomers begin` : null);
+    node.classList.toggle("open", this.open.has(row.worker_id));
     setText(updates, updatesOf(row));
     showVerdict(verdict, row.last);
     setText(up, bytes(total(row.up)));
@@ -114,9 +125,11 @@ export class Workers {
     this.showWorkers();
   }
 
-  fillDetails(node, id) {
-    const verdicts = this.open.get(id);
-    const [list, note] = node.firstElementChild.children;
+  fillDetails(node, row) {
+    const verdicts = this.open.get(row.worker_id);
+    const [facts, list, note] = node.firstElementChild.children;
+    const speed = row.tokens_per_second;
+    setText(facts.lastElementChild, speed === null ? "" : `, ${amount(speed)} tokens/s while computing`);
     fillVerdicts(list, (verdicts ?? []).slice(0, OWN_VERDICTS), null, this.clock);
     setText(note, verdicts === null ? "Asking…" : verdicts.length === 0 ? "No update of it has arrived yet." : "");
   }
@@ -125,7 +138,7 @@ export class Workers {
 
   showVerdicts() {
     const only = byId("refused-only").checked;
-    const wanted = (this.verdicts ?? []).filter((one) => !only || one.state === "refused");
+    const wanted = (this.verdicts ?? []).filter((one) => !only || verdictWord(one) === "refused");
     fillVerdicts(byId("verdict-list"), wanted.slice(0, SHOWN_VERDICTS), this.names, this.clock);
     byId("no-verdicts").hidden = wanted.length > 0;
   }
@@ -142,12 +155,14 @@ function joined(status, workers, verdicts) {
   for (const one of verdicts) if (!last.has(one.worker_id)) last.set(one.worker_id, one);
   const people = status.workers
     .filter((one) => standing.has(one.worker_id))
-    .map((one) => ({ ...standing.get(one.worker_id), ...one, last: last.get(one.worker_id) ?? null }));
+    .map((one) => ({
+      ...standing.get(one.worker_id), ...one, last: last.get(one.worker_id) ?? null, done: status.finished,
+    }));
   return people.sort((one, other) => other.live - one.live || one.joined - other.joined);
 }
 
 function workOf(row) {
-  if (!row.live || row.block === null) return "–";
+  if (!row.live || row.block === null || row.done) return "–";
   const step = row.step === null ? "" : `, step ${row.step}`;
   const loss = row.loss === null ? "" : `, loss ${row.loss.toFixed(2)}`;
   return `block ${row.block}${step}${loss}`;
@@ -155,8 +170,7 @@ function workOf(row) {
 
 function updatesOf(row) {
   const parts = [`${row.accepted} on time`];
-  if (row.late) parts.push(`${row.late} late`);
-  if (row.refused) parts.push(`${row.refused} refused`);
+  for (const word of ["late", "unused", "refused"]) if (row[word]) parts.push(`${row[word]} ${word}`);
   return parts.join(", ");
 }
 
@@ -170,13 +184,14 @@ function pill(node, text, tone) {
 function showVerdict(cell, verdict) {
   const [mark, why] = cell.children;
   mark.hidden = verdict === null;
-  if (verdict !== null) pill(mark, verdict.state, TONES[verdict.state] ?? "dim");
-  setText(why, verdict === null ? "–" : verdict.reason ?? "");
+  if (verdict !== null) pill(mark, verdictWord(verdict), TONES[verdictWord(verdict)] ?? "dim");
+  setText(why, verdict === null ? "–" : reasonWords(verdict.reason));
   setAttribute(cell, "title", verdict?.sentence ?? null);
 }
 
 function detailsRow(id) {
   const cell = element("td", { role: "cell", colspan: COLUMNS.length, class: "details" },
+    element("p", { class: "muted small" }, "id ", element("code", { class: "hash" }, id), element("span")),
     element("ol", { class: "verdicts", "aria-label": `Verdicts on ${short(id)}` }), element("p", { class: "empty" }));
   return element("tr", { role: "row", id: `of-${id}` }, cell);
 }
@@ -184,8 +199,8 @@ function detailsRow(id) {
 function fillVerdicts(list, verdicts, names, clock) {
   keyed(list, verdicts, (one) => one.update_id, () => verdictItem(names !== null), (node, one) => {
     const part = (name) => node.querySelector(`.${name}`);
-    pill(part("pill"), one.state, TONES[one.state] ?? "dim");
-    setText(part("reason"), one.reason ?? "");
+    pill(part("pill"), verdictWord(one), TONES[verdictWord(one)] ?? "dim");
+    setText(part("reason"), reasonWords(one.reason));
     setText(part("sentence"), one.sentence ?? "");
     const when = one.revealed === null ? "" : `, ${duration(clock() - one.revealed)} ago`;
     setText(part("where"), `block ${one.block}, round ${one.round}${when}`);

@@ -1,0 +1,15 @@
+"""A length of time as people say it, the same in every terminal."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: 45 s, 12 min 5 s, 3 h 20 min, 2 d 4 h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -1,0 +1,196 @@
+"""`worker --devices`: one worker for each device, ended together, restarted one by one; and pausing (A3)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blocktrain.client.coordinator import public_client
+from blocktrain.doctor.findings import Device, Disk
+from blocktrain.doctor.plan import joining_plan
+from blocktrain.errors import DeviceError, UserError
+from blocktrain.local.crew import Crew, Member, folder_names, named_devices, restart_after
+from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution, Shifts, Terms
+from tests.cli.program import ENVIRONMENT, command, run_main
+from tests.cli.servers import coordinator_at
+from tests.tiny import prose, tiny_recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "expected"),
+    [
+        ("all", 2, ["cuda:0", "cuda:1"]),
+        ("all", 0, ["cpu"]),
+        ("0,1", 2, ["cuda:0", "cuda:1"]),
+        ("1", 2, ["cuda:1"]),
+        ("cuda:0, cpu", 1, ["cuda:0", "cpu"]),
+        ("cpu,cpu", 0, ["cpu", "cpu"]),
+    ],
+)
+def test_devices_are_named_as_people_write_them(text: str, gpus: int, expected: list[str]) -> None:
+    assert named_devices(text, lambda: (gpus, "cpu")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("gpu", "found 'gpu'"), ("0,", "found ''"), ("0,2", "there is no cuda:2 here, the number of GPUs is 2")],
+)
+def test_devices_that_are_not_there_are_misuse(text: str, told: str) -> None:
+    with pytest.raises(DeviceError, match=told):
+        named_devices(text, lambda: (2, "cpu"))
+
+
+def test_each_device_has_the_same_folder_at_every_start() -> None:
+    assert folder_names(["cuda:0", "cuda:1", "cpu", "cpu"]) == ["cuda-0", "cuda-1", "cpu", "cpu-1"]
+
+
+def test_a_crash_is_restarted_and_an_end_is_not() -> None:
+    assert [restart_after(code, 0) for code in (0, 2, 130)] == [None, None, None]
+    assert restart_after(-9, 0) == 0.0
+    assert restart_after(1, 3) == 1.0
+    assert restart_after(1, 6) is None
+
+
+def member(folder: Path, *verb: object) -> Member:
+    return Member("cpu", folder, [str(word) for word in verb], {"PYTHONPATH": ENVIRONMENT["PYTHONPATH"]})
+
+
+def test_one_that_crashes_comes_back_and_what_each_gave_is_summed_up(tmp_path: Path) -> None:
+    """`version` in the place of a worker, and a process of ours that is killed once."""
+    said: list[str] = []
+    crash, fine = member(tmp_path / "a", "version"), member(tmp_path / "b", "version")
+    crew = Crew(tmp_path, [crash, fine], said.append)
+    for one, rounds in ((crash, 2), (fine, 3)):
+        one.start(0.0)
+        assert one.child is not None
+        one.child.process.wait(60)
+        given = Contribution(1.0, 1.0, 10, Counter(accepted=rounds), 5, 7)
+        (one.folder / CONTRIBUTION_FILE).write_text(json.dumps(vars(given)))
+    assert crash.child is not None
+    crash.child.process.returncode = -9
+    assert crew._look(100.0)
+    assert not crash.ended
+    assert fine.ended
+    first = crash.child
+    assert crew._look(101.0)
+    assert crash.child is not first
+    crash.child.process.wait(60)
+    assert not crew._look(200.0)
+    assert (crash.given + fine.given).verdicts == Counter(accepted=5)
+    assert "cpu: ended with exit code -9; starting it again" in said
+    assert said.count("cpu: 0.1.0") == 3
+
+
+@pytest.fixture
+def invited(tmp_path: Path) -> Iterator[str]:
+    """A run by invitation that would go on for long."""
+    (tmp_path / "text.txt").write_bytes(prose(4000))
+    recipe = tiny_recipe(
+        f"data.corpus={tmp_path / 'text.txt'}", "swarm.rounds=100000", "swarm.steps_per_round=1",
+        "swarm.replicas=1", "trust.judge=off", "trust.admission=invite",
+    )  # fmt: skip
+    with coordinator_at(tmp_path / "run", recipe) as url:
+        yield url
+
+
+def test_two_workers_join_by_one_link_and_one_ctrl_c_ends_both(invited: str, tmp_path: Path) -> None:
+    invite = ("invite", "--data-dir", tmp_path / "run", "--address", invited, "--devices", "2")
+    link = run_main(*invite).out.split()[-1]
+    crew = command(
+        "worker", "--coordinator", link, "--data-dir", tmp_path / "anna", "--devices", "cpu,cpu",
+        "--label", "anna", "--max-up", "50", "--corpus", tmp_path / "text.txt",
+    )  # fmt: skip
+    started = subprocess.Popen(crew, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    working, said = set(), []
+    for line in started.stderr:
+        said.append(line)
+        if " verdict " in line:
+            working.add(line.partition(":")[0])
+        if working == {"cpu", "cpu-1"}:
+            break
+    started.send_signal(signal.SIGINT)
+    said += started.communicate(timeout=60)[1].splitlines()
+    assert started.returncode == 0, "".join(said)
+    assert re.match(r"2 workers contributed \d+ updates \(\d+ accepted", said[-1])
+    workers = public_client(invited).workers().workers
+    assert sorted(one.label for one in workers) == ["anna cpu", "anna cpu-1"]
+    assert (tmp_path / "anna" / "cpu" / "key.pem").read_bytes() != (
+        tmp_path / "anna" / "cpu-1" / "key.pem"
+    ).read_bytes()
+
+
+def test_the_plan_names_every_device_and_limit(invited: str) -> None:
+    with public_client(invited) as client:
+        run, status = client.run(), client.status()
+    plan = joining_plan(
+        invited, run, status, [Device("cpu"), Device("cpu")], Disk("here", None, True), 4.0, ["5 Mbit/s up"]
+    )
+    assert "device   cpu, cpu: 2 workers" in plan
+    assert any(line.startswith("memory   about") and "for each worker" in line for line in plan)
+    assert "limits   5 Mbit/s up" in plan
+    assert any(line.startswith("text     fetched from the coordinator") for line in plan)
+
+
+def test_a_worker_pauses_and_goes_on_by_verb(tmp_path: Path) -> None:
+    assert "no worker has been in" in run_main("pause", "--data-dir", tmp_path / "other").complaint
+    said: list[str] = []
+    begun: list[int] = []
+
+    def work(ended: threading.Event) -> None:
+        begun.append(1)
+        if len(begun) == 1:
+            assert run_main("pause", "--data-dir", tmp_path).code == 0
+            assert ended.wait(30)
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("paused"):
+            assert "resumed" in run_main("resume", "--data-dir", tmp_path).out
+
+    Shifts(Terms(), Contribution(), work, say, folder=tmp_path).run(threading.Event())
+    assert said == ["paused: asked to by `blocktrain pause`; `blocktrain resume` goes on", "resumed"]
+    assert len(begun) == 2
+    assert "was not paused" in run_main("resume", "--data-dir", tmp_path).out
+
+
+def test_a_pause_holds_for_the_workers_of_all_devices_and_over_a_restart(tmp_path: Path) -> None:
+    (tmp_path / PAUSE_FILE).touch()
+    said: list[str] = []
+    stop = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        stop.set()
+
+    Shifts(Terms(), Contribution(), lambda _: None, say, folder=tmp_path / "cpu-1").run(stop)
+    assert said == ["paused: asked to by `blocktrain pause`; `blocktrain resume` goes on"]
+
+
+def test_signals_to_several_workers_pause_and_resume_all(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    Crew(tmp_path, [], print).obey_signals()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (tmp_path / PAUSE_FILE).exists()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert not (tmp_path / PAUSE_FILE).exists()
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_key_and_several_devices_do_not_go_together(tmp_path: Path) -> None:
+    told = run_main(
+        "worker", "--coordinator", "http://h:1", "--devices", "all", "--key", tmp_path / "key.pem"
+    )
+    assert (told.code, "--key goes with one worker" in told.complaint) == (UserError.exit_code, True)
