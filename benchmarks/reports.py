@@ -67,6 +67,11 @@ KINDS: Mapping[str, Kind] = {
         {"depth": list, "units": list},
         by_hand="seed 0 is of two runs, and its end-to-end column was typed with four digits",
     ),
+    "large_blocks": Kind(
+        "large-blocks*.json",
+        ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
+        {"results": list},
+    ),
     "specialise": Kind(
         "specialise-*.json", (*TRAINING, "benchmarks/specialise.py"), {"units": list, "pools": (list, dict)}
     ),

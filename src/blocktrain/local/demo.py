@@ -276,8 +276,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("in the end", f"{final:.3f} composed; end to end with the same steps {reference:.3f}{bigram}"),
         (
             "traffic",
-            f"{moved / 1e6:.1f} MB for {summary['arrived']} updates, of which {summary['updates']} counted; all as "
-            f"full checkpoints {full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
+            f"{moved / 1e6:.1f} MB for {summary['arrived']} updates, {summary['updates']} of which counted; "
+            f"all as full checkpoints {full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
         ),
         ("attacker", f"{attacker['fate']}; {merged}"),
         (
