@@ -70,7 +70,8 @@ def test_a_pinned_certificate_is_believed_and_no_other(tmp_path: Path) -> None:
         assert shown.code == 0, shown.err
 
 
-def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -> None:
+def test_one_link_joins_a_self_signed_run_and_takes_its_model_out(tmp_path: Path) -> None:
+    """The whole way of a friend: join by invitation, take the model out before and after."""
     (tmp_path / "text.txt").write_bytes(prose(4000))
     recipe = tiny_recipe(
         f"data.corpus={tmp_path / 'text.txt'}",
@@ -86,6 +87,8 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
         line = run_main("invite", "--data-dir", folder).out.strip()
         assert line.startswith(f"blocktrain join {url}#invite=")
         link = line.split()[-1]
+        begun = run_main("checkpoint", link, "--to", tmp_path / "begun").out
+        assert "rounds 0, 0 of 1" in begun
         joined = run_program(
             "join", link, "--data-dir", tmp_path / "anna", "--device", "cpu", "--label", "anna",
             "--corpus", tmp_path / "text.txt",
@@ -98,6 +101,8 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
             assert client.status().finished
         watched = run_program("status", f"{url}#pin={tls.pin()}", "--watch")  # ends with the run
         assert (watched.code, "finished" in watched.out) == (0, True)
+        ended = run_main("checkpoint", link, "--to", tmp_path / "ended").out
+        assert "rounds 1, 1 of 1" in ended
         again = run_program("join", link, "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt")
         assert again.code == 2
         assert "the invitation is used already" in again.complaint

@@ -22,6 +22,7 @@ from blocktrain.cli.options import (
     log_to_stderr,
     opened_model,
 )
+from blocktrain.listening import lan_address
 from blocktrain.local.processes import stopping
 
 
@@ -77,6 +78,8 @@ def serve(
         launcher = Launcher(config)
         try:
             url, model = launcher.start(stop), launcher.model
+            if host in ("0.0.0.0", "::"):  # the address that others can use too
+                url = url.replace("127.0.0.1", lan_address() or "127.0.0.1")
             told = f"serving {model} at {url} (gateway pid {launcher.gateway_pid}; Ctrl-C ends everything)"
             print("\n".join((told, "", *lines_to_try(url, model, keys is not None))))
             print(f"\n  logs are in {folder}", flush=True)

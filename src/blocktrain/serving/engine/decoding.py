@@ -34,6 +34,7 @@ class RowSource(Protocol):
 
 async def decode(
     request: GenerationRequest,
+    sampler: Sampler,
     stats: GenerationStats,
     *,
     context: int,
@@ -42,7 +43,6 @@ async def decode(
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each traversal. Frees the source at the end, also when the consumer closes or forgets
     it."""
-    sampler = Sampler(request.seed, request.temperature, request.top_p)
     tokens = list(request.prompt)
     end = len(tokens) + request.max_tokens
     source = open_source()
@@ -64,13 +64,13 @@ async def decode(
             written: list[int] = []
             logprobs: list[TokenLogprob] = []
             for i, row in enumerate(rows.log_probs):
-                choice = choose(row, sampler, len(tokens), rows.tolerance[i])
+                choice = choose(row, sampler, len(tokens), rows.tolerance[i], tokens)
                 if not choice.settled:
                     # A near tie, about once in 2,000 tokens with Q16 rows: one more round trip decides it.
                     exact = await source.exact(tokens)
                     stats.traversals += 1
                     stats.exact_passes += 1
-                    choice = choose(exact, sampler, len(tokens), EXACT_TOLERANCE)
+                    choice = choose(exact, sampler, len(tokens), EXACT_TOLERANCE, tokens)
                 tokens.append(choice.token)
                 written.append(choice.token)
                 if request.logprobs is not None:

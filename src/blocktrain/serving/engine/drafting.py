@@ -83,7 +83,7 @@ class Drafter:
             logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
             row = normalised(self.weights @ normalised(logits_NV))
             # The tolerance does not matter here: a token that is not settled is drafted all the same.
-            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE)
+            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
             self.margins.append(choice.margin)
             text.append(choice.token)
         return text[known:]

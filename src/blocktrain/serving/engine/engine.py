@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from blocktrain.model.sampling import Row, Sampler
+from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.decoding import RowSource, decode, token_logprob
@@ -78,15 +78,16 @@ class TextEngine(ABC):
         # Checked now and not at the first chunk, so that the client gets a status and not a broken stream.
         self.check_covered()
         stats, context = GenerationStats(), self.model.context
+        sampler = request.sampler(self.model)
         if request.mode == "sweep":
-            chunks = sweep(request, stats, context=context, refine=self.refine)
+            chunks = sweep(request, sampler, stats, context=context, refine=self.refine)
         else:
             drafter = None
             if request.mode == "verify":
-                sampler = Sampler(request.seed, request.temperature, request.top_p)
                 drafter = Drafter(self.batcher, sampler, self.draft_length(request), self.draft_blocks)
             chunks = decode(
                 request,
+                sampler,
                 stats,
                 context=context,
                 open_source=lambda: self.row_source(request, stats),

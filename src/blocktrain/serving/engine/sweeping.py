@@ -24,13 +24,13 @@ SWEEP_TOKENS = 256
 
 async def sweep(
     request: GenerationRequest,
+    sampler: Sampler,
     stats: GenerationStats,
     *,
     context: int,
     refine: Callable[[Refinement, float, GenerationStats], Awaitable[Row]],
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each stretch of new tokens, which is one traversal."""
-    sampler = Sampler(request.seed, request.temperature, request.top_p)
     tokens = list(request.prompt)
     end = len(tokens) + request.max_tokens
     deadline = asyncio.get_running_loop().time() + request.deadline_seconds

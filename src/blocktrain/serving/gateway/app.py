@@ -46,6 +46,7 @@ from blocktrain.serving.gateway.openai_messages import (
     ModelList,
     Overflow,
     SamplingRequest,
+    StreamOptions,
 )
 
 DEFAULT_MODE: Mode = "verify"
@@ -54,6 +55,7 @@ ANSWER_HEADERS = (
     "x-request-id",
     "x-blocktrain-bytes-per-traversal",
     "x-blocktrain-degraded",
+    "x-blocktrain-ignored",
     "x-blocktrain-mode",
     "x-blocktrain-seed",
     "x-blocktrain-traversals",
@@ -231,6 +233,8 @@ class Gateway:
             )
         if sum(lengths) > limits.max_prompt_tokens:
             raise _wrong("prompt", f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
+        if any(token >= model.vocabulary for token, _ in body.biases):
+            raise _wrong("logit_bias", f"logit_bias: expected token ids below {model.vocabulary}")
         mode = body.mode or DEFAULT_MODE
         if mode not in model.modes:
             offered = ", ".join(model.modes)
@@ -245,6 +249,14 @@ class Gateway:
                 seed=choice_seed(seed, number),
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
+                # Other servers write "all tokens" as 0 or -1.
+                top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+                min_p=body.min_p or 0.0,
+                logit_bias=body.biases,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=body.repetition_penalty or 1.0,
+                min_tokens=body.min_tokens or 0,
                 mode=mode,
                 draft_tokens=body.draft_tokens,
                 passes=body.passes or 1,
@@ -256,12 +268,16 @@ class Gateway:
             for number in range(body.n or 1)
         ]
         return Job(
-            choices=[Choice(i, request, tuple(stops), echo) for i, request in enumerate(requests)],
+            choices=[
+                Choice(i, request, tuple(stops), echo, bool(body.ignore_eos))
+                for i, request in enumerate(requests)
+            ],
             format=shape(model, logprobs, block_weights=block_weights),
             mode=mode,
             seed=seed,
             prompt_tokens=sum(lengths),
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            stream_options=body.stream_options or StreamOptions(),
+            ignored=body.ignored,
             client=client,
         )
 
