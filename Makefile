@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint slow docs audit clean
+.PHONY: demo test lint slow docs reports audit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
@@ -47,6 +47,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m blocktrain.cli.reference > docs/cli.md
 	$(BIN)/python -m blocktrain.cli.reference recipe > docs/recipe.md
+
+# Which published numbers are older than the code they measure.
+reports: $(VENV)/.ready
+	$(BIN)/python benchmarks/reports.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -15,7 +15,6 @@ above that of a run in which as many updates are all honest.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from provenance import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -48,12 +49,18 @@ from tests.adversaries.campaigns import (  # noqa: E402
     undefended,
     works_little,
 )
+from tests.adversaries.clusters import (  # noqa: E402
+    Poison,
+    poisoned_campaign,
+    poisons_its_own_cluster,
+    poisons_the_other_cluster,
+)
 from tests.adversaries.swarm import Settings, Warm, fresh_text, training_of, warmed_up  # noqa: E402
 
 MAX_GROWTH_MB = 64.0
 FRESH_SEEDS = (41, 42, 43)
 """Never looked at while thresholds were chosen."""
-STALE_ROUNDS = 6
+STALE_NUMBER, STALE_ROUNDS = 8, 6
 COPIED_ROUNDS = 5
 
 
@@ -204,7 +211,7 @@ class Campaigns:
             found.append(ending)
             reasons.append(reason)
         seconds = time.monotonic() - begun
-        row = lasting_row(8, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
+        row = lasting_row(STALE_NUMBER, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
         row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
         row.passed = row.passed and set(reasons) == {"too_old"}
         return row
@@ -243,8 +250,35 @@ def lasting_rows(
     for one in LASTING:
         if wanted(one.number) and (one.quick or not quick):
             yield runs.row(one)
-    if wanted(8):
+    if wanted(STALE_NUMBER):
         yield runs.stale_row()
+    if wanted(22):
+        for poison in (poisons_its_own_cluster, poisons_the_other_cluster):
+            yield poisoned_row(folder, seeds, rounds, poison)
+
+
+def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison) -> Row:
+    """Two specialised blocks with two honest workers and an attacker each; the loss is that of the cluster
+    where it rose most."""
+    begun, verdicts, risen, honest = time.monotonic(), Counter[str](), [], Counter[str]()
+    for seed in seeds:
+        here = folder / f"{poison.__name__}-{seed}"
+        alone = poisoned_campaign(here / "alone", seed, rounds, 2, judge="off")
+        found = poisoned_campaign(here / "attacked", seed, rounds, 2, poison)
+        risen.append(found.worst_rise_over(alone))
+        verdicts += found.verdicts
+        honest += found.honest_refused
+    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+    return Row(
+        22,
+        f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
+        told,
+        f"at worst {max(risen):+.4f} on a cluster's text",
+        time.monotonic() - begun,
+        0.0,
+        max(risen) <= TOLERANCE and "harmful" not in honest,
+        {"risen": risen, "honest_refused": dict(honest)},
+    )
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
@@ -289,7 +323,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--json", type=Path, help="Write everything there too.")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER}
+    if unknown := sorted((options.only or set()) - known):
+        parser.error(f"no attack has number {unknown}; there are {sorted(known)}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -322,8 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for surprise in row.notes.get("surprises", ()):
             print(f"  {row.number}: {surprise}")
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_report(options.json, "attacks", [asdict(row) for row in rows], seeds)
     return 1 if failures else 0
 
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import check_claims, write_report
 
 from blocktrain.data.sources import Reading, find_sources, read_documents
 
@@ -272,11 +273,8 @@ def main() -> None:
 def finish(path: Path | None, result: dict[str, Any], claims: dict[str, bool]) -> None:
     """Show what was found, and fail where a claim does not hold."""
     print(json.dumps(result, indent=1))
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1))
-    failed = [claim for claim, holds in claims.items() if not holds]
-    if failed:
-        sys.exit(f"not so: {'; '.join(failed)}")
+    write_report(path, "data", result)
+    sys.exit(check_claims(claims))
 
 
 if __name__ == "__main__":

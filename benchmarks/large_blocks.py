@@ -14,9 +14,6 @@ device without trainer, batches or schedule. Exits with 1 where a claim of CLAIM
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import write_report
 from torch import Tensor, nn
 
 from blocktrain.config import Recipe, find_recipe, load_recipe, resolve_recipe
@@ -301,28 +299,18 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     shapes = TINY if options.tiny else [one for one in SHAPES if options.only in (None, one.width)]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    report: dict[str, Any] = {
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": str(torch.__version__),
-        "seed": 0,
-        "results": [],
-    }
+    results: list[dict[str, Any]] = []
     for one in options.recipes:
         name, _, vocabulary = one.partition(":")
-        report["results"].append(of_recipe(name, int(vocabulary or 32768), device))
-        if options.out is not None:
-            options.out.write_text(json.dumps(report, indent=2) + "\n")
+        results.append(of_recipe(name, int(vocabulary or 32768), device))
+        write_report(options.out, "large_blocks", {"results": results}, [0])
     failed = []
     for shape in [] if options.recipes else shapes:
         found = measure(shape, device, options.steps)
         show(found)
-        report["results"].append(found)
-        if options.out is not None:
-            # After each shape: a run that is cut off leaves what it has.
-            options.out.write_text(json.dumps(report, indent=2) + "\n")
+        results.append(found)
+        # After each shape: a run that is cut off leaves what it has.
+        write_report(options.out, "large_blocks", {"results": results}, [0])
         failed += [] if options.tiny else [f"{shape.name}: {one}" for one in failures(found)]
     for one in failed:
         print(f"FAIL {one}")

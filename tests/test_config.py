@@ -163,6 +163,7 @@ BAD_FLAGS = {
     "training.matrix_lr=0": "above 0",
     "training.matrix_lr=fast": "must be float, found 'fast'",
     "training.other_lr=-1": "above 0",
+    "training.reference_matrix_lr=0": "above 0",
     "training.reference_other_lr=-1": "above 0",
     "training.reference_other_lr=0": "above 0",
     "training.clip_norm=0": "above 0",

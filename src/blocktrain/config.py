@@ -287,8 +287,11 @@ class TrainingConfig:
     """Learning rate of the layers' matrices."""
     other_lr: float = 3e-3
     """Learning rate of embeddings, norms, conditioning and the output map."""
+    reference_matrix_lr: float | None = None
+    """`matrix_lr` of the end-to-end reference; None for the same."""
     reference_other_lr: float | None = 1e-3
-    """`other_lr` of the end-to-end reference, which likes it lower; None for the same."""
+    """`other_lr` of the end-to-end reference; None for the same. 1e-3 was found at 12 layers and 1000 steps
+    and is too low for small or short runs: `benchmarks/tune.py` finds the rates of both sides."""
     weight_decay: float = 0.1
     """Decoupled weight decay on the layers' matrices."""
     warmup_steps: int = 50
@@ -325,10 +328,9 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
-        _require(
-            self.reference_other_lr is None or self.reference_other_lr > 0,
-            f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
-        )
+        for key in ("reference_matrix_lr", "reference_other_lr"):
+            rate = getattr(self, key)
+            _require(rate is None or rate > 0, f"training.{key} must be above 0, found {rate}")
         _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
         _require(
             self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
@@ -580,6 +582,8 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
 CHANGEABLE: Mapping[str, str] = {
     "name": "shown on pages and in reports",
     "data.mirrors": "where workers that start from now on fetch the text",
+    "training.reference_matrix_lr": "nothing here: a swarm trains no reference",
+    "training.reference_other_lr": "nothing here: a swarm trains no reference",
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",

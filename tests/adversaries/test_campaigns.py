@@ -26,6 +26,12 @@ from tests.adversaries.campaigns import (
     undefended,
     works_little,
 )
+from tests.adversaries.clusters import (
+    Poison,
+    poisoned_campaign,
+    poisons_its_own_cluster,
+    poisons_the_other_cluster,
+)
 from tests.adversaries.swarm import Settings, fresh_text, swarm, training_of
 
 ROUNDS = 2
@@ -163,3 +169,15 @@ def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder:
             for path in (f"/v1/data/{entry.sha256}", f"/v1/judge/data/{entry.sha256}"):
                 answer = client.send("GET", path)
                 assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "not_judge")
+
+
+@pytest.mark.slow  # the judge's ruling on such updates: tests/validation/test_specialists.py
+@pytest.mark.parametrize("poison", [poisons_its_own_cluster, poisons_the_other_cluster])
+def test_who_poisons_one_cluster_of_a_specialised_run_raises_no_loss(tmp_path: Path, poison: Poison) -> None:
+    alone = poisoned_campaign(tmp_path / "alone", 1, ROUNDS, 2, judge="off")
+    found = poisoned_campaign(tmp_path / "attacked", 1, ROUNDS, 2, poison)
+    assert found.worst_rise_over(alone) <= TOLERANCE
+    assert found.verdicts["harmful"] > 0
+    # At home nothing passes; elsewhere little does, and the block has little say there.
+    assert poison is poisons_the_other_cluster or set(found.verdicts) == {"harmful"}
+    assert "harmful" not in found.honest_refused

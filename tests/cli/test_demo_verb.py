@@ -88,6 +88,7 @@ def test_a_text_that_differs_from_plain_decoding_is_said_loudly() -> None:
         "full_checkpoint_bytes": 100,
         "bytes_moved": 10,
         "updates": 1,
+        "arrived": 2,
         "attacker": {"sent": 1, "merged": 1, "fate": "sent"},
         "ledger_entries": 3,
         "merges": 1,

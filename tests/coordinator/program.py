@@ -42,10 +42,13 @@ class Program:
         blobs: str = "",
         recipe: str = RECIPE,
         text: bytes = b"a train of thought " * 500,
+        data: str | None = None,
     ) -> None:
+        """`data` is the recipe's table of that name; by default it names a file of `text`."""
         folder.mkdir(exist_ok=True)
         (folder / "text.txt").write_bytes(text)
-        (folder / "recipe.toml").write_text(f'{recipe}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
+        data = data or f'{{ corpus = "{folder}/text.txt" }}'
+        (folder / "recipe.toml").write_text(f"{recipe}\ndata = {data}\n")
         self._folder, self._places, self._port = folder, (database, blobs), 0
         self.start()
 

@@ -197,6 +197,7 @@ class Demo:
             "bytes_moved": sum(sum(one.model_dump().values()) for one in traffic),
             "full_checkpoint_bytes": status.full_checkpoint_bytes,
             "updates": sum(worker.accepted + worker.late for worker in status.workers),
+            "arrived": sum(worker.accepted + worker.late + worker.refused for worker in status.workers),
             "attacker": {
                 "sent": fate.sent,
                 "merged": merged.count(fate.worker_id),
@@ -275,8 +276,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("in the end", f"{final:.3f} composed; end to end with the same steps {reference:.3f}{bigram}"),
         (
             "traffic",
-            f"{moved / 1e6:.1f} MB for {summary['updates']} updates; as full checkpoints "
-            f"{full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
+            f"{moved / 1e6:.1f} MB for {summary['arrived']} updates, {summary['updates']} of which counted; "
+            f"all as full checkpoints {full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
         ),
         ("attacker", f"{attacker['fate']}; {merged}"),
         (

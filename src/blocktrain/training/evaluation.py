@@ -103,6 +103,17 @@ class Evaluator:
             return fit_pooling([torch.cat(row) for row in rows], torch.cat(targets), whole, decays)
 
     @torch.no_grad()
+    def weights_over(self, blocks: Sequence[Block], pooling: Pooling, tokens: Tokens) -> Tensor:
+        """What each block counts for behind each token of a text of at most one context, [B, T]."""
+        x_1T = torch.from_numpy(tokens).to(self.device)[None]
+        with autocast(self.device):
+            log_probs = block_log_probs(self.objective, blocks, self.codebook, x_1T)
+        weights = pooling.over(x_1T, log_probs)
+        if isinstance(weights, Tensor):
+            return weights[:, 0]
+        return torch.tensor(weights)[:, None].expand(-1, len(tokens))
+
+    @torch.no_grad()
     def score(
         self, blocks: Sequence[Block], pooling: Pooling, tokens: Tokens, *, euler: bool = True
     ) -> Evaluation:

@@ -56,11 +56,15 @@ def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
 
 
 def training_config(recipe: Recipe, *, reference: bool) -> TrainingConfig:
-    """The reference may have a learning rate of its own; everything else is the same."""
+    """The reference may have learning rates of its own; everything else is the same."""
     config = recipe.training
-    if reference and config.reference_other_lr is not None:
-        return dataclasses.replace(config, other_lr=config.reference_other_lr)
-    return config
+    if not reference:
+        return config
+    return dataclasses.replace(
+        config,
+        matrix_lr=config.reference_matrix_lr or config.matrix_lr,
+        other_lr=config.reference_other_lr or config.other_lr,
+    )
 
 
 class BlockTrainer:

@@ -44,6 +44,7 @@ from blocktrain.training.memory import check_fits
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
+from blocktrain.training.source import source_commit
 from blocktrain.training.storage import (
     SEAL,
     read_tensors,
@@ -480,8 +481,10 @@ def prepare_folder(out: Path, recipe: Recipe, corpus_sha256: CorpusHash, *, resu
 
 def versions(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    commit = source_commit()
     return {
         "blocktrain": blocktrain.__version__,
+        **({} if commit is None else {"commit": commit}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -632,6 +632,14 @@ class ReferenceState(BaseModel):
     """Who measured it, and on what."""
 
 
+class SpokenPiece(BaseModel):
+    """Text that one block has the most say in, and its mean weight there."""
+
+    block: BlockIndex
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    text: str
+
+
 class RoundReport(BaseModel):
     """One closed round, for reports."""
 
@@ -683,6 +691,8 @@ class StatusAnswer(Answer):
     """The latest, oldest first."""
     references: tuple[ReferenceState, ...]
     """What is known to compare them with."""
+    speaking: tuple[SpokenPiece, ...] = ()
+    """Where blocks are specialised: which of them has the most say where, on a sample of training text."""
     reports: tuple[RoundReport, ...]
     """The rounds closed last, oldest first."""
     ledger_length: Count
