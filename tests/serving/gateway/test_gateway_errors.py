@@ -240,7 +240,10 @@ def test_a_rate_beyond_the_limit_is_429_with_retry_after(engine_of: Any) -> None
 
 def test_a_browser_may_call_from_a_named_page_only(engine_of: Any) -> None:
     config = GatewayConfig(keys=Keys([("a", "sk-aaaaaaaa")]), origins=("http://dashboard:8080",))
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-lang",
+    }
     with serve_engine(engine_of(), config) as served, served.http() as client:
         allowed = client.options("/v1/completions", headers={"origin": "http://dashboard:8080", **asked})
         assert allowed.status_code == 200

@@ -114,3 +114,64 @@ def test_json_is_refused_with_the_reason(client: openai.OpenAI) -> None:
             messages=[{"role": "user", "content": "hi"}],
             response_format={"type": "json_object"},
         )
+
+
+def test_texts_and_token_ids_may_be_prompts_of_one_request(client: openai.OpenAI) -> None:
+    mixed: Any = ["The ", [84, 104, 101, 32]]
+    answer = client.completions.create(model="tiny", prompt=mixed, max_tokens=8, seed=2)
+    assert answer.choices[0].text == answer.choices[1].text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 8
+
+
+def test_tokens_are_counted_as_a_request_counts_them(served: Served, client: openai.OpenAI) -> None:
+    with served.http() as http:
+        text = http.post("/tokenize", json={"prompt": "é!", "return_token_strs": True}).json()
+        assert text == {
+            "count": 3,
+            "max_model_len": 96,
+            "tokens": [195, 169, 33],
+            "token_strs": ["bytes:\\xc3", "bytes:\\xa9", "!"],
+        }
+        assert http.post("/detokenize", json={"tokens": text["tokens"]}).json() == {"prompt": "é!"}
+        messages: list[Any] = [{"role": "user", "content": "What is a list?"}]
+        counted = http.post("/tokenize", json={"model": "tiny", "messages": messages}).json()["count"]
+        assert http.post("/detokenize", json={"tokens": [256]}).status_code == 400
+        assert http.post("/tokenize", json={"model": "other", "prompt": "x"}).status_code == 404
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == counted
+
+
+def test_an_answer_may_go_on_where_the_last_message_ends(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A list "}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, seed=1, extra_body=extra
+    )
+    plain = client.completions.create(
+        model="tiny",
+        prompt="User: Hi\n\nAssistant: A list ",
+        max_tokens=8,
+        seed=1,
+        stop=["\nUser:", "\nAssistant:"],
+    )
+    assert answer.choices[0].message.content == plain.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(
+            model="tiny", messages=messages, extra_body={**extra, "add_generation_prompt": True}
+        )
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_openai_s_words(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 96 tokens") as refused:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 200}])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_the_model_shows_its_template_and_health_has_its_usual_name(served: Served) -> None:
+    with served.http() as http:
+        card = http.get("/v1/models/tiny").json()
+        assert card["chat_template"] == "User: {question}\n\nAssistant: "
+        assert (card["max_model_len"], card["tokenizer"]) == (96, "byte")
+        assert http.get("/health").status_code == 200

@@ -20,7 +20,7 @@ from blocktrain.serving.gateway.api_errors import ApiError, as_api_error
 from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Keys, Rates, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 
-KEYED_PATHS = "/v1/"
+KEYED_PATHS = ("/v1/", "/tokenize", "/detokenize")
 CALLER = "blocktrain.caller"
 """Where the scope of a request says whose it is."""
 BODY_SECONDS = 60.0

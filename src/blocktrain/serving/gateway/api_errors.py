@@ -33,7 +33,7 @@ HTTP_WORDS: dict[int, tuple[str | None, str]] = {
     413: (None, "request_too_large"),
 }
 FIELD_WORDS = {
-    "prompt": "expected a string, a list of strings, a list of token ids or a list of such lists; not empty",
+    "prompt": "expected a string, a list of strings, a list of token ids or a list of both; not empty",
     "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
 }
 """Fields of several types: pydantic reports a problem for each type, and none of them helps."""

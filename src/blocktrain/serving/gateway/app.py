@@ -39,15 +39,23 @@ from blocktrain.serving.gateway.openai_messages import (
     DEFAULT_COMPLETION_TOKENS,
     ApiErrorAnswer,
     ChatCompletion,
+    ChatMessage,
     ChatRequest,
     Completion,
     CompletionRequest,
+    Conversation,
+    DetokenizeAnswer,
+    DetokenizeRequest,
     ModelCard,
     ModelList,
     Overflow,
     SamplingRequest,
     StreamOptions,
+    TokenizeAnswer,
+    TokenizeChat,
+    TokenizeText,
 )
+from blocktrain.serving.gateway.text import token_label
 
 DEFAULT_MODE: Mode = "verify"
 ANSWER_HEADERS = (
@@ -106,6 +114,9 @@ class Gateway:
         ):
             answers: Answers = {200: {"model": shape, "content": {"text/event-stream": {}}}, **REFUSED}
             add(path, route, methods=["POST"], response_model=None, responses=answers)
+        add("/tokenize", self.tokenize, methods=["POST"], responses=_only(400, 401, 404, 413, 429))
+        add("/detokenize", self.detokenize, methods=["POST"], responses=_only(400, 401, 404, 413, 429))
+        add("/health", self.health, methods=["GET"])
         add("/healthz", self.health, methods=["GET"])
         add("/readyz", self.readiness, methods=["GET"], responses={503: {"model": Readiness}})
         add("/metrics", self.metrics_page, methods=["GET"], response_class=Response)
@@ -124,6 +135,9 @@ class Gateway:
             created=self.created,
             owned_by="blocktrain",
             context=info.context,
+            max_model_len=info.context,
+            tokenizer=info.tokenizer.name,
+            chat_template=chat_prompt([ChatMessage(role="user", content="{question}")]),
             vocabulary=info.vocabulary,
             modes=list(info.modes),
         )
@@ -154,7 +168,8 @@ class Gateway:
         job = self._job(
             body,
             ChatFormat,
-            [chat_prompt(body.messages)],
+            [self._prompt_of(body)],
+            prompt_field="messages",
             max_tokens=body.token_limit,
             logprobs=top,
             stops=[*body.stops, *STOPS],
@@ -165,6 +180,28 @@ class Gateway:
             if body.stream
             else await self.answerer.whole(job, request.receive)
         )
+
+    async def tokenize(self, body: TokenizeText | TokenizeChat) -> TokenizeAnswer:
+        """Text or a conversation as token ids."""
+        model = self.engine.model
+        self._require_model(model.name if body.model is None else body.model)
+        text = body.prompt if isinstance(body, TokenizeText) else self._prompt_of(body)
+        tokens = [int(token) for token in model.tokenizer.encode(text.encode())]
+        labels = [token_label(model.tokenizer.decode([token])) for token in tokens]
+        return TokenizeAnswer(
+            count=len(tokens),
+            max_model_len=model.context,
+            tokens=tokens,
+            token_strs=labels if body.return_token_strs else None,
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> DetokenizeAnswer:
+        """Token ids as text."""
+        model = self.engine.model
+        self._require_model(model.name if body.model is None else body.model)
+        if any(token >= model.vocabulary for token in body.tokens):
+            raise _wrong("tokens", f"tokens: expected ids below {model.vocabulary}")
+        return DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens).decode("utf-8", "replace"))
 
     async def health(self) -> Health:
         """Whether this process answers at all."""
@@ -185,6 +222,13 @@ class Gateway:
         page = generate_latest(self.metrics.registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    def _prompt_of(self, body: Conversation) -> str:
+        return chat_prompt(
+            body.messages,
+            answer=body.add_generation_prompt is not False,
+            continued=bool(body.continue_final_message),
+        )
+
     def _require_model(self, name: str) -> None:
         known = self.engine.model.name
         if name != known:
@@ -203,6 +247,7 @@ class Gateway:
         client: str,
         echo: bool = False,
         block_weights: bool = False,
+        prompt_field: str = "prompt",
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
         self._require_model(body.model)
@@ -226,9 +271,11 @@ class Gateway:
         if max(lengths) > model.context and not slides:
             raise ApiError(
                 400,
-                f"this model's maximum context length is {model.context} tokens, but the prompt has "
-                f'{max(lengths)}; shorten it, or add "overflow": "slide" to use its last part',
-                param="prompt",
+                # OpenAI's first words: client libraries look for them.
+                f"This model's maximum context length is {model.context} tokens. However, your "
+                f"{prompt_field} resulted in {max(lengths)} tokens. Shorten it, or add "
+                '"overflow": "slide" to use its last part',
+                param=prompt_field,
                 code="context_length_exceeded",
             )
         if sum(lengths) > limits.max_prompt_tokens:
@@ -304,7 +351,8 @@ def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastA
             CORSMiddleware,
             allow_origins=config.origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            # Any: client libraries send headers of their own (x-stainless-*), and the origins are the guard.
+            allow_headers=["*"],
             expose_headers=ANSWER_HEADERS,
         )
     for kind in (

@@ -11,7 +11,7 @@ Fields that OpenAI does not have but other servers do: `top_k`, `min_p`, `repeti
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,7 @@ def _unicode(text: str) -> str:
     return text
 
 
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -114,7 +115,7 @@ class Ignored(StrictModel):
 class SamplingRequest(Ignored):
     """What completions and chat have in common."""
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+    model: ModelName
     """A name from `/v1/models`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 takes the most likely token; the default is 1."""
@@ -179,13 +180,8 @@ class SamplingRequest(Ignored):
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    )
-    """A text, a list of token ids (for a byte model: its bytes), or a list of either."""
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, fail_fast=True)]
+    """A text, a list of token ids (for a byte model: its bytes), or a list of both kinds."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens to generate; 0 together with `echo` scores the prompt."""
     echo: bool | None = None
@@ -200,13 +196,12 @@ class CompletionRequest(SamplingRequest):
     """Refused unless empty: a model that reads left to right cannot fill in."""
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        # Pydantic made sure that a list is not empty and holds one kind.
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        texts = [one for one in self.prompt if not isinstance(one, int)]
+        # Numbers alone are one prompt; pydantic made sure that they are not mixed with texts.
+        return texts or [[one for one in self.prompt if isinstance(one, int)]]
 
     @model_validator(mode="after")
     def _offered_here(self) -> CompletionRequest:
@@ -260,9 +255,22 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class ChatRequest(SamplingRequest):
+class Conversation(StrictModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     """The conversation so far, oldest first."""
+    add_generation_prompt: bool | None = None
+    """Whether an answer begins behind the last message; the default is true."""
+    continue_final_message: bool | None = None
+    """Write on where the last message ends, instead of beginning an answer."""
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _wrong("continue_final_message", "and `add_generation_prompt` exclude each other")
+        return self
+
+
+class ChatRequest(Conversation, SamplingRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens to generate."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -291,6 +299,39 @@ class ChatRequest(SamplingRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs", "is only allowed when `logprobs` is true")
         return self
+
+
+class TokenizeText(StrictModel):
+    model: ModelName | None = None
+    prompt: Text
+    return_token_strs: bool | None = None
+    add_special_tokens: Any = None
+    """Ignored: text is encoded without any."""
+
+
+class TokenizeChat(Conversation):
+    model: ModelName | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: Any = None
+    """Ignored, too."""
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    """Tokens that the model sees at once."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+    """The text; bytes that are not UTF-8 come as U+FFFD."""
 
 
 Absent = Field(exclude_if=lambda value: value is None)
@@ -413,6 +454,11 @@ class ModelCard(BaseModel):
     owned_by: str
     context: int
     """Tokens the model sees at once."""
+    max_model_len: int
+    """The same, under the name that other servers give it."""
+    tokenizer: str
+    chat_template: str
+    """A conversation of one question as the model sees it."""
     vocabulary: int
     modes: list[Mode]
 
