@@ -207,8 +207,8 @@ class Rounds:
     # --- merge ---
 
     def _merge(self, claim: Claim, draft: IO[bytes]) -> MergedBlock:
-        """Merge, hash and write band by band: four `sign` updates of a block take less memory than the block
-        (benchmarks/merge_memory.py)."""
+        """Merge, hash and write band by band: the whole process takes less memory than the block has
+        (benchmarks/merge.py)."""
         weights, run, record = self._resources.weights, self._resources.run, claim.record
         schema = run.schemas[claim.block]
         shapes, (header, places) = dict(schema.tensors), file_layout(schema)

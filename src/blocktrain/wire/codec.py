@@ -69,7 +69,7 @@ _HALF_EXPONENT: Final = 0x7C00
 _BATCH_CHUNKS: Final = 256
 """Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""
 
-BAND_VALUES: Final = 1 << 20
+BAND_VALUES: Final = 1 << 18
 """Values of a tensor that are decoded, merged and written at once, where its rows allow."""
 
 Tensors = Mapping[str, Floats]
