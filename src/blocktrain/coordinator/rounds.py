@@ -92,7 +92,8 @@ class MergedBlock:
 
     def tensors(self, schema: Schema) -> Weights:
         """Views into the file: its pages come into memory as they are read, and the system may drop them."""
-        file = np.memmap(self.draft, np.uint8, "r").view(np.ndarray)
+        # "c": writable, as torch wants arrays, and never written back.
+        file = np.memmap(self.draft, np.uint8, "c").view(np.ndarray)
         sizes = ((name, shape, 4 * math.prod(shape)) for name, shape in schema.tensors)
         return {
             name: file[self.places[name] :][:size].view("<f4").reshape(shape) for name, shape, size in sizes

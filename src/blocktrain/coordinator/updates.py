@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import IO
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -49,7 +48,7 @@ from blocktrain.validation.ruling import (
     overflow_ruling,
     reveal_ruling,
 )
-from blocktrain.wire.byte_source import ByteSource, FileBytes
+from blocktrain.wire.byte_source import ByteSource
 from blocktrain.wire.codec import Frame, FrameError, FrameReason, Values, decode, held
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
@@ -208,10 +207,10 @@ class Updates:
             raise refusal
         return expected
 
-    def reveal(self, expected: Expected, body: IO[bytes], found_hash: str) -> Verdict:
+    def reveal(self, expected: Expected, body: ByteSource, found_hash: str) -> Verdict:
         """The verdict on a payload that came as a request body, its length and hash taken as it came."""
         _refuse_other_payload(expected, found_hash)
-        return self._receive(expected, FileBytes(body))
+        return self._receive(expected, body)
 
     def uploaded(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
         """The verdict on a payload that was put into the shared blob store by presigned URL."""
