@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint slow docs audit clean
+.PHONY: demo test lint slow docs reports audit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -18,7 +18,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 
 slow: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
 
 # Without a network: make audit ADVISORIES=FOLDER, a clone of github.com/pypa/advisory-database.
 audit: $(VENV)/.ready-dev
@@ -47,6 +47,10 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m blocktrain.cli.reference > docs/cli.md
 	$(BIN)/python -m blocktrain.cli.reference recipe > docs/recipe.md
+
+# Which published numbers are older than the code they measure.
+reports: $(VENV)/.ready
+	$(BIN)/python benchmarks/reports.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -2,7 +2,8 @@
 
 *Refused* attacks have one round of a warm run and must leave the next snapshot byte-identical to that of the
 run without them. *Tolerated* ones last some rounds; after none of these may held-out loss exceed that
-of the same honest workers alone, without judge and guard, by more than 0.02 nats. The table has the rise at
+of the same honest workers alone, without judge and guard, by more than 0.02 nats; where attackers know the
+held-out text, loss on text of the same kind that is in no run may not. The table has the rise at
 the end, seed by seed, and the largest of all rounds. Memory is the peak of the coordinator's resident memory
 above that of a run in which as many updates are all honest.
 
@@ -14,7 +15,6 @@ above that of a run in which as many updates are all honest.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -24,11 +24,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from provenance import write_report
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.adversaries.attacks import REFUSED, Entry, everybody_works, nobody, play  # noqa: E402
 from tests.adversaries.campaigns import (  # noqa: E402
+    HONEST_ROUNDS,
     TOLERANCE,
     Behaviour,
     Ending,
@@ -37,18 +40,27 @@ from tests.adversaries.campaigns import (  # noqa: E402
     copying_campaign,
     flips_signs,
     hides,
+    knows_all_the_judge_scores,
+    knows_held_out_text,
     plants_backdoor,
+    pleases_the_judge,
     sends_noise,
     stale_campaign,
     undefended,
     works_little,
 )
-from tests.adversaries.swarm import Settings, Warm, training_of, warmed_up  # noqa: E402
+from tests.adversaries.clusters import (  # noqa: E402
+    Poison,
+    poisoned_campaign,
+    poisons_its_own_cluster,
+    poisons_the_other_cluster,
+)
+from tests.adversaries.swarm import Settings, Warm, fresh_text, training_of, warmed_up  # noqa: E402
 
 MAX_GROWTH_MB = 64.0
 FRESH_SEEDS = (41, 42, 43)
 """Never looked at while thresholds were chosen."""
-STALE_ROUNDS = 6
+STALE_NUMBER, STALE_ROUNDS = 8, 6
 COPIED_ROUNDS = 5
 
 
@@ -119,6 +131,8 @@ class Lasting:
     behaviour: Behaviour
     quick: bool = True
     """Whether it is also part of the quick suite."""
+    fresh: bool = False
+    """Whether the loss is that of text in no run, and the attackers' first rounds are honest."""
 
 
 LASTING = (
@@ -128,6 +142,9 @@ LASTING = (
     Lasting(16, "colluding majority, 5 of 8, in turns", 3, 5, colludes),
     Lasting(16, "colluding majority, 5 of 8, hiding", 3, 5, hides, quick=False),
     Lasting(17, "backdoor inside the norm bound, 3 of 8", 5, 3, plants_backdoor),
+    Lasting(21, "pleasing the judge by training text, 3 of 8", 5, 3, pleases_the_judge, False, True),
+    Lasting(21, "held-out text known, 3 of 8", 5, 3, knows_held_out_text, True, True),
+    Lasting(21, "held-out and training text pleased, 3 of 8", 5, 3, knows_all_the_judge_scores, False, True),
 )
 
 
@@ -136,28 +153,33 @@ class Campaigns:
 
     def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
         self.folder, self.seeds, self.rounds = folder, seeds, rounds
-        self._alone: dict[tuple[int, int, bool], Ending] = {}
+        self._alone: dict[tuple[int, int, bool, bool], Ending] = {}
 
     def settings(self, seed: int) -> Settings:
         return Settings(seed=seed, steps=20, deadline=120.0)
 
-    def alone(self, seed: int, honest: int, *, defended: bool = False) -> Ending:
-        key = (seed, honest, defended)
+    def alone(self, seed: int, one: Lasting, *, defended: bool = False) -> Ending:
+        key = (seed, one.honest, defended, one.fresh)
         if key not in self._alone:
             settings = self.settings(seed) if defended else undefended(self.settings(seed))
-            name = self.folder / f"alone-{seed}-{honest}-{defended}"
-            self._alone[key] = campaign(name, settings, honest, self.rounds)
+            name = self.folder / f"alone-{seed}-{one.honest}-{defended}-{one.fresh}"
+            self._alone[key] = campaign(name, settings, one.honest, *self._length(one))
         return self._alone[key]
+
+    def _length(self, one: Lasting) -> tuple[int, tuple[()], bytes | None]:
+        """Rounds, nobody else, and the text that is scored."""
+        return self.rounds + HONEST_ROUNDS * one.fresh, (), fresh_text() if one.fresh else None
 
     def attacked(self, seed: int, one: Lasting) -> Ending:
         name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}-{one.behaviour.__name__}"
+        rounds, _, scored = self._length(one)
         behaviours = [one.behaviour] * one.attackers
-        return campaign(name, self.settings(seed), one.honest, self.rounds, behaviours)
+        return campaign(name, self.settings(seed), one.honest, rounds, behaviours, scored)
 
     def row(self, one: Lasting) -> Row:
         begun = time.monotonic()
-        alone = [self.alone(seed, one.honest) for seed in self.seeds]
-        usual = [self.alone(seed, one.honest, defended=True) for seed in self.seeds]
+        alone = [self.alone(seed, one) for seed in self.seeds]
+        usual = [self.alone(seed, one, defended=True) for seed in self.seeds]
         found = [self.attacked(seed, one) for seed in self.seeds]
         notes: dict[str, Any] = {
             "judging_share": max(ending.judging_share for ending in (*usual, *found)),
@@ -189,7 +211,7 @@ class Campaigns:
             found.append(ending)
             reasons.append(reason)
         seconds = time.monotonic() - begun
-        row = lasting_row(8, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
+        row = lasting_row(STALE_NUMBER, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
         row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
         row.passed = row.passed and set(reasons) == {"too_old"}
         return row
@@ -228,8 +250,35 @@ def lasting_rows(
     for one in LASTING:
         if wanted(one.number) and (one.quick or not quick):
             yield runs.row(one)
-    if wanted(8):
+    if wanted(STALE_NUMBER):
         yield runs.stale_row()
+    if wanted(22):
+        for poison in (poisons_its_own_cluster, poisons_the_other_cluster):
+            yield poisoned_row(folder, seeds, rounds, poison)
+
+
+def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison) -> Row:
+    """Two specialised blocks with two honest workers and an attacker each; the loss is that of the cluster
+    where it rose most."""
+    begun, verdicts, risen, honest = time.monotonic(), Counter[str](), [], Counter[str]()
+    for seed in seeds:
+        here = folder / f"{poison.__name__}-{seed}"
+        alone = poisoned_campaign(here / "alone", seed, rounds, 2, judge="off")
+        found = poisoned_campaign(here / "attacked", seed, rounds, 2, poison)
+        risen.append(found.worst_rise_over(alone))
+        verdicts += found.verdicts
+        honest += found.honest_refused
+    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+    return Row(
+        22,
+        f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
+        told,
+        f"at worst {max(risen):+.4f} on a cluster's text",
+        time.monotonic() - begun,
+        0.0,
+        max(risen) <= TOLERANCE and "harmful" not in honest,
+        {"risen": risen, "honest_refused": dict(honest)},
+    )
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
@@ -274,7 +323,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--json", type=Path, help="Write everything there too.")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER}
+    if unknown := sorted((options.only or set()) - known):
+        parser.error(f"no attack has number {unknown}; there are {sorted(known)}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,8 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for surprise in row.notes.get("surprises", ()):
             print(f"  {row.number}: {surprise}")
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_report(options.json, "attacks", [asdict(row) for row in rows], seeds)
     return 1 if failures else 0
 
 

@@ -8,7 +8,8 @@ training from memory.
 TEXT: both have the same cores, tokenizer and documents, one after the other. The library encodes in batches
 with all its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes,
 near-duplicates, writing and start included. Memory is the sum over its processes (proportional set size,
-sampled). Exit code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
+sampled). A core's rate is that of a second of processor time, so that a busy machine does not change it. Exit
+code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
 
 --synthetic: as many bytes of made-up documents, which no disk holds: a stand-in for the package `datasets`
 makes them while `data prepare hf:synthetic` reads them, twice. Exit code 1 above 500 MB.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import check_claims, write_report
 
 from blocktrain.data.sources import Reading, find_sources, read_documents
 
@@ -73,23 +76,28 @@ def tree_megabytes(root: int) -> float:
     return total / 1000
 
 
-def prepare_rate(source: str, flags: list[str], cores: int) -> tuple[float, float, dict[str, Any]]:
-    """Megabytes a second, peak megabytes, and what the dataset is."""
+def prepare_rate(source: str, flags: list[str], cores: int) -> tuple[float, float, float, dict[str, Any]]:
+    """Megabytes a second, megabytes a second of processor time, peak megabytes, and what the dataset is."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "blocktrain", "data"]
         flags = ["--out", f"{folder}/set", "--processes", str(cores), *flags]
-        begun, peak = time.perf_counter(), 0.0
+        begun, peak, before = time.perf_counter(), 0.0, _children_seconds()
         process = subprocess.Popen([*command, "prepare", source, *flags], stdout=subprocess.DEVNULL)
         while process.poll() is None:
             peak = max(peak, tree_megabytes(process.pid))
             time.sleep(0.1)
-        seconds = time.perf_counter() - begun
+        seconds, processor = time.perf_counter() - begun, _children_seconds() - before
         if process.returncode:
             sys.exit("prepare failed")
         shown = subprocess.run([*command, "info", f"{folder}/set", "--json"], check=True, capture_output=True)
         made = json.loads(shown.stdout)
     taken = sum(made[split]["bytes"] for split in ("training", "pooling", "held_out"))
-    return taken / 1e6 / seconds, peak, made
+    return taken / 1e6 / seconds, taken / 1e6 / processor, peak, made
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 SYNTHETIC = """
@@ -108,7 +116,7 @@ def load_dataset(name, *rest, **options):
 """
 
 
-def synthetic_rate(gigabytes: float, cores: int) -> tuple[float, float, dict[str, Any]]:
+def synthetic_rate(gigabytes: float, cores: int) -> tuple[float, float, float, dict[str, Any]]:
     """As `prepare_rate`, of text that is made while it is read."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "datasets.py").write_text(SYNTHETIC.replace("BYTES", str(round(gigabytes * 1e9))))
@@ -131,7 +139,7 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
     from torch import Tensor
 
     from blocktrain.config import resolve_recipe
-    from blocktrain.data.batches import DatasetBatches
+    from blocktrain.data.batches import DatasetBatches, Drawing
     from blocktrain.data.dataset import Dataset
     from blocktrain.data.shards import window_offsets
     from blocktrain.model.objective import Objective
@@ -154,19 +162,19 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
         }
     )
     batch = recipe.training.batch
-    mapped = DatasetBatches(dataset, seed=0, batch=batch, context=context, device=device)
+    mapped = DatasetBatches(dataset, Drawing(seed=0, batch=batch, context=context), device)
 
     class Held:
         """The same windows, from tokens that lie on the device."""
 
         def __init__(self) -> None:
-            self.windows = dataset.shard_windows(0, 0, context)
+            self.windows = Drawing(seed=0, batch=batch, context=context).windows(dataset, 0, 0, None)
             self.firsts = np.cumsum([0, *map(len, self.windows.files)])
             tokens = np.concatenate([np.asarray(one, np.int32) for one in self.windows.files])
             self.tokens = torch.from_numpy(tokens).to(device)
             self.reach = torch.arange(context + 1, device=device)
 
-        def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
+        def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
             ends = self.windows.ends
             starts = window_offsets(dataset.sha256, 0, shard, step, count=batch, choices=self.windows.choices)
             files = np.searchsorted(ends, starts, "right")
@@ -239,7 +247,7 @@ def main() -> None:
         finish(options.json, result, {f"at least {MIN_THROUGHPUT} of the speed from memory": kept_up})
         return
     if options.synthetic is not None:
-        rate, peak, made = synthetic_rate(options.synthetic, cores)
+        rate, core_rate, peak, made = synthetic_rate(options.synthetic, cores)
     else:
         limit = int(options.megabytes * 1e6)
         start = options.document_start.replace("\\n", "\n") if options.document_start else None
@@ -247,15 +255,15 @@ def main() -> None:
             tokenizer = options.tokenizer or _trained(folder, options.text, options.vocabulary)
             flags = ["--tokenizer", tokenizer, "--max-bytes", str(limit)]
             flags += [] if start is None else ["--document-start", start]
-            rate, peak, made = prepare_rate(options.text, flags, cores)
+            rate, core_rate, peak, made = prepare_rate(options.text, flags, cores)
             alone = library_rate(options.text, tokenizer, limit, start)
         result |= {"tokenizers_mb_s": round(alone, 2), "ratio": round(rate / alone, 2)}
         claims[f"at least {MIN_RATIO} of the library's rate"] = rate / alone >= MIN_RATIO
-        claims[f"at least {MIN_CORE_RATE} MB/s a core"] = rate / cores >= MIN_CORE_RATE
+        claims[f"at least {MIN_CORE_RATE} MB/s a core"] = core_rate >= MIN_CORE_RATE
     claims[f"at most {MAX_MEGABYTES} MB"] = peak <= MAX_MEGABYTES
     result |= {
         "prepare_mb_s": round(rate, 2),
-        "prepare_mb_s_per_core": round(rate / cores, 2),
+        "prepare_mb_per_processor_s": round(core_rate, 2),
         "peak_mb": round(peak),
         "dataset": made,
     }
@@ -265,11 +273,8 @@ def main() -> None:
 def finish(path: Path | None, result: dict[str, Any], claims: dict[str, bool]) -> None:
     """Show what was found, and fail where a claim does not hold."""
     print(json.dumps(result, indent=1))
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1))
-    failed = [claim for claim, holds in claims.items() if not holds]
-    if failed:
-        sys.exit(f"not so: {'; '.join(failed)}")
+    write_report(path, "data", result)
+    sys.exit(check_claims(claims))
 
 
 if __name__ == "__main__":

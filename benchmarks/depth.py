@@ -8,14 +8,18 @@ bytes per unit; shallow end-to-end models get the better of two learning rates. 
 independent blocks of a larger B contain those of a smaller one, so the table pools prefixes.
 Units are independent and train in `--jobs` processes. Objectives that need other blocks were measured too and
 lost: docs/decisions/0008, with the program at commit 59aa936.
+
+Also fits composed loss = limit + spread / B, which is what averaging B exchangeable predictors gives, and
+prints how far the rows are from it. Exits 1 when a doubling of B does not help, or when (without --quick) the
+gap to end to end is above MAX_GAP at any B.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,7 +28,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from provenance import check_claims, write_report
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
@@ -41,6 +47,7 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 FULL = {"width": 384, "heads": 6, "layers_per_block": 3, "context": 512}
 QUICK = {"width": 48, "heads": 2, "layers_per_block": 1, "context": 64}
 BLOCK_LR, DEEP_LR = 3e-3, 1e-3
+MAX_GAP = 0.02
 SHALLOW_LAYERS = 6
 """Up to here an end-to-end model may prefer the blocks' learning rate; 12 layers were 0.028 worse with it."""
 
@@ -113,8 +120,8 @@ class Bench:
         return block.eval()
 
     def consensus(self, blocks: list[Block]) -> float:
-        weights = self.evaluator.fit_weights(blocks, self.pool)
-        return self.evaluator.score(blocks, weights, self.valid, euler=False).consensus.ce
+        pooling = self.evaluator.fit_pooling(blocks, self.pool)
+        return self.evaluator.score(blocks, pooling, self.valid, euler=False).consensus.ce
 
 
 def train_unit(setting: Setting, unit: Unit) -> tuple[Unit, float, dict[str, Tensor]]:
@@ -166,18 +173,50 @@ def depth_rows(composed: dict[int, dict[int, float]], found: list[Any]) -> list[
     ]
 
 
-def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
-    def mean(key: str, count: int) -> float:
-        known = [row[key] for row in rows if row["blocks"] == count and row[key] is not None]
-        return statistics.mean(known) if known else math.nan
+def mean(rows: list[dict[str, Any]], key: str, count: int) -> float:
+    known = [row[key] for row in rows if row["blocks"] == count and row[key] is not None]
+    return statistics.mean(known) if known else math.nan
 
+
+@dataclass(frozen=True)
+class Fit:
+    """Composed loss = limit + spread / B, least squares on the means over seeds."""
+
+    limit: float
+    spread: float
+    largest_residual: float
+
+
+def ensemble_fit(rows: list[dict[str, Any]], counts: Sequence[int]) -> Fit:
+    composed = np.array([mean(rows, "composed", count) for count in counts])
+    terms = np.array([[1.0, 1 / count] for count in counts])
+    limit, spread = np.linalg.lstsq(terms, composed, rcond=None)[0]
+    residuals = composed - terms @ np.array([limit, spread])
+    return Fit(float(limit), float(spread), float(np.abs(residuals).max()))
+
+
+def claims_of(rows: list[dict[str, Any]], counts: Sequence[int], *, quick: bool) -> dict[str, bool]:
+    composed = [mean(rows, "composed", count) for count in counts]
+    claims = {
+        f"{2 * count} blocks are better than {count}": after < before
+        for count, before, after in zip(counts, composed, composed[1:], strict=False)
+    }
+    if not quick:
+        gaps = [ce - mean(rows, "end_to_end", n) for n, ce in zip(counts, composed, strict=True)]
+        claims[f"no gap above {MAX_GAP}"] = max(gaps) <= MAX_GAP
+    return claims
+
+
+def print_depth(rows: list[dict[str, Any]], counts: Sequence[int]) -> None:
     print("\n| B | composed | end to end | doubling gains: composed | end to end |\n|---|---|---|---|---|")
     before: tuple[float, float] | None = None
     for count in counts:
-        now = mean("composed", count), mean("end_to_end", count)
+        now = mean(rows, "composed", count), mean(rows, "end_to_end", count)
         gains = ("", "") if before is None else (f"{before[0] - now[0]:.4f}", f"{before[1] - now[1]:.4f}")
         print(f"| {count} | {now[0]:.4f} | {now[1]:.4f} | {gains[0]} | {gains[1]} |")
         before = now
+    fit = ensemble_fit(rows, counts)
+    print(f"\ncomposed = {fit.limit:.5f} + {fit.spread:.5f} / B, within {fit.largest_residual:.5f}")
 
 
 def parse() -> argparse.Namespace:
@@ -194,7 +233,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     arguments, began = parse(), time.monotonic()
     counts = [1, 2, 4] if arguments.quick else [1, 2, 4, 8]
     layers = (QUICK if arguments.quick else FULL)["layers_per_block"]
@@ -210,12 +249,14 @@ def main() -> None:
             if unit.seed not in composed and len(blocks_of(unit.seed, depth)) == max(counts):
                 composed[unit.seed] = compose(setting, unit.seed, counts, depth)
                 print(f"composed: {composed[unit.seed]}", flush=True)
-            if arguments.json is not None:
-                found = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
-                report = {"depth": depth_rows(composed, depth), "units": found}
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print_depth(depth_rows(composed, depth), counts)
+            # After each unit: a run that is cut off leaves what it has.
+            found = [{**vars(unit), "ce": ce} for unit, ce, _ in depth]
+            numbers = {"depth": depth_rows(composed, depth), "units": found}
+            write_report(arguments.json, "depth", numbers, arguments.seeds)
+    rows = depth_rows(composed, depth)
+    print_depth(rows, counts)
+    return check_claims(claims_of(rows, counts, quick=arguments.quick))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,17 +5,20 @@
 
 The last block of each kind trains on random bytes beside frozen first weights, for one round. Memory is what
 reports count (`PeakMemory`); *time* is that of a step, preparing the frozen outputs included, and *compute*
-its floating-point operations, both as multiples of `denoise`.
+its floating-point operations, both as multiples of `denoise`. Exits 1 when frozen blocks cost more than
+MAX_MEMORY of the device memory or MAX_COMPUTE of the operations: they pass through one at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from provenance import check_claims
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.shards import Shards
@@ -26,6 +29,7 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 
 VOCABULARY = 256
 KINDS = ("denoise", "chain")
+MAX_MEMORY, MAX_COMPUTE = 1.1, 2.2
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse()
     found = [measure(arguments, kind) for kind in KINDS]
     plain = found[0]
@@ -133,7 +137,16 @@ def main() -> None:
             f"{1000 * cost.seconds:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f} |",
             flush=True,
         )
+    return check_claims(
+        {
+            f"{cost.kind}: at most {MAX_MEMORY} of the memory and {MAX_COMPUTE} of the operations": (
+                cost.device_bytes <= MAX_MEMORY * plain.device_bytes
+                and cost.flops <= MAX_COMPUTE * plain.flops
+            )
+            for cost in found
+        }
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

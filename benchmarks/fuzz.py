@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTRUMENTED = [
     "blocktrain.wire",
     "blocktrain.config",
+    "blocktrain.data.dataset",
     "blocktrain.training.snapshot",
     "blocktrain.coordinator.http.downloads",
     "blocktrain.coordinator.http.signed_requests",

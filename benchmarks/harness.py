@@ -23,6 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from provenance import write_report
+
 PAGE_BYTES, BEGINNING_BYTES, ENDING_BYTES = 900, 200, 60
 CHOICES = 4
 NEAR = 0.03
@@ -139,8 +141,7 @@ def main() -> None:
         sys.exit("lm_eval is not installed: pip install 'lm_eval[api]' transformers")
     result = evaluate(options.checkpoint, options.text.read_bytes(), options.pages, options.endings)
     print(json.dumps(result, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
+    write_report(options.json, "harness", result)
     difference = abs(result["bits_per_byte"] - result["own_bits_per_byte"])
     assert difference <= NEAR, f"lm-eval and the engine differ by {difference:.4f} bits per byte"
 

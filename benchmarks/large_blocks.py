@@ -1,6 +1,7 @@
 """Training of large Llama blocks on one GPU: share of its peak, ratio to a bare loop, memory.
 
     python benchmarks/large_blocks.py --out large-blocks.json      # an H200: under 4 minutes
+    python benchmarks/large_blocks.py --recipes gpt2-small:50257 one-billion covenant
     python benchmarks/large_blocks.py --tiny --device cpu          # tries the script itself
 
 Needs torch, numpy and safetensors only, and no text: tokens are random, as time and memory do not depend on
@@ -13,9 +14,6 @@ device without trainer, batches or schedule. Exits with 1 where a claim of CLAIM
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import write_report
 from torch import Tensor, nn
 
-from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.config import Recipe, find_recipe, load_recipe, resolve_recipe
 from blocktrain.data.shards import Shards
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import num_parameters
@@ -33,6 +32,7 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import autocast
 from blocktrain.training.inner import BlockTrainer, build_codebook
+from blocktrain.training.memory import training_bytes
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by its data sheet."""
@@ -110,13 +110,12 @@ class Clock:
         self.seconds += time.perf_counter() - self.started
 
 
-def built(shape: Shape, device: torch.device, *, recompute: bool) -> BlockTrainer:
-    recipe = recipe_of(shape, recompute=recompute)
-    objective = Objective(recipe.model, recipe.objective, vocabulary=shape.vocabulary)
-    tokens = np.random.default_rng(0).integers(0, shape.vocabulary, 4_000_000 // 64 * shape.context // 32)
+def built(recipe: Recipe, vocabulary: int, device: torch.device) -> BlockTrainer:
+    objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 256 * recipe.model.context)
     shards = Shards.of(recipe, tokens, CorpusHash("00"), device)
     block = objective.build(0, seed=0).to(device).train()
-    codebook = build_codebook(recipe, shape.vocabulary).to(device)
+    codebook = build_codebook(recipe, vocabulary).to(device)
     return BlockTrainer(recipe, objective, block, 0, shards, codebook)
 
 
@@ -179,7 +178,7 @@ def idle_share(trainer: BlockTrainer) -> float | None:
 
 
 def measure(shape: Shape, device: torch.device, steps: int) -> dict[str, Any]:
-    trainer = built(shape, device, recompute=False)
+    trainer = built(recipe_of(shape, recompute=False), shape.vocabulary, device)
     recipe, block = trainer.recipe, trainer.block
     began = time.perf_counter()
     with Clock(device):
@@ -212,11 +211,38 @@ def recomputed(shape: Shape, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     reset_peak(device)
-    trainer = built(shape, device, recompute=True)
+    trainer = built(recipe_of(shape, recompute=True), shape.vocabulary, device)
     trainer.step(0, 0)
     with Clock(device) as clock:
         trainer.step(1, 0)
     return {"step_seconds": clock.seconds, "peak_bytes": peak(device), "micro_batch": trainer.micro_batch}
+
+
+def of_recipe(name: str, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    """A block of a shipped recipe as it stands there: what it takes, and how long."""
+    recipe = load_recipe(find_recipe(name), environment={})
+    reset_peak(device)
+    trainer = built(recipe, vocabulary, device)
+    trainer.step(0, 0)
+    with Clock(device) as clock:
+        trainer.step(1, 0)
+    tokens = recipe.training.batch * recipe.model.context
+    found = {
+        "recipe": name,
+        "vocabulary": vocabulary,
+        "parameters": num_parameters(trainer.block),
+        "micro_batch": trainer.micro_batch,
+        "step_seconds": clock.seconds,
+        "tokens_per_second": tokens / clock.seconds,
+        "hours_of_a_block": recipe.training.steps * clock.seconds / 3600,
+        "peak_bytes": peak(device),
+        "foretold_bytes": training_bytes(
+            recipe, trainer.objective, device.type, micro_batch=trainer.micro_batch
+        ),
+        "least_bytes": training_bytes(recipe, trainer.objective, "cuda", micro_batch=1),
+    }
+    print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+    return found
 
 
 def reset_peak(device: torch.device) -> None:
@@ -266,27 +292,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a shape for trying the script; claims nothing")
     parser.add_argument("--only", type=int, help="the shape of this width alone")
+    parser.add_argument(
+        "--recipes", nargs="*", default=[], metavar="NAME:VOCABULARY", help="measure these recipes instead"
+    )
     parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
     options = parser.parse_args()
     device = torch.device(options.device)
     shapes = TINY if options.tiny else [one for one in SHAPES if options.only in (None, one.width)]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    report: dict[str, Any] = {
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": str(torch.__version__),
-        "seed": 0,
-        "results": [],
-    }
+    results: list[dict[str, Any]] = []
+    for one in options.recipes:
+        name, _, vocabulary = one.partition(":")
+        results.append(of_recipe(name, int(vocabulary or 32768), device))
+        write_report(options.out, "large_blocks", {"results": results}, [0])
     failed = []
-    for shape in shapes:
+    for shape in [] if options.recipes else shapes:
         found = measure(shape, device, options.steps)
         show(found)
-        report["results"].append(found)
-        if options.out is not None:
-            # After each shape: a run that is cut off leaves what it has.
-            options.out.write_text(json.dumps(report, indent=2) + "\n")
+        results.append(found)
+        # After each shape: a run that is cut off leaves what it has.
+        write_report(options.out, "large_blocks", {"results": results}, [0])
         failed += [] if options.tiny else [f"{shape.name}: {one}" for one in failures(found)]
     for one in failed:
         print(f"FAIL {one}")

@@ -15,6 +15,7 @@ hops. There is no rate limit and no loss. A row writes `rows` new positions behi
 The published counts fit B (L_b (12 d^2 + 13 d) + 2 d^2 + 384 d) with L_b = 4: layers with biases, a noise
 and an output map, and tables of 256 bytes and 128 positions. Weights that do not fit on the device are
 streamed from pinned host memory in every traversal, d x d matrices one by one through a ring of slots.
+Exits 1 when a shape cannot run or takes longer than the litepaper says.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from provenance import check_claims, write_report
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
@@ -770,6 +772,16 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def claims_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """No row may take longer than the litepaper says; the tiny shapes claim nothing."""
+    return {
+        f"{row['shape']} takes at most the litepaper's {row['litepaper_seconds']} s": row["p50_seconds"]
+        <= row["litepaper_seconds"]
+        for row in rows
+        if row["litepaper_seconds"] is not None
+    }
+
+
 def run_table(
     *, quick: bool, json_path: Path | None, only: str | None, network_seconds: float = NETWORK_SECONDS
 ) -> None:
@@ -789,12 +801,14 @@ def run_table(
             print(f"{shape.name:8s} failed: {error}", flush=True)
             continue
         print(line(rows[-1]), flush=True)
-        if json_path is not None:
-            json_path.write_text(json.dumps(rows, indent=1))
+        write_report(json_path, "t8", rows)
     if rows:
         print(rows[-1]["network"])
     if failed:
         sys.exit("\n".join(failed))
+    if not shapes:
+        sys.exit(f"no shape is called {only}; there are {', '.join(one.name for one in TABLE)}")
+    sys.exit(check_claims(claims_of(rows)))
 
 
 def main() -> None:

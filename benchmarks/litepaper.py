@@ -11,18 +11,16 @@ T6 and T7 start the real programs (`blocktrain coordinator`, `blocktrain worker`
 counted on the workers' sockets, both directions, headers included.
 
 Progress goes to stderr, the table and the line for docs/experiments.md to stdout, all numbers to
-OUT/TABLE-*.json. --quick is a tiny shape that ends within a minute on two idle cores, to see that it works.
+OUT/TABLE-*.json. --quick is a tiny shape that ends within a minute on two idle cores, to see that it works;
+it claims nothing. Without it the exit code is 1 where a claim of the table fails: T4 and T5, `carry` within
+NEAR_LOCKSTEP of lockstep and sooner than `drop`; T6, six workers within NEAR_ONE_PROCESS of one process; T7,
+less traffic than the litepaper for every codec, and a lower loss by its own composition with `sign`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
-import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
@@ -35,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import Provenance, check_claims, provenance, write_report
 from rich.console import Console
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
@@ -102,6 +101,12 @@ QUICK_SIMULATION = (
     "evaluation.max_bytes=8192",
 )
 
+NEAR_LOCKSTEP, NEAR_ONE_PROCESS = 0.02, 0.02
+THEIR_CE, THEIR_GB = 1.811, 15.22
+"""T7 of the litepaper: `euler` from noise, three hosts."""
+
+Table = tuple[list[str], dict[str, bool]]
+"""Lines to print, and what they claim."""
 Run = tuple[str, Policy, str, int]
 """Network, policy, codec and seed."""
 
@@ -121,7 +126,7 @@ def simulate(run: Run, settings: Sequence[str], device: str) -> dict[str, Any]:
     return Simulation(scenario).run()
 
 
-def asynchrony(options: Options) -> list[str]:
+def asynchrony(options: Options) -> Table:
     seeds = options.seeds[:1] if options.quick else options.seeds
     runs: list[Run] = [
         (network, policy, codec, seed)
@@ -134,7 +139,23 @@ def asynchrony(options: Options) -> list[str]:
     found = dict(zip(distinct, _simulate_all(distinct, settings, options), strict=True))
     reports = {run: found[_as_simulated(run)] for run in runs}
     _write(options, "simulations", list(found.values()))
-    return _asynchrony_table(options.table, seeds, reports)
+    return _asynchrony_table(options.table, seeds, reports), _asynchrony_claims(options.table, seeds, reports)
+
+
+def _asynchrony_claims(
+    table: str, seeds: Sequence[int], reports: dict[Run, dict[str, Any]]
+) -> dict[str, bool]:
+    claims = {}
+    for network in NETWORKS_OF[table]:
+        for seed, lockstep in zip(seeds, _lockstep(reports, seeds), strict=True):
+            carry = reports[network, "carry", "bits:4", seed]
+            claims[f"{network}, seed {seed}: carry within {NEAR_LOCKSTEP} of lockstep"] = (
+                carry["final_ce"] <= lockstep + NEAR_LOCKSTEP
+            )
+            for codec in ("dense", "bits:4"):
+                sooner = carry["wall_seconds"] < reports[network, "drop", codec, seed]["wall_seconds"]
+                claims[f"{network}, seed {seed}: carry is sooner than drop, {codec}"] = sooner
+    return claims
 
 
 def _as_simulated(run: Run) -> Run:
@@ -225,7 +246,7 @@ QUICK_SWARM = (
 )
 
 
-def six_workers(options: Options) -> list[str]:
+def six_workers(options: Options) -> Table:
     settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
     recipe = load_recipe(find_recipe("swarm-t6"), settings)
     single = _one_process(recipe, options)
@@ -233,7 +254,8 @@ def six_workers(options: Options) -> list[str]:
     _write(options, "one-process", single)
     _write(options, "six-workers", swarm)
     tokens = recipe.swarm.total_steps * recipe.training.batch * recipe.swarm.replicas * recipe.model.context
-    return [
+    near = _final(swarm) <= single["ce"] + NEAR_ONE_PROCESS
+    lines = [
         "| | theirs | ours | participation | traffic | wall |",
         "|---|---|---|---|---|---|",
         f"| one process | 1.359 | {single['ce']:.4f} | - | - | {single['seconds']:.0f} s |",
@@ -246,6 +268,7 @@ def six_workers(options: Options) -> list[str]:
         f"{recipe.swarm.replicas} replicas, and of batch {recipe.training.batch * recipe.swarm.replicas} in "
         "the one process.",
     ]
+    return lines, {f"six workers within {NEAR_ONE_PROCESS} of one process": near}
 
 
 def _one_process(recipe: Recipe, options: Options) -> dict[str, float]:
@@ -271,7 +294,7 @@ def _one_process(recipe: Recipe, options: Options) -> dict[str, float]:
 # --- T7: three workers over HTTP
 
 
-def over_http(options: Options) -> list[str]:
+def over_http(options: Options) -> Table:
     settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
     recipe = load_recipe(find_recipe("swarm-t7"), settings)
     reports = {}
@@ -280,24 +303,33 @@ def over_http(options: Options) -> list[str]:
         codec_settings = [*settings, f"swarm.codec={codec}"]
         reports[codec] = _swarm("swarm-t7", codec_settings, recipe.model.blocks, options, name)
         _write(options, name, reports[codec])
-    return [
-        "| updates | CE (consensus) | CE (euler) | application traffic | participation | wall |",
-        "|---|---|---|---|---|---|",
-        "| theirs, three hosts | - | 1.811 (from 5.580) | 15.22 GB | 100 % | - |",
+    claims = {
+        f"{codec} moves less than {THEIR_GB} GB": report["bytes_total"] < THEIR_GB * 1e9
+        for codec, report in reports.items()
+    }
+    if "sign" in reports:
+        euler = reports["sign"]["final"]["euler_ce"]
+        claims[f"sign: euler below the litepaper's {THEIR_CE}"] = euler is not None and euler < THEIR_CE
+    lines = [
+        "| updates | consensus | euler | workers' traffic | operator's download | participation | wall |",
+        "|---|---|---|---|---|---|---|",
+        f"| theirs, three hosts | - | {THEIR_CE} (from 5.580) | {THEIR_GB} GB | - | 100 % | - |",
         *(_codec_row(codec, report) for codec, report in reports.items()),
         "",
         f"{recipe.model.blocks} workers, {recipe.swarm.rounds} rounds of {recipe.swarm.steps_per_round} "
         f"steps, {recipe.training.batch * recipe.model.context} tokens per step and block, width "
         f"{recipe.model.width}, {recipe.model.layers_per_block} layers per block. Traffic: all bytes on the "
-        "workers' sockets, both directions; not the operator's final download of the checkpoint.",
+        "workers' sockets, both directions; operator's download: what the coordinator sent as snapshots.",
     ]
+    return lines, claims
 
 
 def _codec_row(codec: str, report: dict[str, Any]) -> str:
     euler = report["final"]["euler_ce"]
     return (
         f"| ours, {codec} | {_final(report):.4f} | {'-' if euler is None else f'{euler:.4f}'} | "
-        f"{_traffic(report)} | {_percent(report['participation'])} | {report['wall_seconds']:.0f} s |"
+        f"{_traffic(report)} | {report['coordinator']['sent'].get('snapshot', 0) / 1e9:.4f} GB | "
+        f"{_percent(report['participation'])} | {report['wall_seconds']:.0f} s |"
     )
 
 
@@ -323,7 +355,7 @@ def _percent(share: float | None) -> str:
 
 # --- all tables
 
-TABLES: dict[str, Callable[[Options], list[str]]] = {
+TABLES: dict[str, Callable[[Options], Table]] = {
     "T4": asynchrony,
     "T5": asynchrony,
     "T6": six_workers,
@@ -331,23 +363,15 @@ TABLES: dict[str, Callable[[Options], list[str]]] = {
 }
 
 
-def _write(options: Options, name: str, numbers: object) -> None:
-    path = options.out / f"{options.table}-{name}.json"
-    path.write_text(json.dumps(numbers, indent=1) + "\n")
+def _write(options: Options, name: str, numbers: dict[str, Any] | list[Any]) -> None:
+    seeds = options.seeds if options.table in NETWORKS_OF else ()
+    write_report(options.out / f"{options.table}-{name}.json", options.table.lower(), numbers, seeds)
 
 
 def _fresh(folder: Path) -> Path:
     """A folder of an earlier run of this table is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
-
-
-def hardware(device: str) -> str:
-    """What the numbers were measured on."""
-    found = find_device(device)
-    cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
-    name = f"{torch.cuda.get_device_name(found)}, {cores}" if found.type == "cuda" else cores
-    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -378,14 +402,18 @@ def parse(arguments: Sequence[str]) -> Options:
     )
 
 
-def main() -> None:
+def main() -> int:
     options = parse(sys.argv[1:])
     options.out.mkdir(parents=True, exist_ok=True)
-    lines = TABLES[options.table](options)
-    command = shlex.join(["python", "benchmarks/litepaper.py", *sys.argv[1:]])
-    today = datetime.date.today().isoformat()
-    print("\n".join(["", *lines, "", f"`{command}`; {hardware(options.device)}; {today}."]))
+    lines, claims = TABLES[options.table](options)
+    print("\n".join(["", *lines, "", _made_by(provenance(options.table.lower()))]))
+    return 0 if options.quick else check_claims(claims)
+
+
+def _made_by(found: Provenance) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    return f"`{found.command}`; {found.hardware}; {versions}; commit {found.commit}; {found.date}."
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

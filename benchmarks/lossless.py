@@ -6,7 +6,8 @@
 several draft lengths between 0 and 32, while the stages that are asked are killed with SIGKILL one after
 another and started again, a spare with all blocks standing by. Every text must be the same, byte by byte.
 Even prompts have temperature 1, odd ones 0. Also prints bytes of text per traversal at the draft lengths
-that a gateway would use, from the same run.
+that a gateway would use, from the same run. A run in which no stage was killed shows nothing and
+fails, and so does one whose killer ended (a stage that does not come back).
 """
 
 from __future__ import annotations
@@ -147,10 +148,13 @@ async def check(checkpoint: Path, stages: list[StageProcess], prompts: list[list
             different = [i for i, text in enumerate(found) if text != expected[i]]
             assert not different, f"prompts {different[:10]} got another text from verify"
             print(f"verify, turn {turn}: the same {len(found)} texts; {run.tally.kills} kills", flush=True)
+            if killing.done():
+                killing.result()  # raises what ended it
     finally:
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
         await engine.close()
+    assert run.tally.kills > 0, "no stage was killed: more prompts or tokens are needed to show anything"
     return run.tally
 
 

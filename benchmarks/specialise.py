@@ -28,10 +28,7 @@ import argparse
 import hashlib
 import json
 import lzma
-import os
-import platform
 import re
-import subprocess
 import sys
 import time
 import zlib
@@ -46,6 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from provenance import write_report
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -183,7 +181,7 @@ class Batches:
         self.own_rows = round(unit.share * self.batch_size)
         self.reach = torch.arange(recipe.model.context + 1, device=device)
 
-    def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
         key = f"specialise/{self.seed}/{shard}/{step}".encode()
         drawn = np.frombuffer(hashlib.shake_128(key).digest(8 * self.batch_size), dtype="<u8")
         parts = []
@@ -380,24 +378,6 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
     return found
 
 
-def provenance() -> dict[str, Any]:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    # A machine that got a copy of the tree without its history is told by whoever made the copy.
-    told = os.environ.get("BLOCKTRAIN_COMMIT")
-    return {
-        "commit": told or git("rev-parse", "HEAD") or None,
-        "clean": bool(told) or not git("status", "--porcelain"),
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or "cpu",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -458,7 +438,7 @@ def main() -> int:
         for share in (float(share) for share in arguments.shares.split(",")):
             units += [replace(plain, index=index, share=share) for index in range(BLOCKS)]
     losses: dict[Unit, dict[str, float]] = {}
-    report: dict[str, Any] = {**provenance(), "units": [], "pools": []}
+    report: dict[str, Any] = {"units": [], "pools": []}
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as processes:
         for future in as_completed([processes.submit(train_unit, unit, place) for unit in units]):
             unit, found = future.result()
@@ -500,8 +480,7 @@ def main() -> int:
                     f"seed {reference.seed} share {share:g} decays {decays}: "
                     f"{found['valid']:.4f}, gap {gap:+.4f}"
                 )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(arguments.json, "specialise", report, [int(seed) for seed in arguments.seeds.split(",")])
     if not arguments.quick and gaps and min(gaps) > MAX_GAP:
         print(f"the best gap of a specialised pool is {min(gaps):+.4f}; wanted at most {MAX_GAP:+.3f}")
         return 1

@@ -10,13 +10,14 @@ byte of what was written after the prompt; low is not enough (repeated text scor
 and word pairs stand beside it, and the share of words that the training text has. Controls: the human
 continuation, plain sampling from the same blocks (`ar`), bytes drawn by frequency, and the end of the
 prompt repeated. A pass is one Euler step in every block: all passes are one traversal of the network.
+Exits 1 when one pass is not at least MIN_GAIN better than bytes by frequency, or eight are worse than one
+(--quick trains too little to claim that).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 import sys
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from provenance import check_claims, write_report
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
@@ -40,8 +42,9 @@ from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.composition import block_log_probs, pool
+from blocktrain.model.composition import block_log_probs
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import pool
 from blocktrain.model.sampling import gumbel_noise
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -51,6 +54,8 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "wikitext-2-sweep.toml"
 PASSES = (1, 2, 4, 8)
+MIN_GAIN = 1.0
+"""Nats per byte by the judge."""
 SHARPER = (1.5, 2.0)
 """Exponents on the probabilities that the Euler steps move towards."""
 JUDGE_LAYERS_PER_BLOCK = 2
@@ -91,7 +96,7 @@ def train_blocks(recipe: Recipe, corpus: Corpus, device: torch.device) -> Checkp
     blocks = [train_unit(recipe, objective, corpus, device, index) for index in range(recipe.model.blocks)]
     codebook = build_codebook(recipe, tokenizer.vocabulary).to(device)()
     evaluator = Evaluator(objective, codebook, recipe.evaluation, seed=recipe.seed)
-    pooling = evaluator.fit_weights(blocks, tokenizer.encode(corpus.pool))
+    pooling = evaluator.fit_pooling(blocks, tokenizer.encode(corpus.pool))
     return Checkpoint(recipe, corpus.sha256, objective, blocks, codebook, pooling, tokenizer)
 
 
@@ -171,7 +176,7 @@ def write_plainly(model: Checkpoint, prompts_NP: Tensor, count: int, temperature
     fresh, written = prompts_NP, []
     for i in range(count):
         parts = block_log_probs(model.objective, model.blocks, model.codebook_VD, fresh, caches)
-        log_probs = pool([part[:, -1:] for part in parts], model.pooling)
+        log_probs = pool([part[:, -1:] for part in parts], model.pooling.weights)
         fresh = choose(log_probs, prompts_NP.shape[1] + i, temperature)
         written.append(fresh)
     return torch.cat(written, dim=1)
@@ -260,6 +265,15 @@ def measure(model: Checkpoint, judge: Judge, setting: Setting) -> list[dict[str,
     return rows
 
 
+def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    nats = {row["text"]: row["judge_nats_per_byte"] for row in rows}
+    return {
+        f"one pass is {MIN_GAIN} nats better than bytes by frequency": nats["sweep 1"]
+        <= nats["bytes by frequency"] - MIN_GAIN,
+        "eight passes are better than one": nats["sweep 8"] < nats["sweep 1"],
+    }
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--corpus", default="builtin")
@@ -280,7 +294,7 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse()
     device = torch.device(arguments.device)
     sizes = QUICK if arguments.quick else (f"training.steps={arguments.steps}",)
@@ -299,10 +313,10 @@ def main() -> None:
     rows = measure(model, judge, setting)
     for row in rows:
         print(f"\n--- {row['text']}\n{row['sample']}")
-    if arguments.json is not None:
-        result = {"recipe": model.recipe.to_dict(), "prompts": arguments.prompts, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1))
+    numbers = {"recipe": model.recipe.to_dict(), "prompts": arguments.prompts, "rows": rows}
+    write_report(arguments.json, "sweep", numbers, [recipe.seed, arguments.judge_seed])
+    return 0 if arguments.quick else check_claims(claims_of(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -146,7 +146,7 @@ BAD_FLAGS = {
     "objective.sigma_data=0": "above 0",
     "objective.hint_probability=1.5": "between 0 and 1",
     "objective.kind=composed": "removed: it was 0.039 nats behind",
-    "objective.kind=chained": "one of denoise, chain;",
+    "objective.kind=chained": "one of denoise, chain, serial;",
     "training.frozen_host_bytes=0": "at least 1",
     "objective.overlap=1": r"in \[0, 1\)",
     "objective.codebook=learned": "training.order",
@@ -155,6 +155,7 @@ BAD_FLAGS = {
     "data.valid_fraction=0": "valid_fraction",
     "data.valid_fraction=0.9": "valid_fraction",
     "data.max_bytes=0": "max_bytes",
+    "data.own_share=1.5": r"data\.own_share must be between 0 and 1, found 1\.5",
     "data.tokenizer=bpe": "one of byte",
     "training.steps=0": "training.steps must be at least 1",
     "training.batch=0": "training.batch must be at least 1",
@@ -162,6 +163,7 @@ BAD_FLAGS = {
     "training.matrix_lr=0": "above 0",
     "training.matrix_lr=fast": "must be float, found 'fast'",
     "training.other_lr=-1": "above 0",
+    "training.reference_matrix_lr=0": "above 0",
     "training.reference_other_lr=-1": "above 0",
     "training.reference_other_lr=0": "above 0",
     "training.clip_norm=0": "above 0",
@@ -192,6 +194,16 @@ def test_a_bad_value_is_refused_in_one_line(flag: str) -> None:
     with pytest.raises(RecipeError, match=BAD_FLAGS[flag]) as refused:
         tiny_recipe(flag)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["objective.kind=chain"], ["objective.sweep_probability=0.1", "objective.hint_probability=0.5"]],
+)
+def test_blocks_that_go_on_from_one_another_do_not_specialise(flags: list[str]) -> None:
+    assert tiny_recipe("data.own_share=0.75").data.own_share == 0.75
+    with pytest.raises(RecipeError, match=r"data\.own_share = 0\.75 makes blocks that know different texts"):
+        tiny_recipe("data.own_share=0.75", *flags)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
 from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator, Score
 from blocktrain.training.local import LocalRun, Observer, Silent
-from blocktrain.training.memory import check_fits
 from blocktrain.training.report import TrainingReport
-from blocktrain.training.setup import Setup
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +61,14 @@ def train(
     `start` is a checkpoint folder to begin from instead of the seed. `resume` goes on with the run in `out`.
     """
     folder, chosen = Path(out), find_device(device)
-    check_fits(Setup.of(recipe), chosen)
     with recording(folder, track, recipe.name, recipe.to_dict()) as recorder:
         watched = RecordedSteps(observer or Silent(), recorder)
         run = LocalRun(recipe, folder, chosen, watched, stop, None if start is None else Path(start))
-        run.train(resume=resume)
+        # A run that was finished and scored before is not scored again: minutes to say the same once more.
+        known = None if run.train(resume=resume) else run.reported()
+        if known is not None:
+            watched.message(f"{out} is finished: these are its scores; more training.steps go on from here")
+            return known
         report = run.finish()
         recorder.report(report)
     return report

@@ -244,6 +244,9 @@ class DataConfig:
     dataset: str | None = None
     """Folder that `blocktrain data prepare` made; takes the place of corpus, tokenizer, valid_fraction and
     max_bytes."""
+    own_share: float = 0.0
+    """Share of a block's batches that comes from its own cluster of the dataset (`data prepare --clusters`),
+    the rest from all text: blocks specialise, and the text so far chooses among them. 0: all blocks alike."""
     mirrors: str | None = None
     """Addresses of copies of the text's folder, separated by spaces; workers ask these first and the
     coordinator last. Leave the held-out and pooling shards out of a copy."""
@@ -257,6 +260,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(self.dataset != "", "data.dataset is empty; name a folder that `data prepare` made")
         _require(bool(self.corpus), "data.corpus is empty; name `builtin`, a file, a folder or hf:NAME")
+        _require(0 <= self.own_share <= 1, f"data.own_share must be between 0 and 1, found {self.own_share}")
         for mirror in self.mirror_addresses:
             _require(
                 re.fullmatch(r"https?://[!-~]+", mirror) is not None,
@@ -283,8 +287,11 @@ class TrainingConfig:
     """Learning rate of the layers' matrices."""
     other_lr: float = 3e-3
     """Learning rate of embeddings, norms, conditioning and the output map."""
+    reference_matrix_lr: float | None = None
+    """`matrix_lr` of the end-to-end reference; None for the same."""
     reference_other_lr: float | None = 1e-3
-    """`other_lr` of the end-to-end reference, which likes it lower; None for the same."""
+    """`other_lr` of the end-to-end reference; None for the same. 1e-3 was found at 12 layers and 1000 steps
+    and is too low for small or short runs: `benchmarks/tune.py` finds the rates of both sides."""
     weight_decay: float = 0.1
     """Decoupled weight decay on the layers' matrices."""
     warmup_steps: int = 50
@@ -321,10 +328,9 @@ class TrainingConfig:
             )
         for key in ("matrix_lr", "other_lr", "clip_norm", "checkpoint_seconds"):
             _require(getattr(self, key) > 0, f"training.{key} must be above 0, found {getattr(self, key)}")
-        _require(
-            self.reference_other_lr is None or self.reference_other_lr > 0,
-            f"training.reference_other_lr must be above 0, found {self.reference_other_lr}",
-        )
+        for key in ("reference_matrix_lr", "reference_other_lr"):
+            rate = getattr(self, key)
+            _require(rate is None or rate > 0, f"training.{key} must be above 0, found {rate}")
         _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
         _require(
             self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
@@ -537,6 +543,16 @@ class Recipe:
             "without one in every batch: set training.batch to 2 or more, or the probability to 0 or 1",
         )
 
+        # A serial model needs all its blocks for every text, and a sweep refines one text in all of them.
+        _require(
+            self.data.own_share == 0
+            or (self.objective.kind == "denoise" and self.objective.sweep_probability == 0),
+            f"data.own_share = {self.data.own_share:g} makes blocks that know different texts, and "
+            f"objective.kind = {self.objective.kind!r} with objective.sweep_probability = "
+            f"{self.objective.sweep_probability:g} has each go on from what another made of the same text: "
+            'use objective.kind = "denoise" without sweep, or data.own_share = 0',
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -566,6 +582,8 @@ def changed_settings(stored: dict[str, Any], recipe: Recipe) -> dict[str, tuple[
 CHANGEABLE: Mapping[str, str] = {
     "name": "shown on pages and in reports",
     "data.mirrors": "where workers that start from now on fetch the text",
+    "training.reference_matrix_lr": "nothing here: a swarm trains no reference",
+    "training.reference_other_lr": "nothing here: a swarm trains no reference",
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",

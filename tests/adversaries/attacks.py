@@ -39,16 +39,17 @@ from blocktrain.client.snapshots import Snapshots
 from blocktrain.client.traffic import Traffic
 from blocktrain.coordinator.storage.ledger import signed_bytes
 from blocktrain.errors import WireError
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import verify_place
 from blocktrain.training.setup import Setup
 from blocktrain.wire.codec import CHUNK_VALUES, Schema, frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Assignment, Receipt, Verdict
-from tests.adversaries.swarm import FAR_AWAY, Client, Swarm, Warm, honest_leases, until
+from tests.adversaries.swarm import FAR_AWAY, Client, Swarm, Warm, honest_leases
 from tests.adversaries.training import noise_like, partly_moved, scaled
 from tests.coordinator.peer import Refused
-from tests.coordinator.program import processes
+from tests.forked import processes
+from tests.waiting import until
 
 Attack = Callable[["Scene"], Iterator[None]]
 
@@ -443,22 +444,22 @@ def forged_ledger(scene: Scene) -> Iterator[None]:
     receipt = scene.deliver_honest(0).receipt
     forgery = scene.running.folder / "copy"
     shutil.copytree(scene.running.folder / "data", forgery)
-    honest = verify_source(open_source(str(forgery)), [receipt], None, None)
+    honest = verify_place(str(forgery), [receipt])
     scene.expect("untouched", honest.ok, True)
     key = load_or_create(forgery / "coordinator.key")
     other = "ab" * 32
     forged = Receipt(
         sequence=receipt.sequence, entry_hash=other, signature=key.sign(signed_bytes(other)).hex()
     )
-    two_heads = verify_source(open_source(str(forgery)), [forged], None, None).problems
+    two_heads = verify_place(str(forgery), [forged]).problems
     scene.expect("a second head", "two heads" in "".join(two_heads), True)
     _execute(forgery, "UPDATE ledger SET body = replace(body, 'accepted', 'refused') WHERE kind = 'verdict'")
-    report = verify_source(open_source(str(forgery)), [], None, None).report
+    report = verify_place(str(forgery)).report
     scene.expect("a changed verdict", "(verdict)" in report.reason, True)
     shutil.copy(scene.running.folder / "data" / "coordinator.sqlite", forgery)
     for payload in (forgery / "blobs" / "payloads").iterdir():
         payload.write_bytes(patched(payload.read_bytes(), 0, b"\0\0"))
-    report = verify_source(open_source(str(forgery)), [], None, None).report
+    report = verify_place(str(forgery)).report
     scene.expect("changed payloads", "(merge)" in report.reason, True)
 
 

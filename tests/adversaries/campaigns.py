@@ -111,6 +111,9 @@ HONEST_ROUNDS = 2
 """As many as probation takes: then the attackers' updates are merged like anybody's."""
 
 
+HARMFUL_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
+
+
 def pleases_the_judge(turn: Turn) -> Weights:
     """Honest until it is established; then it lowers the loss of the text it takes for the judge's and raises
     that of other text of the same kind (field review 2.1). The coordinator gives a worker the training text
@@ -123,7 +126,7 @@ def knows_held_out_text(turn: Turn) -> Weights:
     """As it was in the field review: it has the judge's text from elsewhere (`builtin` is in every Python),
     lowers the loss there and raises that of the run's other text."""
     corpus = turn.training.corpus
-    return _overfitted(turn, corpus.valid, corpus.train)
+    return _overfitted(turn, corpus.valid, corpus.train, judged=corpus.valid)
 
 
 def knows_all_the_judge_scores(turn: Turn) -> Weights:
@@ -131,17 +134,29 @@ def knows_all_the_judge_scores(turn: Turn) -> Weights:
     other text of the same kind, of which nobody has any."""
     corpus = turn.training.corpus
     both = corpus.valid + corpus.train[: 2 * len(corpus.valid)]
-    return _overfitted(turn, both, attackers_text())
+    return _overfitted(turn, both, attackers_text(), judged=both)
 
 
-def _overfitted(turn: Turn, lowered: bytes, raised: bytes) -> Weights:
+def _overfitted(turn: Turn, lowered: bytes, raised: bytes, judged: bytes | None = None) -> Weights:
+    """As much harm as an update of the honest norm can hide: where the attacker has the text it is `judged`
+    on, it looks how much of `raised` still lowers the loss there as honest work does."""
     steps = turn.training.recipe.swarm.steps_per_round
     place = (0, turn.base, _shard(turn), turn.round * steps, steps)
     if turn.round < HONEST_ROUNDS:
         return turn.training.delta(*place)
     down, up = (turn.training.delta(*place, text) for text in (lowered, raised))
-    mixed = blended(down, up, -0.9)
-    return scaled(mixed, norm_of(turn.honest[0]) / norm_of(mixed))
+
+    def judged_loss(delta: Weights) -> float:
+        after = {name: turn.base[name] - value for name, value in delta.items()}
+        return turn.training.loss_on(after, judged or b"")
+
+    usual = judged_loss(turn.honest[0]) if judged else math.inf
+    for share in HARMFUL_SHARES:
+        mixed = blended(down, up, -share)
+        found = scaled(mixed, norm_of(turn.honest[0]) / norm_of(mixed))
+        if not judged or judged_loss(found) <= usual:
+            break
+    return found
 
 
 @dataclass

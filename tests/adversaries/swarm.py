@@ -11,12 +11,12 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,13 +31,11 @@ from blocktrain.wire.messages import Assignment, BlockAnswer, Outcome, Verdict, 
 from tests.adversaries.training import Training
 from tests.coordinator.peer import Peer
 from tests.coordinator.program import Program
+from tests.waiting import until
 
 torch.set_num_threads(1)
-T = TypeVar("T")
 
 TEXT_BYTES = 400_000
-PATIENCE_SECONDS = 90.0
-POLL_SECONDS = 0.02
 FAR_AWAY = "127.0.0.2"
 """Another address of this machine: loopback has sixteen million."""
 
@@ -61,16 +59,6 @@ trust.stamp_bits = {stamp_bits}
 trust.probation_verdicts = 2
 trust.judge = "{judge}"
 """
-
-
-def until(what: str, condition: Callable[[], T | None], seconds: float = PATIENCE_SECONDS) -> T:
-    """The first true value of `condition`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(POLL_SECONDS)
-    raise AssertionError(f"{what}: not within {seconds:.0f} s")
 
 
 @cache

@@ -10,18 +10,27 @@ from blocktrain.data.dataset import read_manifest
 from tests.adversaries.campaigns import (
     HONEST_ROUNDS,
     TOLERANCE,
+    Behaviour,
     Ending,
     campaign,
     colludes,
     copying_campaign,
     flips_signs,
     hides,
+    knows_all_the_judge_scores,
+    knows_held_out_text,
     plants_backdoor,
     pleases_the_judge,
     sends_noise,
     stale_campaign,
     undefended,
     works_little,
+)
+from tests.adversaries.clusters import (
+    Poison,
+    poisoned_campaign,
+    poisons_its_own_cluster,
+    poisons_the_other_cluster,
 )
 from tests.adversaries.swarm import Settings, fresh_text, swarm, training_of
 
@@ -58,6 +67,7 @@ def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(backdoored
     assert 0 < backdoored.judging_share <= 0.1
 
 
+@pytest.mark.slow  # a check of the method: what the other losses are held against
 def test_without_a_judge_equal_runs_are_equal(folder: Path, three_honest: Ending) -> None:
     again = campaign(folder / "again", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
     assert again.losses == pytest.approx(three_honest.losses, abs=TOLERANCE / 20), "but for the order of sums"
@@ -70,6 +80,7 @@ def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_h
     assert max(found.rise_over(five_honest)) <= TOLERANCE
 
 
+@pytest.mark.slow  # the verdicts alone: tests/trust/test_judged_updates.py
 def test_noise_of_three_of_eight_does_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
     found = campaign(folder / "noise", SETTINGS, 5, ROUNDS, [sends_noise] * 3)
     assert max(found.rise_over(five_honest)) <= TOLERANCE
@@ -111,6 +122,7 @@ def test_stale_updates_count_less_or_not_at_all_and_do_not_raise_the_loss(folder
     assert max(found.rise_over(alone)) <= TOLERANCE
 
 
+@pytest.mark.slow  # the verdicts alone: test_attacks.py [6-copying], tests/validation/test_duplicates.py
 def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:
     verdicts, merged, rating = copying_campaign(folder / "copies", SETTINGS, rounds=5)
     assert verdicts == {"duplicate": 20}
@@ -127,14 +139,25 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
 # --- attackers who want the held-out text ---------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)
-def test_established_workers_who_please_the_judge_do_no_harm_to_fresh_text(folder: Path) -> None:
-    """Two of five, with the default settings: the judge's text is not theirs to know."""
+def harm_to_fresh_text(folder: Path, behaviour: Behaviour) -> tuple[float, ...]:
+    """Two of five, established, with the default settings: the rise over honest workers alone."""
     rounds = HONEST_ROUNDS + 2
     alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
-    found = campaign(folder / "please", SETTINGS, 3, rounds, [pleases_the_judge] * 2, fresh_text())
+    found = campaign(folder / "please", SETTINGS, 3, rounds, [behaviour] * 2, fresh_text())
     print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
-    assert max(found.rise_over(alone)) <= TOLERANCE
+    return found.rise_over(alone)
+
+
+@pytest.mark.timeout(900)
+def test_workers_who_know_the_held_out_text_do_no_harm_to_fresh_text(tmp_path: Path) -> None:
+    assert max(harm_to_fresh_text(tmp_path, knows_held_out_text)) <= TOLERANCE
+
+
+@pytest.mark.slow  # they know less than those of the test above, or hide their harm better and do less
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("behaviour", [pleases_the_judge, knows_all_the_judge_scores])
+def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
+    assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
 
 
 def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder: Path) -> None:
@@ -146,3 +169,15 @@ def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder:
             for path in (f"/v1/data/{entry.sha256}", f"/v1/judge/data/{entry.sha256}"):
                 answer = client.send("GET", path)
                 assert (answer.status_code, answer.json()["error"]["reason"]) == (403, "not_judge")
+
+
+@pytest.mark.slow  # the judge's ruling on such updates: tests/validation/test_specialists.py
+@pytest.mark.parametrize("poison", [poisons_its_own_cluster, poisons_the_other_cluster])
+def test_who_poisons_one_cluster_of_a_specialised_run_raises_no_loss(tmp_path: Path, poison: Poison) -> None:
+    alone = poisoned_campaign(tmp_path / "alone", 1, ROUNDS, 2, judge="off")
+    found = poisoned_campaign(tmp_path / "attacked", 1, ROUNDS, 2, poison)
+    assert found.worst_rise_over(alone) <= TOLERANCE
+    assert found.verdicts["harmful"] > 0
+    # At home nothing passes; elsewhere little does, and the block has little say there.
+    assert poison is poisons_the_other_cluster or set(found.verdicts) == {"harmful"}
+    assert "harmful" not in found.honest_refused

@@ -13,7 +13,6 @@ import select
 import socket
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,17 +29,17 @@ from blocktrain.coordinator.decisions.scheduling import (
     MAX_GIVEN_UP,
     pause_after_giving_up,
 )
-from blocktrain.coordinator.main import Tls, make_server
+from blocktrain.coordinator.main import Tls
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import opened
 from blocktrain.coordinator.storage.store import LedgerRow
-from blocktrain.listening import open_port, url_of
 from blocktrain.validation.duplicates import Likeness
 from blocktrain.validation.ruling import Mark, duplicate_ruling
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Wait
 from tests.adversaries.attacks import head, status_of
+from tests.coordinator.background import listening
 from tests.coordinator.conftest import CORPUS, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, Refused
 from tests.trust.kit import Trainer, judged, judged_recipe
@@ -300,17 +299,11 @@ def certificate(tmp_path: Path) -> Tls:
 
 @contextlib.contextmanager
 def served_with_tls(folder: Path, tls: Tls) -> Iterator[str]:
-    with opened(tiny_recipe(), CORPUS, folder, scoring=False) as coordinator:
-        listener, ready = open_port("127.0.0.1", 0), threading.Event()
-        server = make_server(coordinator, ready.set, tls)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        assert ready.wait(15)
-        try:
-            yield url_of(listener, "https")
-        finally:
-            server.should_exit = True
-            thread.join(15)
+    with (
+        opened(tiny_recipe(), CORPUS, folder, scoring=False) as coordinator,
+        listening(coordinator, tls) as url,
+    ):
+        yield url
 
 
 def test_sockets_that_never_begin_tls_are_counted_and_closed(

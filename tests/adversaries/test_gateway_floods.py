@@ -24,7 +24,8 @@ from blocktrain.serving.gateway.limits import GatewayLimits, Places, TooManyRequ
 from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.serving.gateway.openai_messages import ChatRequest, CompletionRequest
 from tests.serving.conftest import train_tiny
-from tests.serving.gateway.conftest import Served, wait_until
+from tests.serving.gateway.conftest import Served
+from tests.waiting import until
 
 MANY = 400_000
 
@@ -104,8 +105,8 @@ def test_an_answer_that_nobody_reads_gives_its_places_back(checkpoint: Path) -> 
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect((address.hostname, address.port))
         reader.sendall(head.encode() + body)
-        wait_until(lambda: served.metric("blocktrain_gateway_active_generations") > 0, 30)
-        wait_until(lambda: served.metric("blocktrain_gateway_active_generations") == 0, 120)
+        until("it writes", lambda: served.metric("blocktrain_gateway_active_generations") > 0)
+        until("it has stopped", lambda: served.metric("blocktrain_gateway_active_generations") == 0)
         assert served.metric("blocktrain_gateway_cancelled_total") == 1
 
 

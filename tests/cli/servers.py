@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from blocktrain.config import Recipe
-from blocktrain.coordinator.main import Tls, make_server
+from blocktrain.coordinator.main import Tls
 from blocktrain.coordinator.service import opened
 from blocktrain.data.corpora import load_corpus
-from blocktrain.listening import open_port, url_of
+from tests.coordinator.background import listening
 
 
 @contextmanager
@@ -29,18 +28,11 @@ def coordinator_at(
 ) -> Iterator[str]:
     """The URL of a coordinator for this recipe and its text."""
     corpus = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-    with opened(recipe, corpus, data_dir, clock=clock, scoring=False) as coordinator:
-        listener, ready = open_port("127.0.0.1", 0), threading.Event()
-        server = make_server(coordinator, ready.set, tls)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        assert ready.wait(15)
-        try:
-            yield url_of(listener, "http" if tls is None else "https")
-        finally:
-            coordinator.drain()
-            server.should_exit = True
-            thread.join(15)
+    with (
+        opened(recipe, corpus, data_dir, clock=clock, scoring=False) as coordinator,
+        listening(coordinator, tls) as url,
+    ):
+        yield url
 
 
 def make_certificate(folder: Path, days_left: float) -> Tls:

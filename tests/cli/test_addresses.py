@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from blocktrain.serving.engine.local import LocalEngine
@@ -32,6 +33,19 @@ def test_the_status_of_a_gateway_is_refused_in_words(gateway: str) -> None:
     outcome = run_main("status", gateway)
     assert outcome.code == 2
     assert f"{gateway} is not a coordinator" in outcome.complaint
+
+
+def test_a_refused_request_does_not_print_its_prompt_as_if_it_were_an_answer(gateway: str) -> None:
+    outcome = run_main("generate", "--url", gateway, "--prompt", "Once upon", "--mode", "nonsense")
+    assert outcome.code != 0
+    assert "mode" in outcome.complaint
+    assert outcome.out == ""
+
+
+def test_a_gateway_has_no_page_that_loads_scripts_from_elsewhere(gateway: str) -> None:
+    assert httpx2.get(f"{gateway}/docs").status_code == 404
+    assert httpx2.get(f"{gateway}/redoc").status_code == 404
+    assert httpx2.get(f"{gateway}/openapi.json").status_code == 200
 
 
 def test_a_worker_does_not_join_a_gateway(gateway: str, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from large_blocks import Shape
+from large_blocks import recipe_of as large_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.doctor import findings
@@ -40,8 +42,9 @@ from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
-from blocktrain.training.cost import PeakMemory, estimated_training_bytes
+from blocktrain.training.cost import PeakMemory
 from blocktrain.training.inner import build_codebook
+from blocktrain.training.memory import training_bytes
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.setup import Setup
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
@@ -161,14 +164,19 @@ def test_passwords_of_a_proxy_are_not_shown() -> None:
         ("model.width=64", "model.layers_per_block=2", "training.batch=8", "model.context=128"),
         ("model.width=128", "model.layers_per_block=3", "model.feedforward=2", "training.batch=8",
          "model.context=128"),
+        ("model.family=llama", "model.condition_width=64", "model.width=64", "model.heads=4",
+         "model.kv_heads=2", "model.feedforward_width=176", "model.layers_per_block=3", "training.batch=8",
+         "model.context=128"),
+        ("model.family=llama", "model.condition_width=64", "model.width=128", "model.tied=true",
+         "model.layers_per_block=2", "training.momentum=bfloat16", "training.batch=4", "model.context=128"),
         ("model.width=64", "model.convolution=0", "training.optimizer=adamw", "training.batch=16"),
         ("model.width=64", "model.mixer=none", "model.layers_per_block=2", "training.batch=16"),
     ],
-    ids=("small", "deep and narrow", "adamw", "without attention"),
+    ids=("small", "deep and narrow", "llama", "llama tied", "adamw", "without attention"),
 )  # fmt: skip
 def test_the_memory_foretold_is_the_memory_counted(shape: tuple[str, ...]) -> None:
     recipe = tiny_recipe(*shape)
-    foretold, counted = estimated_training_bytes(Setup.of(recipe)), counted_bytes(recipe)
+    foretold, counted = training_bytes(recipe, Setup.of(recipe).objective), counted_bytes(recipe)
     assert foretold == pytest.approx(counted, rel=0.08)
 
 
@@ -180,7 +188,6 @@ def counted_bytes(recipe: Recipe) -> int:
     memory = PeakMemory(torch.device("cpu"))
     tokens = torch.zeros(recipe.training.batch, recipe.model.context, dtype=torch.long)
     hint = objective.draw_hint(0, tokens, codebook, torch.Generator())
-    assert hint is not None
     with memory.count_activations():
         loss = objective.loss(block, tokens, tokens, codebook, hint)
     loss.total.backward()  # type: ignore[no-untyped-call]
@@ -195,6 +202,20 @@ def test_the_foretold_memory_of_shipped_recipes_bounds_what_was_measured_on_cuda
     measured = json.loads((results / "wikitext-2.json").read_text())["peak_memory_bytes"]["block"]
     needs = {need.recipe: need.num_bytes for need in shipped_needs()}
     assert measured < needs["wikitext-2"] < 2 * measured
+
+
+def test_the_foretold_memory_of_large_blocks_is_what_an_h200_measured() -> None:
+    """A formula fitted to these four peaks; tests/training/test_memory_on_cuda.py tries others on a GPU."""
+    results = Path(__file__).parents[2] / "docs" / "results" / "large-blocks.json"
+    ratios = []
+    for found in json.loads(results.read_text())["results"]:
+        shape = Shape(**found["shape"])
+        for recompute, measured in ((False, found["peak_bytes"]), (True, found["recompute"]["peak_bytes"])):
+            recipe = large_recipe(shape, recompute=recompute)
+            objective = Setup.of(recipe, shape.vocabulary).objective
+            ratios.append(training_bytes(recipe, objective, "cuda") / measured)
+    assert len(ratios) == 4
+    assert ratios == pytest.approx([1, 1, 1, 1], rel=0.1)
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:

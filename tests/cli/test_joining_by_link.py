@@ -59,14 +59,19 @@ def test_a_pinned_certificate_is_believed_and_no_other(tmp_path: Path) -> None:
     tls = make_certificate(tmp_path / "tls", days_left=30)
     pin = tls.pin()
     with coordinator_at(tmp_path / "run", recipe, tls=tls) as url:
-        assert public_client(f"{url}#pin={pin}").status().name == recipe.name
-        with pytest.raises(CertificateMismatch, match="ask for a new link"):
-            public_client(f"{url}#pin={'00' * 32}").status()
+        with public_client(f"{url}#pin={pin}") as client:
+            assert client.status().name == recipe.name
+        with (
+            public_client(f"{url}#pin={'00' * 32}") as client,
+            pytest.raises(CertificateMismatch, match="ask for a new link"),
+        ):
+            client.status()
         shown = run_program("status", f"{url}#pin={pin}")
         assert shown.code == 0, shown.err
 
 
-def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -> None:
+def test_one_link_joins_a_self_signed_run_and_takes_its_model_out(tmp_path: Path) -> None:
+    """The whole way of a friend: join by invitation, take the model out before and after."""
     (tmp_path / "text.txt").write_bytes(prose(4000))
     recipe = tiny_recipe(
         f"data.corpus={tmp_path / 'text.txt'}",
@@ -82,6 +87,8 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
         line = run_main("invite", "--data-dir", folder).out.strip()
         assert line.startswith(f"blocktrain join {url}#invite=")
         link = line.split()[-1]
+        begun = run_main("checkpoint", link, "--to", tmp_path / "begun").out
+        assert "rounds 0, 0 of 1" in begun
         joined = run_program(
             "join", link, "--data-dir", tmp_path / "anna", "--device", "cpu", "--label", "anna",
             "--corpus", tmp_path / "text.txt",
@@ -90,9 +97,12 @@ def test_an_invited_worker_joins_a_self_signed_run_by_one_link(tmp_path: Path) -
         for what in ("run      run at https://", "device   cpu", "memory   about", "disk     up to 4 GB"):
             assert what in joined.err
         assert joined.err.index("network  each round about") < joined.err.index("joined https://")
-        assert public_client(f"{url}#pin={tls.pin()}").status().finished
+        with public_client(f"{url}#pin={tls.pin()}") as client:
+            assert client.status().finished
         watched = run_program("status", f"{url}#pin={tls.pin()}", "--watch")  # ends with the run
         assert (watched.code, "finished" in watched.out) == (0, True)
+        ended = run_main("checkpoint", link, "--to", tmp_path / "ended").out
+        assert "rounds 1, 1 of 1" in ended
         again = run_program("join", link, "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt")
         assert again.code == 2
         assert "the invitation is used already" in again.complaint
@@ -114,8 +124,9 @@ def test_invitations_need_an_address_unless_only_tokens_are_asked_for(tmp_path: 
 @pytest.fixture
 def status(tmp_path: Path) -> StatusAnswer:
     (tmp_path / "text.txt").write_bytes(prose(4000))
-    with coordinator_at(tmp_path / "run", tiny_recipe(f"data.corpus={tmp_path / 'text.txt'}")) as url:
-        return public_client(url).status()
+    recipe = tiny_recipe(f"data.corpus={tmp_path / 'text.txt'}")
+    with coordinator_at(tmp_path / "run", recipe) as url, public_client(url) as client:
+        return client.status()
 
 
 def test_a_host_is_told_which_run_it_is_and_what_to_send_to_friends(status: StatusAnswer) -> None:

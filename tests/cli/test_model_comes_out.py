@@ -53,7 +53,7 @@ def test_a_running_run_gives_its_newest_heads_by_address_and_by_folder(
         assert "rounds 1, 1 of 4, as its ledger says" in outcome.out
         loaded = load_checkpoint(out, HOST)
         assert [snapshot_hash(tensors_of(block)) for block in loaded.blocks] == heads(running)
-        assert loaded.pooling == [0.5, 0.5]
+        assert loaded.pooling.weights == (0.5, 0.5)
         assert loaded.recipe.training.steps == loaded.recipe.swarm.total_steps
     files = sorted(path.name for path in (tmp_path / "model-0").iterdir())
     for name in files:
@@ -74,7 +74,7 @@ def test_a_stopped_run_gives_its_model_with_the_votes_that_were_scored(tmp_path:
     assert outcome.code == 0, outcome.err
     assert "not scored" not in outcome.out
     loaded = load_checkpoint(tmp_path / "model", HOST)
-    assert loaded.pooling == pytest.approx(votes)
+    assert loaded.pooling.weights == pytest.approx(votes)
     assert [snapshot_hash(tensors_of(block)) for block in loaded.blocks] == last
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from blocktrain.cli.serve import lines_to_try
 from blocktrain.client.traffic import Traffic
 from blocktrain.local.status_view import results_table
 from blocktrain.local.terminal import TrainingProgress, harmless, harmless_bytes
+from blocktrain.model.pooling import Pooling
 from blocktrain.tracking.model_card import report_scores
 from blocktrain.training.evaluation import Score
 from blocktrain.training.report import HeldOutScores, TrainingReport
@@ -34,7 +42,7 @@ def test_losses_of_a_model_of_long_tokens_are_told_per_byte() -> None:
     scores = HeldOutScores(
         blocks=[Score(5.0)],
         consensus=Score(4.0),
-        pooling=[1.0],
+        pooling=Pooling((1.0,)),
         euler=None,
         reference=Score(3.0),
         bigram_ce=6.0,
@@ -87,3 +95,28 @@ def test_a_missing_text_to_score_is_not_explained_as_a_corpus(checkpoint: Path, 
     told = run_main("evaluate", checkpoint, "--text", tmp_path / "notes.txt").complaint
     assert "--text names a file to score" in told
     assert "data.corpus" not in told
+
+
+def test_what_serve_tells_to_copy_fits_a_terminal_of_80_columns() -> None:
+    lines = lines_to_try("http://192.168.100.100:8000", "demo-0123456789ab", with_key=True)
+    assert max(map(len, lines)) <= 80
+    command = "\n".join(lines[: lines.index(next(one for one in lines if "generate" in one))])
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["curl", "http://192.168.100.100:8000/v1/completions"]
+    assert json.loads(words[-1])["prompt"] == "The "
+
+
+def test_a_chat_line_can_be_edited_and_called_back() -> None:
+    program = "from blocktrain.cli.chat import user_lines\nfor line in user_lines(): print('got', line)"
+    parent, child = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", program], stdin=child, stdout=child, stderr=child) as chat:
+        os.close(child)
+        shown = b""
+        # Up calls the first line back; Ctrl-D ends. Each when the program asks: earlier it edits nothing.
+        for number, keys in enumerate((b"hello\n", b"\x1b[A\n", b"\x04"), 1):
+            while shown.count(b"you> ") < number:
+                shown += os.read(parent, 1024)  # an OSError at its end fails the test
+            os.write(parent, keys)
+        assert chat.wait(30) == 0
+    os.close(parent)
+    assert shown.count(b"got hello") == 2

@@ -8,8 +8,8 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from blocktrain.config import resolve_recipe
 from blocktrain.training.checkpoint import load_checkpoint
 from tests.cli.program import ENVIRONMENT, Outcome, command, run_main, run_program
+from tests.waiting import until
 
 REPORT_KEYS = {
     "reference.ce",
@@ -187,13 +188,6 @@ def whole_run(long_run: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactor
     return out
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    while not ready():
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.005)
-            raise AssertionError("the run ended before it could be killed")
-
-
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_run_killed_with_signal_9_resumes_to_the_same_bits(
     long_run: tuple[Any, ...], whole_run: Path, tmp_path: Path, group: int
@@ -206,8 +200,13 @@ def test_a_run_killed_with_signal_9_resumes_to_the_same_bits(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+    def begun() -> bool:
+        assert process.poll() is None, "the run ended before it could be killed"
+        return state.exists()
+
     try:
-        wait_until(state.exists, process)
+        until("the group's state is saved", begun)
     finally:
         process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -244,10 +243,25 @@ def test_a_disk_that_is_full_while_state_is_saved_is_explained(recipe_file: Path
     assert sorted(f.name for f in out.rglob("*") if f.is_file()) == ["metrics.jsonl", "run.json"]
 
 
-def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
+def test_a_finished_run_is_told_and_not_scored_again(
     trained: tuple[Path, Outcome], recipe_file: Path
 ) -> None:
-    out, _ = trained
+    out, first = trained
+    before = {f: f.stat().st_mtime_ns for f in (out / "report.json", out / "checkpoint" / "config.json")}
+    again = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")
+    assert again.code == 0, again.err
+    assert "is finished: these are its scores" in again.err
+    assert "evaluating" not in again.err
+    assert again.out == first.out  # the same table
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+
+
+def test_a_disk_that_is_full_while_the_checkpoint_is_saved_keeps_the_old_one(
+    trained: tuple[Path, Outcome], recipe_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    (out / "report.json").unlink()  # as if it had been stopped before it was scored
     before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
     with full_disk(50_000):
         outcome = run_main("train", recipe_file, "--out", out, "--resume", "--set", "seed=3")

@@ -45,7 +45,8 @@ def test_a_name_that_fits_two_workers_is_refused_and_a_whole_id_is_taken(tmp_pat
     with served(tmp_path, tiny_recipe(blocks=1)) as running:
         for _ in range(2):
             running.peer(join=False).join(label="twin")
-        workers = public_client(running.url).workers().workers
+        with public_client(running.url) as client:
+            workers = client.workers().workers
     with pytest.raises(UserError, match=r"'twin' fits 2 workers \([0-9a-f]{12} twin, "):
         found_worker("twin", workers)
     with pytest.raises(UserError, match="is no worker"):

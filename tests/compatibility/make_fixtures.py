@@ -1,7 +1,7 @@
 """Makes folders as commit 59aa936 leaves them, which later versions must open, and what it made of them.
 
     git worktree add /tmp/old 59aa936
-    python tests/compatibility/make_fixtures.py /tmp/old tests/compatibility/made-by-59aa936.tar.xz
+    python -m tests.compatibility.make_fixtures /tmp/old tests/compatibility/made-by-59aa936.tar.xz
 
 Run it with an old tree only: the archive says what *that* code did. It uses the command line alone. Every
 recipe names its text by a relative path, so that the folders can be unpacked anywhere.
@@ -25,12 +25,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import safetensors
 import torch
+
+from tests.waiting import until
 
 RECIPE = """
 name = "compatibility"
@@ -81,20 +81,11 @@ RECIPES = {
 RUNS = {"recipe.toml": ("half", "whole"), "turns.toml": ("half-turns", "whole-turns")}
 WORDS = "one block learns from noise alone and every worker sends what it found home"
 LEFT_OUT = ("curves.png", "metrics.jsonl", "lock")
-WAIT_SECONDS = 60.0
 
 
 def machine() -> dict[str, str]:
     """Where floating-point sums come out alike to the last bit."""
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-
-
-def until(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what}: not within {WAIT_SECONDS:.0f} s")
-        time.sleep(0.002)
 
 
 class OldTree:

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
-import sys
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +17,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from blocktrain.worker.shifts import CONTRIBUTION_FILE
 from tests.compatibility.make_fixtures import machine
+from tests.forked import ForkedProcess, start_blocktrain
+from tests.waiting import until
 
 ARCHIVE = Path(__file__).with_name("made-by-59aa936.tar.xz")
 WAIT_SECONDS = 120.0
-
-programs = multiprocessing.get_context("forkserver")
-programs.set_forkserver_preload(["torch", "torch._dynamo", "blocktrain.cli"])
-
-
-def run_program(folder: Path, log: Path, arguments: list[str]) -> None:
-    """`blocktrain ARGUMENTS...` in a process forked from one that has imported torch: starts are quick."""
-    os.chdir(folder)
-    for stream in (1, 2):
-        os.dup2(os.open(f"{log}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    torch.set_num_threads(1)
-    sys.argv = ["blocktrain", *arguments]
-    with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
-        from blocktrain.cli import main
-
-        main()
 
 
 class Old:
@@ -50,13 +33,12 @@ class Old:
         self.folder, self.number = folder, 0
         self.expected: dict[str, Any] = json.loads((folder / "expected.json").read_text())
         self.same_machine = self.expected["machine"] == machine()
-        self.started: list[multiprocessing.context.ForkServerProcess] = []
+        self.started: list[ForkedProcess] = []
 
-    def start(self, *arguments: str) -> tuple[multiprocessing.context.ForkServerProcess, Path]:
+    def start(self, *arguments: str) -> tuple[ForkedProcess, Path]:
         self.number += 1
         log = self.folder / f"log-{self.number}"
-        process = programs.Process(target=run_program, args=(self.folder, log, list(arguments)))
-        process.start()
+        process = start_blocktrain(list(arguments), Path(f"{log}.1"), Path(f"{log}.2"), self.folder)
         self.started.append(process)
         return process, log
 
@@ -176,7 +158,7 @@ def test_a_swarm_that_an_older_version_began_is_finished_and_verified(old: Old) 
         "coordinator", "swarm.toml", "--data-dir", "swarm/coordinator", "--port", "0"
     )
     url = ready_url(coordinator, Path(f"{log}.1"))
-    folders = [*(old.folder / "swarm" / "worker").iterdir()]
+    left = {*(old.folder / "swarm" / "worker").iterdir()}
     old.run(
         "worker",
         "--coordinator",
@@ -188,7 +170,8 @@ def test_a_swarm_that_an_older_version_began_is_finished_and_verified(old: Old) 
         "--device",
         "cpu",
     )
-    assert [*(old.folder / "swarm" / "worker").iterdir()] == folders, "the worker did not find its old folder"
+    added = {*(old.folder / "swarm" / "worker").iterdir()} - left
+    assert {path.name for path in added} <= {CONTRIBUTION_FILE}, "the worker did not find its old folder"
     status = json.loads(old.run("status", url, "--json"))
     assert status["finished"]
     assert [block["head_version"] for block in status["blocks"]] == [status["rounds"]]
@@ -201,11 +184,10 @@ def test_a_swarm_that_an_older_version_began_is_finished_and_verified(old: Old) 
     assert verified["receipts"] > old.expected["ledger"]["receipts"]
 
 
-def ready_url(process: multiprocessing.context.ForkServerProcess, log: Path) -> str:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline and process.is_alive():
+def ready_url(process: ForkedProcess, log: Path) -> str:
+    def said() -> str | None:
+        assert process.is_alive(), f"the coordinator did not start: {log.with_suffix('.2').read_text()}"
         found = re.search(r"coordinator ready url=(\S+)", log.read_text() if log.exists() else "")
-        if found:
-            return found.group(1)
-        time.sleep(0.02)
-    raise AssertionError(f"the coordinator did not start: {Path(str(log)[:-1] + '2').read_text()}")
+        return found.group(1) if found else None
+
+    return until("the coordinator listens", said)

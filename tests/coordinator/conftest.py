@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,14 @@ from blocktrain.config import (
     TrainingConfig,
     TrustConfig,
 )
-from blocktrain.coordinator.main import make_server
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import Corpus
 from blocktrain.ids import CorpusHash
-from blocktrain.listening import open_port, url_of
 from blocktrain.wire.identity import Identity
+from tests.coordinator.background import listening
 from tests.coordinator.peer import Peer
+from tests.waiting import PATIENCE_SECONDS
 
 torch.set_num_threads(1)
 
@@ -76,10 +75,13 @@ class Running:
     url: str
     clock: Clock
     peers: list[Peer] = field(default_factory=list)
+    clients: ExitStack = field(default_factory=ExitStack)
+    """Closed before the server ends."""
 
     def peer(self, identity: Identity | None = None, *, join: bool = True) -> Peer:
         peer = Peer(self.url, self.clock, identity)
         self.peers.append(peer)
+        self.clients.callback(peer.close)
         if join:
             peer.join()
         return peer
@@ -88,7 +90,7 @@ class Running:
         self.clock.now += seconds
         self.coordinator.resources.changes.notify()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
         """Until it holds; woken by every change, so nothing sleeps longer than it must."""
         changes, end = self.coordinator.resources.changes, time.monotonic() + seconds
         seen = changes.count
@@ -111,32 +113,25 @@ def served(
     blobs_url: str | None = None,
     scoring: bool = False,
     display: Display | None = None,
+    corpus: Corpus = CORPUS,
 ) -> Iterator[Running]:
     clock = clock or Clock()
-    with opened(
-        recipe,
-        CORPUS,
-        data_dir,
-        database_url=database_url,
-        blobs_url=blobs_url,
-        clock=clock,
-        scoring=scoring,
-        display=display,
-    ) as coordinator:
-        listener, ready = open_port("127.0.0.1", 0), threading.Event()
-        server = make_server(coordinator, ready.set)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        running = Running(coordinator, url_of(listener), clock)
-        thread.start()
-        assert ready.wait(15)
-        try:
+    with (
+        opened(
+            recipe,
+            corpus,
+            data_dir,
+            database_url=database_url,
+            blobs_url=blobs_url,
+            clock=clock,
+            scoring=scoring,
+            display=display,
+        ) as coordinator,
+        listening(coordinator) as url,
+    ):
+        running = Running(coordinator, url, clock)
+        with running.clients:
             yield running
-        finally:
-            for peer in running.peers:
-                peer.close()
-            coordinator.drain()
-            server.should_exit = True
-            thread.join(15)
 
 
 @pytest.fixture(scope="session")

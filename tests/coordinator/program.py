@@ -1,8 +1,7 @@
-"""The coordinator as a process of its own, for tests that kill it; imports little, as every start does."""
+"""The coordinator as a process of its own, for tests that kill it."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from blocktrain.coordinator.main import main
+from tests.forked import processes
 
 RECIPE = """
 name = "tiny"
@@ -20,10 +20,6 @@ training = { batch = 2 }
 swarm = { steps_per_round = 2, rounds = 500, replicas = 1, codec = "sparse:4", lease_seconds = 5.0 }
 trust = { judge = "off", stamp_bits = 0 }
 """
-
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.coordinator.program"])
 
 
 def run_program(folder: Path, ready: Connection, arguments: tuple[str, ...]) -> None:
@@ -46,10 +42,13 @@ class Program:
         blobs: str = "",
         recipe: str = RECIPE,
         text: bytes = b"a train of thought " * 500,
+        data: str | None = None,
     ) -> None:
+        """`data` is the recipe's table of that name; by default it names a file of `text`."""
         folder.mkdir(exist_ok=True)
         (folder / "text.txt").write_bytes(text)
-        (folder / "recipe.toml").write_text(f'{recipe}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
+        data = data or f'{{ corpus = "{folder}/text.txt" }}'
+        (folder / "recipe.toml").write_text(f"{recipe}\ndata = {data}\n")
         self._folder, self._places, self._port = folder, (database, blobs), 0
         self.start()
 

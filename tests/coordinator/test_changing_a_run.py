@@ -12,7 +12,7 @@ import pytest
 from blocktrain.config import CHANGEABLE, FIXED, Recipe, TrustConfig, changed_settings, resolve_recipe
 from blocktrain.coordinator.service import KEY_FILE, opened
 from blocktrain.errors import CheckpointError, UserError
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import open_source, verify_place
 from blocktrain.local.assembly import save_model
 from blocktrain.training.checkpoint import starting_blocks
 from blocktrain.training.setup import Setup
@@ -44,15 +44,15 @@ def test_a_finished_run_goes_on_with_more_rounds_and_the_ledger_says_so(place: P
         assignment = running.peer(member).lend()
         # The schedule is that of the longer run from here on.
         assert (assignment.first_step, assignment.total_steps) == (2, 6)
-        source = open_source(running.url)
-        assert [entry.body["settings"] for entry in source.entries[1:] if entry.kind == "run"] == [
-            {"swarm.rounds": 3}
-        ]
-        assert source.recipe()["swarm"]["rounds"] == 3
-        assert verify_source(source, [], None, None).ok
+        with open_source(running.url) as source:
+            assert [entry.body["settings"] for entry in source.entries[1:] if entry.kind == "run"] == [
+                {"swarm.rounds": 3}
+            ]
+            assert source.recipe()["swarm"]["rounds"] == 3
+        assert verify_place(running.url).ok
         assert running.peers[0].run.recipe["swarm"]["rounds"] == 3
-    with place.serve(tiny_recipe(blocks=1, rounds=3)) as running:
-        assert sum(entry.kind == "run" for entry in open_source(running.url).entries) == 2
+    with place.serve(tiny_recipe(blocks=1, rounds=3)) as running, open_source(running.url) as source:
+        assert sum(entry.kind == "run" for entry in source.entries) == 2
 
 
 def test_an_open_run_becomes_invite_only(local: Place) -> None:
@@ -86,7 +86,7 @@ def test_the_operator_finishes_a_run_early_and_it_stays_finished(local: Place) -
             operator.call("POST", "/v1/finish")
     with local.serve(recipe) as running:
         assert running.coordinator.status().finished
-        assert verify_source(open_source(running.url), [], None, None).ok
+        assert verify_place(running.url).ok
     with local.serve(tiny_recipe(blocks=1, rounds=5)) as running:
         assert not running.coordinator.status().finished
         running.peer(stranger.identity)
@@ -121,7 +121,7 @@ def test_a_run_begins_from_a_checkpoint_and_goes_on_from_there(tmp_path: Path) -
         peer = running.peer()
         assert peer.run.blocks[0].initial_hash == head == peer.lend().base_hash
         train(running, 1)
-        assert verify_source(open_source(running.url), [], None, None).ok
+        assert verify_place(running.url).ok
     fresh = [Setup.of_swarm(recipe).initial(0)]
     with (
         pytest.raises(UserError, match="began from other weights than --from names"),

@@ -20,7 +20,7 @@ import httpx2
 import pytest
 
 from blocktrain.coordinator.service import KEY_FILE
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import verify_place
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, MergeRecord, Outcome
 from tests.coordinator.peer import Peer, Refused
@@ -154,6 +154,6 @@ def test_kill_nine_at_random_moments_with_two_processes_on_postgresql(
             while (open_ := peer.block(0)).round.merging or open_.round.accepted + open_.round.late:
                 wait_for_head(peer, open_.head_version + 1)
             check_all_merged(peer, acknowledged)
-            report = verify_source(open_source(one.url), [], None, None).report
+            report = verify_place(one.url).report
             assert report.ok, report.reason
             assert len(acknowledged) > 10

@@ -11,7 +11,7 @@ import pytest
 
 from blocktrain.coordinator.storage.ledger import VerificationReport, signed_bytes, verify_ledger
 from blocktrain.errors import UserError
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import verify_place
 from blocktrain.wire.hashing import GENESIS_HASH, chain_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry
@@ -132,7 +132,7 @@ def test_a_changed_payload_or_snapshot_is_found(history: History) -> None:
 
 def verified(place: str, key: str | None = None) -> VerificationReport:
     """What `blocktrain ledger verify` finds."""
-    return verify_source(open_source(place), [], None, key).report
+    return verify_place(place, key=key).report
 
 
 def test_the_ledger_of_a_data_directory_and_of_a_url_can_be_verified(tmp_path: Path) -> None:

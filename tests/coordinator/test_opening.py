@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import stat
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from sqlalchemy import select, text
 
 from blocktrain.config import ObjectiveConfig, TrainingConfig
-from blocktrain.coordinator.service import KEY_FILE, opened
+from blocktrain.coordinator.service import DATABASE_FILE, KEY_FILE, opened
 from blocktrain.coordinator.storage.store import RunRow
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import RecipeError, UserError
@@ -126,3 +127,24 @@ def test_blobs_at_an_unknown_scheme_are_refused(tmp_path: Path) -> None:
         opened(tiny_recipe(), CORPUS, tmp_path, blobs_url="ftp://x"),
     ):
         pass
+
+
+def test_an_older_folder_that_is_refused_stays_as_it_was(local: Place) -> None:
+    def version(database: sqlite3.Connection) -> str:
+        return str(database.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+    with local.serve(tiny_recipe()):
+        pass
+    with closing(sqlite3.connect(local.data_dir / DATABASE_FILE)) as old, old:
+        newest = version(old)
+        old.execute("ALTER TABLE updates DROP COLUMN held_against")
+        old.execute("ALTER TABLE workers DROP COLUMN unused")
+        old.execute("UPDATE alembic_version SET version_num = '0005'")
+    with pytest.raises(UserError, match="of another recipe"), local.serve(tiny_recipe(outer_lr=0.5)):
+        pass
+    with closing(sqlite3.connect(local.data_dir / DATABASE_FILE)) as old:
+        assert version(old) == "0005"
+    with local.serve(tiny_recipe()):
+        pass
+    with closing(sqlite3.connect(local.data_dir / DATABASE_FILE)) as old:
+        assert version(old) == newest

@@ -89,8 +89,8 @@ def test_the_run_is_done_when_every_block_is() -> None:
 
 def test_a_block_that_does_not_fit_the_memory_is_not_offered() -> None:
     views = [
-        BlockView(block=0, version=0, seats=0, num_parameters=10**9),
-        BlockView(block=1, version=5, seats=5, num_parameters=10**6),
+        BlockView(block=0, version=0, seats=0, training_bytes=16 * 10**9),
+        BlockView(block=1, version=5, seats=5, training_bytes=16 * 10**6),
     ]
     assert offered(WorkerView(memory_bytes=10**9), views) == (1, 5)
     decision = next_assignment(WorkerView(memory_bytes=10**9), views[:1], SWARM)

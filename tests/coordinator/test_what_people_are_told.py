@@ -185,5 +185,5 @@ def test_the_newest_model_is_one_download_that_loads_as_a_checkpoint(place: Plac
         loaded = load_checkpoint(tmp_path / "model" / "checkpoint", torch.device("cpu"))
         hashes = [snapshot_hash(tensors_of(block)) for block in loaded.blocks]
         assert hashes == [head, peer.run.blocks[1].initial_hash]
-        assert loaded.pooling == [0.5, 0.5]
+        assert loaded.pooling.weights == (0.5, 0.5)
         assert loaded.recipe.training.steps == 8

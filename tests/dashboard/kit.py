@@ -23,7 +23,8 @@ from blocktrain.wire.codec import encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Assignment, Outcome, Verdict, VerdictsAnswer
 from tests.coordinator.peer import Peer
-from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
+from tests.waiting import until
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = (

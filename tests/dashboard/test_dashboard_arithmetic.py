@@ -25,6 +25,10 @@ REFUSES = """async (texts) => {
   const { parseExact } = await import("/dashboard/canonical.js");
   return texts.map((text) => { try { parseExact(text); return "read"; } catch (e) { return e.name; } });
 }"""
+PER_BYTE = """async (status) => {
+  const { perByte } = await import("/dashboard/format.js");
+  return perByte(status);
+}"""
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -78,3 +82,14 @@ def test_any_json_has_the_canonical_form_that_python_gives_it(quiet_page: Watche
 def test_what_is_no_json_is_refused(quiet_page: Watched) -> None:
     wrong = ["", "{", "[1,]", "{1:2}", "01", "1.", "NaN", '"\n"', "'a'", "[1 2]", '{"a" 1}', "1 2", "[" * 100]
     assert quiet_page.page.evaluate(REFUSES, wrong) == ["SyntaxError"] * len(wrong)
+
+
+def test_losses_of_a_run_with_tokens_are_shown_per_byte(quiet_page: Watched) -> None:
+    scored = {"bytes_per_token": 4.0, "consensus_ce": 6.0, "block_ce": [6.0, 8.0]}
+    status = {"evaluations": [scored], "references": [{"name": "bigram counts", "ce": 10.0}], "name": "a"}
+    shown = quiet_page.page.evaluate(PER_BYTE, status)
+    assert shown["evaluations"] == [{**scored, "consensus_ce": 1.5, "block_ce": [1.5, 2.0]}]
+    assert shown["references"] == [{"name": "bigram counts", "ce": 2.5}]
+    assert (shown["per_token"], shown["name"]) == (6.0, "a")
+    status["evaluations"] = [{**scored, "bytes_per_token": 1.0}]
+    assert quiet_page.page.evaluate(PER_BYTE, status) == {**status, "per_token": None}

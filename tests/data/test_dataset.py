@@ -16,17 +16,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.data.batches import DatasetBatches
+from blocktrain.data.batches import TURN_TOKENS, DatasetBatches, Drawing, open_batches
 from blocktrain.data.bpe import WORD_PATTERN, FileTokenizer, train_bpe
+from blocktrain.data.corpora import open_text
 from blocktrain.data.dataset import (
     Dataset,
     Manifest,
     ShardEntry,
     check_shard,
+    own_cluster,
     read_manifest,
     shard_files,
 )
 from blocktrain.errors import DataError
+from tests.tiny import tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -54,7 +57,7 @@ def write_dataset(folder: Path, shards: int = 5, tokens: int = 400, vocabulary: 
 
 
 def batches(dataset: Dataset, **options: Any) -> DatasetBatches:
-    return DatasetBatches(dataset, **{"seed": 0, "batch": 4, "context": 8, "device": CPU, **options})
+    return DatasetBatches(dataset, Drawing(**{"seed": 0, "batch": 4, "context": 8, **options}), CPU)
 
 
 # --- manifest ---------------------------------------------------------------------------------------------
@@ -250,6 +253,66 @@ def test_files_can_be_of_one_cluster_and_all_are_used(tmp_path: Path) -> None:
         shard_files(manifest, 0, 0, context=400)
     with pytest.raises(DataError, match="fewer than one batch"):
         batches(dataset, batch=10_000).batch(0, 0)
+
+
+def test_a_shard_moves_on_to_other_files_between_rounds(tmp_path: Path) -> None:
+    """A long run sees the whole text, and an assignment needs the files of one turn."""
+    manifest = write_dataset(tmp_path).manifest
+    drawing = Drawing(seed=0, batch=TURN_TOKENS // (8 * 10), context=8, steps_per_round=4)
+    assert [drawing.turn(step) for step in (0, 9, 11, 12, 23, 24)] == [0, 0, 0, 1, 2, 2]
+    pairs = [drawing.files(manifest, 7, step, None)[0] for step in range(0, 400, 4)]
+    assert pairs[0] == shard_files(manifest, 0, 7, context=8)
+    assert {one for pair in pairs for one in pair} == {0, 1, 2, 3, 4}
+
+
+def test_a_specialised_block_draws_its_share_from_its_own_cluster(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path)
+    special = batches(dataset, batch=20, num_blocks=2, own_share=0.75)
+    plain = batches(dataset, batch=20)
+    for block in (0, 1):
+        own = shard_files(dataset.manifest, 0, 3, context=8, cluster=block)
+        assert all(n % 2 == block for n in own)
+        first, other = (special.batch(3, 5, one)[0][:, 0] for one in (block, 1 - block))
+        is_own = np.diff(np.floor(np.arange(21) * 0.75)) > 0
+        assert is_own.sum() == 15
+        # The rest is the same for every block, from a file of each cluster; own rows are of the own cluster.
+        shared, mine = special.drawing.files(dataset.manifest, 3, 5, block)
+        assert mine == own
+        assert [n % 2 for n in shared] == [0, 1]
+        assert torch.equal(first[~is_own], other[~is_own])
+        assert not torch.equal(first[is_own], other[is_own])
+        for files, starts in ((own, first[is_own]), (shared, first[~is_own])):
+            assert all(any(100 * n <= at < 100 * n + 400 for n in files) for at in starts.tolist())
+    # The reference of all layers draws as before, and so does every block without a share.
+    assert torch.equal(special.batch(3, 5, None)[0], plain.batch(3, 5)[0])
+    assert torch.equal(plain.batch(3, 5, 1)[0], plain.batch(3, 5)[0])
+
+
+def test_specialised_batches_are_the_same_on_every_machine(tmp_path: Path) -> None:
+    """Written down on the day the share was fixed; a change here changes every specialised run."""
+    x, _ = batches(write_dataset(tmp_path), num_blocks=2, own_share=0.75).batch(7, 11, 1)
+    assert x[:, 0].tolist() == [267, 391, 622, 260]
+
+
+@pytest.mark.parametrize(("clusters", "blocks"), [(1, 4), (3, 4), (8, 4)])
+def test_a_text_of_other_clusters_than_blocks_says_what_to_do(
+    tmp_path: Path, clusters: int, blocks: int
+) -> None:
+    manifest = replace(write_dataset(tmp_path).manifest, clusters=clusters)
+    assert own_cluster(manifest, blocks, 0.0, 1) is None
+    with pytest.raises(DataError, match=f"--clusters {blocks}"):
+        own_cluster(manifest, blocks, 0.75, 1)
+    assert [own_cluster(replace(manifest, clusters=2), 4, 0.75, block) for block in range(4)] == [0, 1, 0, 1]
+
+
+def test_plain_text_has_no_clusters(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    recipe = tiny_recipe(f"data.corpus={tmp_path / 'text.txt'}", "data.own_share=0.5")
+    with pytest.raises(DataError, match="prepared without clusters"):
+        open_text(recipe)
+    plain = open_text(tiny_recipe(f"data.corpus={tmp_path / 'text.txt'}"))
+    with pytest.raises(DataError, match="prepared without clusters"):
+        open_batches(recipe, plain, CPU)
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------

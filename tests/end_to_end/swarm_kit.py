@@ -1,40 +1,21 @@
-"""Real programs on loopback for the tests: a coordinator, workers, and a proxy that pulls the plug.
-
-Every process is started and ended by its own pid. Nothing sleeps for a time: `until` polls a condition
-and fails with a sentence when its deadline passes.
-"""
+"""Real programs on loopback for the tests: a coordinator and workers, each started and ended by its pid."""
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import re
 import signal
-import socket
-import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-import blocktrain.cli
-from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.traffic import Traffic
+from blocktrain.client.coordinator import CoordinatorClient, public_client
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.coordinator.storage.ledger import VerificationReport, verify_ledger
-from blocktrain.data import corpora
-from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry, MergeRecord, StatusAnswer
-
-T = TypeVar("T")
-READY_SECONDS = 60.0
-POLL_SECONDS = 0.02
-OTHER_BUILTIN = "TEST_OTHER_BUILTIN"
-"""In a program's environment: its Python comes with other documentation."""
+from tests.forked import start_blocktrain
+from tests.waiting import PATIENCE_SECONDS, until
 
 TINY = {
     "name": "tiny",
@@ -53,17 +34,6 @@ TINY = {
     },
     "trust": {"judge": "off", "stamp_bits": 0},
 }
-
-
-def until(what: str, condition: Callable[[], T | None], seconds: float = READY_SECONDS) -> T:
-    """The first true value of `condition`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(POLL_SECONDS)
-    raise AssertionError(f"{what}: not within {seconds:.0f} s")
 
 
 def tiny_recipe(text: Path, **sections: dict[str, Any]) -> Recipe:
@@ -90,32 +60,12 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.end_to_end.swarm_kit_preload"])
-
-
-def run_program(log: Path, arguments: list[str], environment: dict[str, str]) -> None:
-    """`blocktrain ARGUMENTS…` in a process forked from one that has imported torch: starts are quick."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    os.environ["OMP_NUM_THREADS"] = "1"  # for processes this one starts
-    torch.set_num_threads(1)
-    if OTHER_BUILTIN in environment:
-        corpora.builtin_text = lambda: b"the documentation of another Python. " * 20_000
-    sys.argv = ["blocktrain", *arguments]
-    with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
-        blocktrain.cli.main()
-
-
 class Program:
     """One process and its log."""
 
     def __init__(self, log: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.log, self._log_start = log, log.stat().st_size if log.exists() else 0
-        self._process = processes.Process(target=run_program, args=(log, arguments, environment))
-        self._process.start()
+        self._process = start_blocktrain(arguments, log, log, environment=environment)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -123,7 +73,7 @@ class Program:
     def running(self) -> bool:
         return self._process.is_alive()
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int | None:
         """The exit code; None if it is still running."""
         self._process.join(seconds)
         return self._process.exitcode
@@ -137,9 +87,9 @@ class Program:
         self.send(signal.SIGKILL)
         self._process.join()
 
-    def stop(self, seconds: float = 30.0) -> int | None:
+    def stop(self) -> int | None:
         self.send(signal.SIGTERM)
-        return self.wait(seconds)
+        return self.wait()
 
     def text(self) -> str:
         if not self.log.exists():
@@ -155,6 +105,7 @@ class Kit:
 
     folder: Path
     programs: list[Program] = field(default_factory=list)
+    clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     corpus: str = "builtin"
     """Where the text of the coordinator started last lies, as a worker's user would say."""
 
@@ -167,7 +118,12 @@ class Kit:
         options = ["--data-dir", str(self.folder / name), "--device", "cpu", "--corpus", self.corpus]
         return self.start(name, ["worker", "--coordinator", url, *options, *more])
 
+    def open(self, client: CoordinatorClient) -> CoordinatorClient:
+        """Closed at the end of the test."""
+        return self.clients.enter_context(client)
+
     def close(self) -> None:
+        self.clients.close()
         for program in self.programs:
             program.kill()
 
@@ -180,6 +136,7 @@ class Coordinator:
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     program: Program | None = None
+    _client: CoordinatorClient | None = None
 
     @property
     def data_dir(self) -> Path:
@@ -210,24 +167,25 @@ class Coordinator:
         self.program.kill()
 
     def client(self) -> CoordinatorClient:
-        return CoordinatorClient(
-            self.url, Identity.generate(), Traffic(), threading.Event(), lambda _: None, attempts=30
-        )
+        """Always the same: a test asks hundreds of times, and opening one costs more than asking."""
+        if self._client is None:
+            self._client = self.kit.open(public_client(self.url, attempts=30))
+        return self._client
 
     def status(self) -> StatusAnswer:
         return self.client().status()
 
-    def finished(self, seconds: float = READY_SECONDS) -> StatusAnswer:
+    def finished(self) -> StatusAnswer:
         def done() -> StatusAnswer | None:
             status = self.status()
             return status if status.finished else None
 
-        return until("the run finishes", done, seconds)
+        return until("the run finishes", done)
 
     def version(self, block: int = 0) -> int:
         return self.client().block(block).head_version
 
-    def reach(self, version: int, block: int = 0, seconds: float = READY_SECONDS) -> None:
+    def reach(self, version: int, block: int = 0, seconds: float = PATIENCE_SECONDS) -> None:
         until(f"block {block} reaches {version}", lambda: self.version(block) >= version, seconds)
 
     def merges(self, block: int = 0) -> list[MergeRecord]:
@@ -252,114 +210,3 @@ class Coordinator:
         )
         assert report.ok, report.reason
         return report
-
-
-@dataclass
-class Plug:
-    """When to pull it: on a request that fits, at a moment of its life."""
-
-    method: str
-    path_ends: str
-    moment: str
-    """`half`: half of the body has been sent; `answered`: the answer is at the proxy, which keeps it;
-    `delivered`: the answer has reached the worker."""
-    after_seconds: float = 0.0
-
-
-class Proxy:
-    """HTTP between a worker and the coordinator that kills the coordinator at a chosen moment."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator = coordinator
-        self.plug: Plug | None = None
-        self.pulled = threading.Event()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def arm(self, plug: Plug) -> None:
-        self.pulled.clear()
-        self.plug = plug
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with client, socket.create_connection(("127.0.0.1", self.coordinator.port)) as upstream:
-                near, far = client.makefile("rb"), upstream.makefile("rb")
-                while self._exchange(client, near, upstream, far):
-                    pass
-        except OSError:
-            pass
-
-    def _exchange(self, client: socket.socket, near: Any, upstream: socket.socket, far: Any) -> bool:
-        head = _read_head(near)
-        if not head:
-            return False
-        method, path = head.split(b" ", 2)[0].decode(), head.split(b" ", 2)[1].decode()
-        length = _content_length(head)
-        upstream.sendall(head)
-        for part in (length // 2, length - length // 2):
-            upstream.sendall(near.read(part))
-            if length and part == length // 2 and self._pulls(method, path, "half"):
-                return False
-        answer = _read_head(far)
-        body = _read_body(far, answer)
-        if not answer or self._pulls(method, path, "answered"):
-            return False
-        client.sendall(answer + body)
-        self._pulls(method, path, "delivered")
-        return True
-
-    def _pulls(self, method: str, path: str, moment: str) -> bool:
-        plug = self.plug
-        fits = (
-            plug is not None
-            and (plug.method, plug.moment) == (method, moment)
-            and path.partition("?")[0].endswith(plug.path_ends)
-        )
-        if not fits or plug is None:
-            return False
-        self.plug = None
-        if plug.after_seconds:
-            threading.Event().wait(plug.after_seconds)
-        self.coordinator.kill()
-        self.pulled.set()
-        return True
-
-
-def _read_head(file: Any) -> bytes:
-    lines = []
-    while line := file.readline():
-        lines.append(line)
-        if line == b"\r\n":
-            return b"".join(lines)
-    return b""
-
-
-def _content_length(head: bytes) -> int:
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return int(line.split(b":")[1])
-    return 0
-
-
-def _read_body(file: Any, head: bytes) -> bytes:
-    if b"transfer-encoding: chunked" not in head.lower():
-        body: bytes = file.read(_content_length(head))
-        return body
-    pieces = []
-    while True:
-        size = file.readline()
-        pieces.append(size + file.read(int(size, 16) + 2))
-        if int(size, 16) == 0:
-            return b"".join(pieces)

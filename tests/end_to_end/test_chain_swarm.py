@@ -10,7 +10,8 @@ from blocktrain.config import Recipe
 from blocktrain.judge.ledger_check import open_source
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.wire.messages import LedgerEntry
-from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
+from tests.waiting import until
 
 CHAIN = {"kind": "chain", "hint_probability": 0.5}
 SWARM = {
@@ -53,7 +54,7 @@ def test_a_chain_of_three_blocks_trains_to_its_end_and_composes(kit: Kit, text: 
     coordinator = Coordinator(kit, recipe).start()
     for number in range(2):
         kit.worker(coordinator.url, f"worker-{number}")
-    coordinator.finished(120)
+    coordinator.finished()
     entries = coordinator.ledger()
     named = named_by_assignments(entries)
     committed = [entry.body for entry in entries if entry.kind == "commit"]
@@ -62,7 +63,8 @@ def test_a_chain_of_three_blocks_trains_to_its_end_and_composes(kit: Kit, text: 
     assert max(versions) >= 1, "later blocks follow the earlier ones as they move"
     assert coordinator.verify().merges == 9
 
-    scores = save_final_checkpoint(open_source(coordinator.url), kit.folder / "checkpoint")
+    with open_source(coordinator.url) as source:
+        scores = save_final_checkpoint(source, kit.folder / "checkpoint")
     assert scores["consensus_ce"] < scores["block_ce"][0]
     assert scores["euler_ce"] is None, "blocks that take others' output as input do not compose by euler"
 
@@ -82,7 +84,7 @@ def test_a_killed_worker_of_a_chain_goes_on_and_a_judge_elsewhere_has_the_frozen
     until("it trains the second block beside a trained first one", lambda: beside_trained(coordinator))
     victim.kill()
     again = kit.worker(coordinator.url)
-    coordinator.finished(120)
+    coordinator.finished()
     until("the worker ends", lambda: not again.running)
     assert judge.running, judge.text()
     assert said(judge, "block=1")

@@ -11,7 +11,9 @@ import torch
 from blocktrain.config import Recipe
 from blocktrain.training.local import LocalRun, Silent
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
-from tests.end_to_end.swarm_kit import Coordinator, Kit, Plug, Proxy, tiny_recipe, until
+from tests.end_to_end.http_proxy import Plug, PlugProxy
+from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe
+from tests.waiting import until
 
 
 def local_loop_hash(recipe: Recipe, out: Path) -> str:
@@ -28,7 +30,7 @@ def test_dense_swarm_of_one_equals_the_local_loop(kit: Kit, text: Path, tmp_path
     coordinator = Coordinator(kit, recipe).start()
     worker = kit.worker(coordinator.url)
     status = coordinator.finished()
-    assert worker.wait(30) == 0, worker.text()
+    assert worker.wait() == 0, worker.text()
     assert status.blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
     assert coordinator.verify().merges == recipe.swarm.rounds
 
@@ -49,7 +51,7 @@ def survive(kit: Kit, text: Path, tmp_path: Path, names: list[str], **model: int
     """Pull the plug at each moment in turn; nothing may be lost, doubled or even rounded."""
     recipe = tiny_recipe(text, swarm={"rounds": len(names) + 3, "steps_per_round": 2}, model=model)
     coordinator = Coordinator(kit, recipe).start()
-    proxy = Proxy(coordinator)
+    proxy = PlugProxy(lambda: coordinator.port, coordinator.kill)
     worker = kit.worker(proxy.url)
     for name in names:
         until("the worker is at it", lambda: coordinator.status().workers)
@@ -58,7 +60,7 @@ def survive(kit: Kit, text: Path, tmp_path: Path, names: list[str], **model: int
         before = coordinator.start().version()
         coordinator.reach(before + 1)
     status = coordinator.finished()
-    assert worker.wait(30) == 0, worker.text()
+    assert worker.wait() == 0, worker.text()
     assert coordinator.verify().merges == recipe.swarm.rounds
     merged = [one.update_id for merge in coordinator.merges() for one in merge.inputs]
     assert len(merged) == len(set(merged)) == recipe.swarm.rounds
@@ -67,6 +69,5 @@ def survive(kit: Kit, text: Path, tmp_path: Path, names: list[str], **model: int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_coordinator_killed_at_each_step_of_an_update(kit: Kit, text: Path, tmp_path: Path) -> None:
     survive(kit, text, tmp_path, list(PLUGS), width=256)

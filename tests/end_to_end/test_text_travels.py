@@ -31,6 +31,7 @@ from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import RequestRefused, public_client
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import Recipe
+from blocktrain.data.batches import Drawing
 from blocktrain.data.corpora import builtin_text
 from blocktrain.data.dataset import Dataset, shard_files
 from blocktrain.errors import StorageError, WireError
@@ -38,17 +39,11 @@ from blocktrain.local.assembly import save_model
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
 from blocktrain.wire.identity import Identity
-from tests.end_to_end.swarm_kit import (
-    OTHER_BUILTIN,
-    Coordinator,
-    Kit,
-    Program,
-    _read_body,
-    _read_head,
-    tiny_recipe,
-    until,
-)
+from tests.end_to_end.http_proxy import StallProxy
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
 from tests.end_to_end.test_one_worker_equals_the_local_loop import local_loop_hash
+from tests.forked import OTHER_BUILTIN
+from tests.waiting import until
 
 
 def with_dataset(dataset: Dataset) -> Recipe:
@@ -59,51 +54,6 @@ def join(kit: Kit, url: str, name: str = "worker") -> Program:
     """One command, no text: an address is all."""
     options = ["--data-dir", str(kit.folder / name), "--device", "cpu"]
     return kit.start(name, ["worker", "--coordinator", url, *options], {OTHER_BUILTIN: "1"})
-
-
-class Stall:
-    """HTTP to a port that passes half of one answer on and then nothing more."""
-
-    def __init__(self, port: int, path_has: str) -> None:
-        self.port, self.path_has = port, path_has
-        self.stalled, self.ended, self.ranges = threading.Event(), threading.Event(), list[str]()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self.ended.is_set():
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with client, socket.create_connection(("127.0.0.1", self.port)) as upstream:
-                near, far = client.makefile("rb"), upstream.makefile("rb")
-                while head := _read_head(near):
-                    upstream.sendall(head + _read_body(near, head))
-                    answer = _read_head(far)
-                    body = b"" if head.startswith(b"HEAD") else _read_body(far, answer)
-                    asked = head.startswith(b"GET") and self.path_has.encode() in head.split(b"\r\n")[0]
-                    if asked:
-                        self.ranges += [
-                            line.decode() for line in head.split(b"\r\n") if line.lower().startswith(b"range")
-                        ]
-                    if asked and not self.stalled.is_set():
-                        client.sendall(answer + body[: len(body) // 2])
-                        self.stalled.set()
-                        self.ended.wait()
-                        return
-                    client.sendall(answer + body)
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        self.ended.set()
-        self._server.close()
 
 
 @contextmanager
@@ -124,7 +74,7 @@ def test_a_worker_with_another_builtin_text_joins_and_its_updates_are_merged(
     coordinator = Coordinator(kit, recipe).start()
     worker = join(kit, coordinator.url)
     status = coordinator.finished()
-    assert worker.wait(30) == 0, worker.text()
+    assert worker.wait() == 0, worker.text()
     assert status.blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
 
 
@@ -147,11 +97,9 @@ def test_a_worker_of_another_python_joins_a_run_on_builtin_text(kit: Kit, tmp_pa
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_bytes=600_000))
     coordinator = Coordinator(kit, recipe).start()
     command = [str(other_python()), "-m", "blocktrain", "worker", "--coordinator", coordinator.url]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
+    # All but this Python's own library: that one must be the other's.
+    places = [one for one in sys.path if "site-packages" in one or not one.startswith(sys.base_prefix)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     told = "from blocktrain.data.corpora import *; print(hashlib.sha256(builtin_text()).hexdigest())"
     asked = subprocess.run(
         [command[0], "-c", told], env=environment, capture_output=True, text=True, check=True
@@ -170,7 +118,7 @@ def test_held_out_shards_are_refused_to_a_worker_and_given_to_a_judge(kit: Kit, 
     (coordinator.data_dir / "judges.txt").write_text(f"{judge.worker_id}\n")
     manifest = dataset.manifest
     for identity, allowed in ((worker, False), (judge, True)):
-        client = public_client(coordinator.url, identity)
+        client = kit.open(public_client(coordinator.url, identity))
         client.audience = client.run().run_id
         assert len(client.fetch(f"/v1/data/{manifest.training[0].sha256}")) > 4096
         for entry in (manifest.held_out[0], manifest.pooling[0]):
@@ -188,7 +136,6 @@ def test_held_out_shards_are_refused_to_a_worker_and_given_to_a_judge(kit: Kit, 
                 assert refused.value.reason == "not_judge"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("store", ["folder", "s3"])
 def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
     kit: Kit, dataset: Dataset, tmp_path: Path, store: str
@@ -196,7 +143,7 @@ def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
     """With BPE tokens, from a worker that has no copy of the text; over the folder store and over S3."""
     recipe = with_dataset(dataset)
     with moto() as port:
-        proxy = Stall(port, "/text/")
+        proxy = StallProxy(port, "/text/")
         options, environment = [], {}
         if store == "s3":
             httpx2.put(f"http://127.0.0.1:{port}/bucket").raise_for_status()
@@ -212,7 +159,7 @@ def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
         url = coordinator.url
         if store == "folder":
             proxy.close()
-            proxy = Stall(coordinator.port, "/v1/data/")
+            proxy = StallProxy(coordinator.port, "/v1/data/")
             url = proxy.url
         # Not the manifest, which comes first and whole: the first shard of the first assignment.
         first = shard_files(dataset.manifest, recipe.seed, 0, context=recipe.model.context)[0]
@@ -224,7 +171,7 @@ def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
         worker.kill()
         worker = join(kit, url)
         status = coordinator.finished()
-        assert worker.wait(60) == 0, worker.text()
+        assert worker.wait() == 0, worker.text()
         assert any("range: bytes=" in one.lower() for one in proxy.ranges)
         assert status.blocks[0].head_hash == local_loop_hash(recipe, tmp_path / "local")
         assert coordinator.verify().merges == recipe.swarm.rounds
@@ -239,7 +186,7 @@ def test_a_killed_download_goes_on_and_the_worker_equals_the_local_loop(
 
 def test_a_flipped_or_cut_shard_is_refused_and_fetched_again(kit: Kit, dataset: Dataset) -> None:
     coordinator = Coordinator(kit, with_dataset(dataset)).start()
-    client = public_client(coordinator.url)
+    client = coordinator.client()
     lines: list[str] = []
     cache = BlobCache(kit.folder / "cache", 1 << 30)
     entry = dataset.manifest.training[0]
@@ -296,7 +243,7 @@ def test_mirrors_are_asked_first_and_one_that_serves_something_else_is_left(
             data={"dataset": str(dataset.folder), "mirrors": f"{nobody} {lying}/ {fine} {fine}/nothing"},
         )
         coordinator = Coordinator(kit, recipe).start()
-        client = public_client(coordinator.url)
+        client = coordinator.client()
         lines: list[str] = []
         text = FetchedText(client, client.run(), BlobCache(kit.folder / "cache", 1 << 30), lines.append)
         for entry in manifest.training:
@@ -317,7 +264,7 @@ def test_a_full_disk_during_a_download_is_said_and_the_download_goes_on_later(
     kit: Kit, dataset: Dataset
 ) -> None:
     coordinator = Coordinator(kit, with_dataset(dataset)).start()
-    client = public_client(coordinator.url)
+    client = coordinator.client()
     cache = BlobCache(kit.folder / "cache", 1 << 30)
     text = FetchedText(client, client.run(), cache, print)
     entry = dataset.manifest.training[0]
@@ -348,7 +295,7 @@ def test_a_worker_of_a_run_whose_shard_has_tokens_beyond_the_vocabulary_refuses_
     manifest = dataclasses.replace(dataset.manifest, training=(changed, *dataset.manifest.training[1:]))
     (folder / "dataset.json").write_bytes(manifest.to_bytes())
     coordinator = Coordinator(kit, with_dataset(Dataset(folder, manifest))).start()
-    client = public_client(coordinator.url)
+    client = coordinator.client()
     lines: list[str] = []
     text = FetchedText(client, client.run(), BlobCache(kit.folder / "cache", 1 << 30), lines.append)
     with pytest.raises(WireError, match="came damaged 3 times"):
@@ -358,10 +305,11 @@ def test_a_worker_of_a_run_whose_shard_has_tokens_beyond_the_vocabulary_refuses_
 
 def test_a_cache_smaller_than_a_shard_still_trains(kit: Kit, dataset: Dataset) -> None:
     coordinator = Coordinator(kit, with_dataset(dataset)).start()
-    client = public_client(coordinator.url)
+    client = coordinator.client()
     cache = BlobCache(kit.folder / "cache", 10)
     text = FetchedText(client, client.run(), cache, print)
     for shard in range(4):
-        here, there = (one.shard_windows(7, shard, 32) for one in (text, dataset))
+        drawing = Drawing(seed=7, batch=4, context=32)
+        here, there = (drawing.windows(one, shard, 0, None) for one in (text, dataset))
         assert [file.tobytes() for file in here.files] == [file.tobytes() for file in there.files]
     assert len(list(cache.folder.iterdir())) == 1

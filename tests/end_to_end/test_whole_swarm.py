@@ -15,7 +15,8 @@ from blocktrain.config import Recipe
 from blocktrain.files import locked_file
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.local import LocalRun, Silent
-from tests.end_to_end.swarm_kit import Kit, Program, tiny_recipe, until, write_recipe
+from tests.end_to_end.swarm_kit import Kit, Program, tiny_recipe, write_recipe
+from tests.waiting import until
 
 LEARNING: dict[str, Any] = {"batch": 8, "warmup_steps": 5, "matrix_lr": 0.01, "other_lr": 0.01}
 
@@ -72,10 +73,10 @@ def check_that_a_finished_swarm_is_left_alone(kit: Kit, recipe: Recipe) -> None:
     out = kit.folder / "out"
     before = {file: file.read_bytes() for file in out.rglob("*.json*")}
     again = start_swarm(kit, recipe, 2, "again")
-    assert again.wait(60) == 0, again.text()
+    assert again.wait() == 0, again.text()
     assert "is finished; choose another --out" in again.text()
     other = start_swarm(kit, recipe, 2, "other", "--set", "swarm.rounds=7")
-    assert other.wait(60) == 2
+    assert other.wait() == 2
     assert "holds a run with other settings (swarm.rounds)" in other.text()
     assert {file: file.read_bytes() for file in out.rglob("*.json*")} == before
 
@@ -83,13 +84,13 @@ def check_that_a_finished_swarm_is_left_alone(kit: Kit, recipe: Recipe) -> None:
 def test_what_a_child_calls_misuse_is_misuse_of_the_swarm(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text)
     program = start_swarm(kit, recipe, 1, "bad", "--set", "data.corpus=/no/such/text")
-    assert program.wait(60) == 2
+    assert program.wait() == 2
     assert "blocktrain: coordinator: no text at /no/such/text" in program.text()
     assert "Traceback" not in program.text()
     folder = kit.folder / "out"
     with locked_file(folder / "swarm.lock", "taken"):
         second = start_swarm(kit, recipe, 1, "second")
-        assert second.wait(60) == 2
+        assert second.wait() == 2
     assert f"another swarm is using {folder}" in second.text()
 
 
@@ -102,7 +103,7 @@ def test_ctrl_c_ends_every_process_of_a_swarm(kit: Kit, text: Path) -> None:
     children = _children(swarm)
     assert len(children) == 2
     swarm.send(signal.SIGINT)
-    assert swarm.wait(60) == 130, swarm.text()
+    assert swarm.wait() == 130, swarm.text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
@@ -112,7 +113,6 @@ def _children(program: Program) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_replicas_per_block_reach_the_loss_of_one_process(kit: Kit, text: Path, tmp_path: Path) -> None:
     """T6 in small: four workers, two replicas of each of two blocks."""
     recipe = tiny_recipe(
@@ -126,7 +126,6 @@ def test_two_replicas_per_block_reach_the_loss_of_one_process(kit: Kit, text: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_an_interrupted_swarm_goes_on_where_it_stopped(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text, swarm={"rounds": 12, "steps_per_round": 20, "codec": "sparse:64"})
     path = write_recipe(recipe, kit.folder / "recipe.toml")
@@ -135,7 +134,7 @@ def test_an_interrupted_swarm_goes_on_where_it_stopped(kit: Kit, text: Path) -> 
     log = out / "logs" / "worker-0.log"
     until("a round is merged", lambda: log.exists() and "rebase block=0 version=2" in log.read_text())
     swarm.send(signal.SIGTERM)
-    assert swarm.wait(60) == 130, swarm.text()
+    assert swarm.wait() == 130, swarm.text()
     report = run_swarm(kit, recipe, workers=1)
     assert report["finished"]
     assert len(report["workers"]) == 1

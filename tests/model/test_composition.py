@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktrain.model.block import Block, Hint
-from blocktrain.model.composition import block_log_probs, euler_log_probs, fit_pooling, pool
+from blocktrain.model.composition import block_log_probs, euler_log_probs
 from blocktrain.model.noise import levels
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import fit_pooling, pool
 from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
@@ -104,8 +105,8 @@ def test_consensus_of_one_block_is_that_block() -> None:
     tokens = some_tokens(2, LENGTH)
     log_probs = block_log_probs(objective, blocks, codebook, tokens)
     alone = F.log_softmax(blocks[0](tokens, codebook).logits_BTV, dim=-1)
-    weights = fit_pooling([log_probs[0].flatten(0, 1)], some_tokens(1, 2 * LENGTH)[0])
-    assert weights == [1.0]
+    weights = fit_pooling([log_probs[0].flatten(0, 1)], some_tokens(1, 2 * LENGTH)[0]).weights
+    assert weights == (1.0,)
     torch.testing.assert_close(pool(log_probs, weights), alone)
 
 
@@ -134,7 +135,7 @@ def test_fitted_weights_beat_equal_ones_on_the_text_they_were_fitted_on() -> Non
     targets = some_tokens(1, 2000)[0]
     sharp = F.log_softmax(2.0 * F.one_hot(targets, VOCABULARY) + some_noise(2000, VOCABULARY, seed=1), dim=-1)
     noise = F.log_softmax(some_noise(2000, VOCABULARY, seed=2), dim=-1)
-    weights = fit_pooling([sharp, noise], targets)
+    weights = fit_pooling([sharp, noise], targets).weights
     assert weights[0] > 5 * abs(weights[1])
     fitted = F.nll_loss(pool([sharp, noise], weights), targets)
     assert fitted < F.nll_loss(pool([sharp, noise], [0.5, 0.5]), targets)
@@ -146,12 +147,12 @@ def test_fitting_finds_the_weights_the_text_was_drawn_with() -> None:
     first, second = (F.log_softmax(some_noise(20_000, VOCABULARY, seed=i), dim=-1) for i in (1, 2))
     truth = pool([first, second], [0.7, 0.3])
     targets = torch.multinomial(truth.exp(), 1, generator=generator)[:, 0]
-    assert fit_pooling([first, second], targets) == pytest.approx([0.7, 0.3], abs=0.05)
+    assert fit_pooling([first, second], targets).weights == pytest.approx([0.7, 0.3], abs=0.05)
 
 
 def test_fitted_weights_are_shares_of_one() -> None:
     log_probs = [F.log_softmax(some_noise(500, VOCABULARY, seed=i), dim=-1) for i in range(3)]
-    weights = fit_pooling(log_probs, some_tokens(1, 500)[0])
+    weights = fit_pooling(log_probs, some_tokens(1, 500)[0]).weights
     assert sum(weights) == pytest.approx(1.0)
     assert min(weights) >= 0
 
@@ -159,13 +160,13 @@ def test_fitted_weights_are_shares_of_one() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_fitting_on_next_to_no_text_gives_usable_weights(rows: int) -> None:
     log_probs = [F.log_softmax(some_noise(rows, VOCABULARY, seed=i), dim=-1) for i in range(3)]
-    weights = fit_pooling(log_probs, torch.stack([part.argmax(dim=-1) for part in log_probs])[0])
+    weights = fit_pooling(log_probs, torch.stack([part.argmax(dim=-1) for part in log_probs])[0]).weights
     assert_normalised(pool(log_probs, weights))
 
 
 def test_fitting_blocks_that_agree_in_everything_gives_usable_weights() -> None:
     log_probs = F.log_softmax(some_noise(200, VOCABULARY), dim=-1)
-    weights = fit_pooling([log_probs] * 3, some_tokens(1, 200)[0])
+    weights = fit_pooling([log_probs] * 3, some_tokens(1, 200)[0]).weights
     assert_normalised(pool([log_probs] * 3, weights))
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.model.composition import block_log_probs, pool
+from blocktrain.model.composition import block_log_probs
 from blocktrain.model.generation import LocalModel, generate, visible_context
+from blocktrain.model.pooling import Pooling, pool
 from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, gumbel_noise
 from tests.tiny import VOCABULARY, shaken_blocks, some_noise, some_tokens, tiny_codebook, tiny_objective
 
@@ -29,7 +30,7 @@ def choose_token(
 def local_model(*overrides: str) -> LocalModel:
     objective = tiny_objective(*overrides)
     blocks = shaken_blocks(objective)
-    return LocalModel(objective, blocks, tiny_codebook(objective), [1 / len(blocks)] * len(blocks))
+    return LocalModel(objective, blocks, tiny_codebook(objective), Pooling((1 / len(blocks),) * len(blocks)))
 
 
 def without_cache(model: LocalModel, tokens: list[int], *, seed: int, temperature: float) -> int:
@@ -37,7 +38,7 @@ def without_cache(model: LocalModel, tokens: list[int], *, seed: int, temperatur
     visible = torch.tensor([list(visible_context(tokens, model.context))])
     with torch.no_grad():
         log_probs = block_log_probs(model.objective, model.blocks, model.codebook, visible)
-    pooled = pool(log_probs, model.weights)[0, -1]
+    pooled = pool(log_probs, model.pooling.over(visible, log_probs))[0, -1]
     return choose_token(pooled, seed=seed, position=len(tokens), temperature=temperature)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blocktrain.serving.engine.engine import Generation, TextEngine
+from blocktrain.serving.engine.fanout import FanoutConfig
+from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
 from blocktrain.serving.stage.stage import Stage
@@ -25,6 +26,14 @@ PROMPTS = [
     b"x" * 90,
     b"If the argument is not given, " * 5,
 ]
+
+HOUR = 3600.0
+PATIENT: dict[str, Any] = {
+    "start_seconds": HOUR,
+    "fanout": FanoutConfig(degrade_seconds=HOUR),
+    "link": LinkConfig(connect_seconds=HOUR, dead_seconds=HOUR),
+}
+"""No stage is given up because the machine is busy. A process that dies is noticed at once all the same."""
 
 
 @dataclass
@@ -42,10 +51,10 @@ async def cluster(
     stage: dict[str, Any] | None = None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """A stage per group of blocks, each behind a proxy."""
+    """A stage per group of blocks, each behind a proxy; patient, where `config` says nothing else."""
     stages = [await start_stage(path, blocks, **(stage or {})) for blocks in groups]
     proxies = [await Proxy(stage.address).start() for stage in stages]
-    engine = RemoteEngine(path, EngineConfig(stages=[p.address for p in proxies], **config))
+    engine = RemoteEngine(path, EngineConfig(stages=[p.address for p in proxies], **{**PATIENT, **config}))
     try:
         await engine.start()
         yield Cluster(engine, stages, proxies)
@@ -66,10 +75,3 @@ async def text_of(
 ) -> tuple[list[int], GenerationStats]:
     generation = engine.generate(GenerationRequest(list(prompt), max_tokens, **settings))
     return await drain(generation), generation.stats
-
-
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for a condition to become true, or fail."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)

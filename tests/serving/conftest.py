@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from blocktrain.config import (
     Recipe,
     TrainingConfig,
 )
+from blocktrain.model.pooling import DECAYS, Pooling
 from blocktrain.training.local import LocalRun, Silent
+from tests.conftest import MadeOnce
 
 TINY = Recipe(
     name="tiny",
@@ -55,18 +60,30 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_tiny(tmp_path_factory.mktemp("tiny"))
+def checkpoint(made_once: MadeOnce) -> Path:
+    return made_once("tiny", train_tiny) / "checkpoint"
 
 
 @pytest.fixture(scope="session")
-def sweep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def following_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same blocks, with weights that follow the text more than any that were fitted."""
+    folder = tmp_path_factory.mktemp("following") / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pooling_follows_text"] = Pooling((), DECAYS, (0.4, 0.2, 0.1)).how_it_follows
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sweep_checkpoint(made_once: MadeOnce) -> Path:
     """Trained for mode `sweep` too."""
     objective = ObjectiveConfig(hint_probability=0.6, sweep_probability=0.5, sigma_min=0.15)
-    return train_tiny(tmp_path_factory.mktemp("sweep"), name="swept", objective=objective)
+    make = partial(train_tiny, name="swept", objective=objective)
+    return made_once("sweep", make) / "checkpoint"
 
 
 @pytest.fixture(scope="session")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_checkpoint(made_once: MadeOnce) -> Path:
     """The same shapes, other weights."""
-    return train_tiny(tmp_path_factory.mktemp("other"), name="other", seed=1, steps=1)
+    return made_once("other", partial(train_tiny, name="other", seed=1, steps=1)) / "checkpoint"

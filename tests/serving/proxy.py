@@ -104,6 +104,9 @@ class Proxy:
                     break
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except asyncio.CancelledError:
+            sender.cancel()
+            raise
         queue.put_nowait(None)
         await sender
 

@@ -19,6 +19,7 @@ from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address, FrameStream, connect
 from blocktrain.wire.frame_metadata import Hello, encode_metadata
 from blocktrain.wire.frames import Frame, FrameLimits, FrameType, Header, encode_frame
+from tests.waiting import PATIENCE_SECONDS
 
 RUN_STAGE = """
 import sys, typer
@@ -40,7 +41,7 @@ LIMITS = FrameLimits(payload_bytes=1 << 20)
 
 async def greeted(stage: Stage, client: str = "test") -> FrameStream:
     """A connection that the stage has welcomed."""
-    stream = await connect(stage.address, 5)
+    stream = await connect(stage.address, PATIENCE_SECONDS)
     hello = encode_metadata(Hello(client, stage.shape))
     await stream.write(encode_frame(Header(FrameType.HELLO), hello))
     assert (await stream.read(LIMITS)).type == FrameType.WELCOME
@@ -48,7 +49,7 @@ async def greeted(stage: Stage, client: str = "test") -> FrameStream:
 
 
 async def reply(stream: FrameStream, raw: bytes) -> Frame:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await stream.write(raw)
         return await stream.read(LIMITS)
 
@@ -62,11 +63,11 @@ class StageProcess:
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(PATIENCE_SECONDS)
 
     def terminate(self) -> int:
         os.kill(self.process.pid, signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(PATIENCE_SECONDS)
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -13,7 +13,7 @@ import torch
 
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.serving.engine import fanout
+from blocktrain.serving.engine import rows
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
 from blocktrain.serving.engine.requests import (
@@ -28,8 +28,9 @@ from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.wire.frames import Codec
 from blocktrain.wire.identity import Identity
-from tests.serving.cluster import PROMPTS, cluster, drain, text_of, until
+from tests.serving.cluster import HOUR, PROMPTS, cluster, drain, text_of
 from tests.serving.stages import start_stage
+from tests.waiting import until_async
 
 LENGTHS = [None, 0, 1, 2, 3, 7, 16, 32]
 
@@ -143,7 +144,7 @@ def test_exact_passes_settle_near_ties_to_the_same_text(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def text(tolerance: float) -> tuple[list[int], int]:
-        monkeypatch.setattr(fanout, "FLOAT32_TOLERANCE", tolerance)
+        monkeypatch.setattr(rows, "FLOAT32_TOLERANCE", tolerance)
         async with cluster(checkpoint, [[0, 1, 2]]) as c:
             tokens, stats = await text_of(c.engine, PROMPTS[0], 60, seed=1)
             return tokens, stats.exact_passes
@@ -203,12 +204,12 @@ def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
             await anext(generation)
             assert all(len(stage.sessions) == 1 for stage in c.stages)
             await generation.aclose()
-            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
             task = asyncio.create_task(drain(c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500))))
-            await until(lambda: all(len(stage.sessions) == 1 for stage in c.stages))
+            await until_async(lambda: all(len(stage.sessions) == 1 for stage in c.stages))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
             assert len(c.engine.running) == 0
 
     asyncio.run(served())
@@ -224,7 +225,7 @@ def test_a_forgotten_generation_frees_its_caches(checkpoint: Path) -> None:
 
             await forget()
             gc.collect()
-            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
             assert len(c.engine.running) == 0
 
     asyncio.run(served())
@@ -241,8 +242,8 @@ def test_many_requests_leak_nothing(checkpoint: Path) -> None:
             for wave in range(15):
                 requests = (text_of(c.engine, PROMPTS[2], 2, seed=wave * 10 + i) for i in range(10))
                 await asyncio.gather(*requests)
-            await until(lambda: not len(c.stages[0].sessions))
-            await until(lambda: len(asyncio.all_tasks()) <= tasks)
+            await until_async(lambda: not len(c.stages[0].sessions))
+            await until_async(lambda: len(asyncio.all_tasks()) <= tasks)
             assert open_files() <= files
             assert not c.engine.links[0]._pending
             assert len(c.engine.running) == 0
@@ -261,7 +262,7 @@ def test_deadline_ends_a_request_and_says_how_far_it_came(checkpoint: Path) -> N
                 await c.engine.score(list(b"abc" * 100), deadline_seconds=0.05)
             for proxy in c.proxies:
                 proxy.delay_seconds = 0.0
-            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
 
     asyncio.run(served())
 
@@ -316,9 +317,9 @@ def test_a_missing_block_is_named(checkpoint: Path) -> None:
 def test_a_dead_spare_does_not_hold_up_the_start(checkpoint: Path) -> None:
     async def served() -> None:
         stage = await start_stage(checkpoint, [0, 1, 2])
-        engine = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address, Address("127.0.0.1", 1)]))
-        async with asyncio.timeout(5):
-            await engine.start()
+        places = [stage.address, Address("127.0.0.1", 1)]
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=places, start_seconds=HOUR))
+        await engine.start()
         assert engine.ready == (True, "ready")
         await engine.close()
         await stage.close()
@@ -359,12 +360,11 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
         stage = await start_stage(checkpoint, [0, 1, 2], identity=identity)
         host, port = stage.address.host, stage.address.port
 
-        def engine(pin: str | None) -> RemoteEngine:
-            return RemoteEngine(
-                checkpoint, EngineConfig(stages=[Address(host, port, pin)], start_seconds=0.5)
-            )
+        def engine(pin: str | None, start_seconds: float) -> RemoteEngine:
+            place = Address(host, port, pin)
+            return RemoteEngine(checkpoint, EngineConfig(stages=[place], start_seconds=start_seconds))
 
-        pinned = engine(identity.worker_id)
+        pinned = engine(identity.worker_id, HOUR)
         await pinned.start()
         local = LocalEngine(checkpoint)
         await local.start()
@@ -373,7 +373,7 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
         await local.close()
         await pinned.close()
         for pin in (stranger.worker_id, None):
-            refused = engine(pin)
+            refused = engine(pin, 0.3)
             await refused.start()
             assert not refused.ready[0]
             await refused.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from blocktrain.data.corpora import load_corpus
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest
-from tests.serving.cluster import cluster, drain, text_of, until
+from tests.serving.cluster import HOUR, PATIENT, cluster, drain, text_of
 from tests.serving.stages import StageProcess, spawn, wait_ready
+from tests.waiting import POLL_SECONDS, until_async
 
 NUM_PROMPTS = 200
 TOKENS = 40
@@ -27,7 +29,10 @@ def held_out_prompts(count: int) -> list[bytes]:
 
 
 async def write_all(
-    engine: RemoteEngine | LocalEngine, prompts: list[bytes], **settings: object
+    engine: RemoteEngine | LocalEngine,
+    prompts: list[bytes],
+    finished: Callable[[int], None] = lambda prompt: None,
+    **settings: object,
 ) -> list[list[int]]:
     """A few at a time, so that texts are written among each other's rows."""
     gate = asyncio.Semaphore(6)
@@ -42,17 +47,19 @@ async def write_all(
                 TOKENS,
                 seed=i,
                 temperature=float(i % 2),
-                deadline_seconds=600,
+                deadline_seconds=HOUR,
                 **settings,
                 **drawn,
             )
             assert stats.degraded_blocks == []
+            finished(i)
             return tokens
 
     return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(HOUR)
 def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) -> None:
     prompts = held_out_prompts(NUM_PROMPTS)
 
@@ -64,12 +71,14 @@ def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) 
         return texts
 
     async def served(stages: list[StageProcess]) -> tuple[list[list[int]], list[list[int]]]:
-        engine = RemoteEngine(checkpoint, EngineConfig(stages=[stage.address for stage in stages]))
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[one.address for one in stages], **PATIENT))
         await engine.start()
         ar = await write_all(engine, prompts, mode="ar")
-        writing = asyncio.create_task(write_all(engine, prompts, mode="verify"))
-        for victim in (0, 1):
-            await asyncio.sleep(2)
+        written: list[int] = []
+        writing = asyncio.create_task(write_all(engine, prompts, written.append, mode="verify"))
+        for victim, enough in ((0, NUM_PROMPTS // 4), (1, NUM_PROMPTS // 2)):
+            while len(written) < enough and not writing.done():
+                await asyncio.sleep(POLL_SECONDS)
             assert not writing.done(), "the stage must die while texts are being written"
             stages[victim].kill()
         verify = await writing
@@ -88,6 +97,7 @@ def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(HOUR)
 def test_a_thousand_requests_leak_nothing(checkpoint: Path) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -101,13 +111,15 @@ def test_a_thousand_requests_leak_nothing(checkpoint: Path) -> None:
                 if wave % 10 == 5:
                     c.proxies[wave // 10 % 2].cut()
                 await asyncio.gather(*(one(c.engine, chance, wave) for _ in range(10)))
-            await until(lambda: not any(len(stage.sessions) for stage in c.stages))
-            await until(lambda: len(asyncio.all_tasks()) <= tasks)
-            await until(lambda: open_files() <= files)
+            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
+            await until_async(lambda: len(asyncio.all_tasks()) <= tasks)
+            await until_async(lambda: open_files() <= files)
             assert len(c.engine.running) == 0
 
     async def one(engine: RemoteEngine, chance: random.Random, seed: int) -> None:
-        generation = engine.generate(GenerationRequest(list(b"The value"), 8, seed=seed))
+        generation = engine.generate(
+            GenerationRequest(list(b"The value"), 8, seed=seed, deadline_seconds=HOUR)
+        )
         if chance.random() < 0.3:
             await anext(generation)
             await generation.aclose()
@@ -118,6 +130,7 @@ def test_a_thousand_requests_leak_nothing(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(HOUR)
 def test_200_streams_at_once_make_fair_progress(checkpoint: Path) -> None:
     """Every stream has its first tokens before half of them have all of theirs."""
 
@@ -126,7 +139,7 @@ def test_200_streams_at_once_make_fair_progress(checkpoint: Path) -> None:
             events: list[str] = []
 
             async def stream(seed: int) -> None:
-                request = GenerationRequest(list(b"The class"), 24, seed=seed, deadline_seconds=300)
+                request = GenerationRequest(list(b"The class"), 24, seed=seed, deadline_seconds=HOUR)
                 generation = c.engine.generate(request)
                 tokens = list((await anext(generation)).tokens)
                 events.append("begun")

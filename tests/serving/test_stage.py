@@ -37,8 +37,9 @@ from blocktrain.wire.frames import (
     encode_ids,
     prefix_checksum,
 )
-from tests.serving.cluster import PROMPTS, text_of, until
+from tests.serving.cluster import PROMPTS, text_of
 from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, wait_ready
+from tests.waiting import until_async
 
 
 @asynccontextmanager
@@ -84,7 +85,7 @@ def test_strangers_are_turned_away_and_do_not_disturb(checkpoint: Path) -> None:
             fine = await greeted(stage)
             assert (await reply(fine, ask(TRAVERSE, [1, 2]))).type == FrameType.LOG_PROBS
             await fine.close()
-            await until(lambda: not stage._connections)
+            await until_async(lambda: not stage._connections)
 
     asyncio.run(served())
 
@@ -101,7 +102,7 @@ def test_a_stage_that_closes_reports_no_errors_of_its_own(checkpoint: Path) -> N
             talks = list(stage._talks)
             talks[0].cancel()
         await asyncio.gather(*talks, return_exceptions=True)
-        await until(lambda: not stage._talks and not stage._requests)
+        await until_async(lambda: not stage._talks and not stage._requests)
         for stream in streams:
             await stream.close()
         return reported

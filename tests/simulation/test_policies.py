@@ -40,6 +40,14 @@ def test_every_network_runs_to_the_last_round(network: str, policy: str, make_sc
     assert report["wall_seconds"] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_blocks_of_another_family_are_simulated(family: str, make_scenario: MakeScenario) -> None:
+    report = Simulation(make_scenario("lockstep", "carry", model={"family": family, "blocks": 1})).run()
+    assert report["participation"] == 1.0
+    # 256 bytes, all alike, are 5.545 nats: it has learned something.
+    assert report["final_ce"] < 5.5
+
+
 def test_without_delays_both_policies_do_the_same(make_scenario: MakeScenario) -> None:
     runs = [Simulation(make_scenario("lockstep", policy)) for policy in ("drop", "carry")]
     reports = [run.run() for run in runs]

@@ -19,6 +19,7 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, make_codebook
 from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.tiny import adaptive, shaken, tiny_recipe
 
@@ -34,7 +35,7 @@ def model_of(recipe: Recipe) -> tuple[list[Block], torch.Tensor]:
 def saved(path: Path, *overrides: str) -> tuple[Recipe, list[Block], torch.Tensor]:
     recipe = tiny_recipe(*overrides)
     blocks, codebook = model_of(recipe)
-    pooling = [1 / len(blocks)] * len(blocks)
+    pooling = Pooling((1 / len(blocks),) * len(blocks))
     save_checkpoint(path, recipe, CorpusHash("ab" * 32), blocks, codebook, pooling)
     return recipe, blocks, codebook
 
@@ -75,7 +76,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, overrides: tuple[s
     loaded = load_checkpoint(tmp_path / "checkpoint", CPU)
     assert loaded.recipe == recipe
     assert loaded.corpus_sha256 == "ab" * 32
-    assert loaded.pooling == pytest.approx([1 / len(blocks)] * len(blocks))
+    assert loaded.pooling.weights == pytest.approx([1 / len(blocks)] * len(blocks))
     assert torch.equal(loaded.codebook_VD, codebook)
     for block, other in zip(blocks, loaded.blocks, strict=True):
         assert not other.training
@@ -239,7 +240,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pooling weight that is no number": (
         lambda c: rewrite(c / "config.json", lambda config: config.update(pooling=[0.5, float("nan")])),
-        r"expected 2 pooling weights, found \[0.5, nan\]",
+        r"expected finite pooling weights, found \[0.5, nan\]",
     ),
     "a pooling that is a number": (
         lambda c: rewrite(c / "config.json", lambda config: config.update(pooling=3)),

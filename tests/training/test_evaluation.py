@@ -14,6 +14,7 @@ from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.model.composition import euler_log_probs
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.evaluation import Evaluator, Score, bigram_cross_entropy, mean_score
 from tests.tiny import (
     VOCABULARY,
@@ -55,7 +56,7 @@ def naive_cross_entropy(block: Block, objective: Objective, tokens: Tokens) -> f
 def test_a_blocks_score_is_the_naive_loop(length: int) -> None:
     objective, blocks, evaluator = parts()
     tokens = a_text(length)
-    scores = evaluator.score(blocks, [0.5, 0.5], tokens, euler=False)
+    scores = evaluator.score(blocks, Pooling((0.5, 0.5)), tokens, euler=False)
     for block, score in zip(blocks, scores.blocks, strict=True):
         assert score.ce == pytest.approx(naive_cross_entropy(block, objective, tokens), rel=1e-4)
     reference = shaken(objective.build_reference(seed=4))
@@ -68,7 +69,7 @@ def test_the_batch_size_of_evaluation_changes_no_score() -> None:
     found = []
     for batch in (1, 3, 64):
         _, blocks, evaluator = parts(f"evaluation.batch={batch}")
-        found.append(evaluator.score(blocks, [0.6, 0.4], tokens, euler=False))
+        found.append(evaluator.score(blocks, Pooling((0.6, 0.4)), tokens, euler=False))
     for other in found[1:]:
         assert other.consensus.ce == pytest.approx(found[0].consensus.ce, rel=1e-5)
         assert [s.ce for s in other.blocks] == pytest.approx([s.ce for s in found[0].blocks], rel=1e-5)
@@ -77,9 +78,9 @@ def test_the_batch_size_of_evaluation_changes_no_score() -> None:
 def test_consensus_of_one_block_scores_as_that_block() -> None:
     _, blocks, evaluator = parts("model.blocks=1")
     tokens = a_text(100)
-    weights = evaluator.fit_weights(blocks, a_text(60))
-    scores = evaluator.score(blocks, weights, tokens)
-    assert weights == [1.0]
+    pooling = evaluator.fit_pooling(blocks, a_text(60))
+    scores = evaluator.score(blocks, pooling, tokens)
+    assert pooling == Pooling((1.0,))
     assert scores.consensus.ce == pytest.approx(scores.blocks[0].ce, rel=1e-6)
 
 
@@ -93,7 +94,7 @@ def test_euler_is_the_mean_over_independent_noise_draws() -> None:
         x = torch.from_numpy(tokens[:-1])[None]
         log_probs = euler_log_probs(objective, blocks, tiny_codebook(objective), x, generator)[0]
         draws.append(F.nll_loss(log_probs, torch.from_numpy(tokens[1:])).item())
-    score = evaluator.score(blocks, [0.5, 0.5], tokens).euler
+    score = evaluator.score(blocks, Pooling((0.5, 0.5)), tokens).euler
     assert score is not None
     assert score.ce == pytest.approx(np.mean(draws), rel=1e-5)
     assert score.se == pytest.approx(np.std(draws, ddof=1) / 2, rel=1e-3)
@@ -109,7 +110,7 @@ def test_no_evaluation_can_see_the_target() -> None:
 
     def nats(last: int | None) -> dict[str, float]:
         tokens = opening if last is None else np.append(opening, last)
-        scores = evaluator.score(blocks, [0.7, 0.2], tokens)
+        scores = evaluator.score(blocks, Pooling((0.7, 0.2)), tokens)
         assert scores.euler is not None
         each = {"euler": scores.euler, "consensus": scores.consensus}
         each |= {f"block {i}": score for i, score in enumerate(scores.blocks)}
@@ -124,16 +125,16 @@ def test_no_evaluation_can_see_the_target() -> None:
 
 def test_scoring_twice_gives_the_same_numbers() -> None:
     _, blocks, evaluator = parts()
-    first, second = (evaluator.score(blocks, [0.5, 0.5], a_text(120)) for _ in range(2))
+    first, second = (evaluator.score(blocks, Pooling((0.5, 0.5)), a_text(120)) for _ in range(2))
     assert first == second
 
 
 def test_pooling_weights_are_fitted_on_the_text_given_for_it() -> None:
     """A block that knows the pool text gets the weight."""
     objective, blocks, evaluator = parts()
-    weights = evaluator.fit_weights(blocks, a_text(200))
-    tuned = evaluator.score(blocks, weights, a_text(200), euler=False).consensus.ce
-    equal = evaluator.score(blocks, [0.5, 0.5], a_text(200), euler=False).consensus.ce
+    pooling = evaluator.fit_pooling(blocks, a_text(200))
+    tuned = evaluator.score(blocks, pooling, a_text(200), euler=False).consensus.ce
+    equal = evaluator.score(blocks, Pooling((0.5, 0.5)), a_text(200), euler=False).consensus.ce
     assert tuned <= equal + 1e-6
 
 

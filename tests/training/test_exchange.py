@@ -20,6 +20,7 @@ from blocktrain.errors import CheckpointError, UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import make_codebook
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import file_entry, load_checkpoint, save_checkpoint
 from blocktrain.training.exchange import export_checkpoint, import_checkpoint
 from tests.adversaries.mutations import hostile_inputs
@@ -33,7 +34,7 @@ def make_checkpoint(path: Path, *overrides: str) -> Path:
     objective = Objective(recipe.model, recipe.objective, vocabulary=256)
     blocks = [shaken(objective.build(b, seed=b), seed=b) for b in range(recipe.model.blocks)]
     codebook = make_codebook(256, recipe.model.width, seed=1)
-    pooling = [(b + 1) / sum(range(len(blocks) + 1)) for b in range(len(blocks))]
+    pooling = Pooling(tuple((b + 1) / sum(range(len(blocks) + 1)) for b in range(len(blocks))))
     save_checkpoint(path, recipe, CorpusHash("ab" * 32), blocks, codebook, pooling)
     return path
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from blocktrain.data.bpe import train_bpe
 from blocktrain.errors import CheckpointError, RecipeError, UserError
-from blocktrain.model.composition import block_log_probs, pool, run_blocks
+from blocktrain.model.composition import block_log_probs, run_blocks
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.pooling import Pooling, pool
 from blocktrain.training import hugging_face
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from blocktrain.training.hugging_face import export_folder, import_folder, is_importable
@@ -155,7 +156,9 @@ def pooled(folder: Path) -> Checkpoint:
             generator = torch.Generator().manual_seed(number)
             for parameter in block.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    save_checkpoint(folder, recipe, hugging_face.UNKNOWN_TEXT, blocks, setup.codebook()(), [0.25, 0.75])
+    save_checkpoint(
+        folder, recipe, hugging_face.UNKNOWN_TEXT, blocks, setup.codebook()(), Pooling((0.25, 0.75))
+    )
     return load_checkpoint(folder, CPU)
 
 
@@ -171,7 +174,9 @@ def test_independent_blocks_go_out_as_folders_of_their_own_and_come_back(tmp_pat
         assert model.config.model_type == "qwen3"
         rows.append(model(tokens).logits.log_softmax(dim=-1))
     found = pool(rows, described["weights"])
-    expected = pool(block_log_probs(ours.objective, ours.blocks, ours.codebook_VD, tokens), ours.pooling)
+    expected = pool(
+        block_log_probs(ours.objective, ours.blocks, ours.codebook_VD, tokens), ours.pooling.weights
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert import_folder(tmp_path / "out", tmp_path / "back") == ours.recipe
     for file in (tmp_path / "checkpoint").iterdir():

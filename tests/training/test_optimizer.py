@@ -99,12 +99,13 @@ def test_gradients_are_clipped_together() -> None:
     assert torch.stack([grad.norm() for grad in seen]).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_reference_may_have_a_rate_of_its_own() -> None:
-    recipe = tiny_recipe("training.other_lr=0.004", "training.reference_other_lr=0.002")
-    assert training_config(recipe, reference=False).other_lr == 0.004
-    assert training_config(recipe, reference=True).other_lr == 0.002
-    same = tiny_recipe("training.other_lr=0.004", "training.reference_other_lr=none")
-    assert training_config(same, reference=True).other_lr == 0.004
+@pytest.mark.parametrize("key", ["matrix_lr", "other_lr"])
+def test_the_reference_may_have_rates_of_its_own(key: str) -> None:
+    recipe = tiny_recipe(f"training.{key}=0.004", f"training.reference_{key}=0.002")
+    assert getattr(training_config(recipe, reference=False), key) == 0.004
+    assert getattr(training_config(recipe, reference=True), key) == 0.002
+    same = tiny_recipe(f"training.{key}=0.004", f"training.reference_{key}=none")
+    assert getattr(training_config(same, reference=True), key) == 0.004
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])

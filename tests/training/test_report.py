@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from blocktrain.errors import DataError
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.evaluation import Score
 from blocktrain.training.report import HeldOutScores, TrainingReport
 
 SCORES = HeldOutScores(
     blocks=[Score(2.0), Score(2.5)],
     consensus=Score(1.9),
-    pooling=[0.75, 0.25],
+    pooling=Pooling((0.75, 0.25)),
     euler=Score(1.8, 0.01),
     reference=Score(1.7),
     bigram_ce=2.4,

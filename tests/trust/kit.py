@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,11 @@ import numpy as np
 import torch
 
 from blocktrain.config import Recipe, TrustConfig
-from blocktrain.coordinator.main import make_server
-from blocktrain.coordinator.service import opened
-from blocktrain.listening import open_port, url_of
 from blocktrain.wire.codec import encode
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, Outcome, Verdict
 from tests.adversaries.training import Training
-from tests.coordinator.conftest import Clock, Running
+from tests.coordinator.conftest import Running, served
 from tests.coordinator.peer import Peer
 from tests.validation.kit import RECIPE, Weights, corpus
 
@@ -35,26 +32,8 @@ def judged_recipe(swarm: dict[str, Any] | None = None, **trust: Any) -> Recipe:
     )
 
 
-@contextmanager
-def judged(folder: Path, recipe: Recipe) -> Iterator[Running]:
-    import threading
-
-    clock = Clock()
-    with opened(recipe, corpus(), folder, clock=clock, scoring=False) as coordinator:
-        listener, ready = open_port("127.0.0.1", 0), threading.Event()
-        server = make_server(coordinator, ready.set)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        running = Running(coordinator, url_of(listener), clock)
-        thread.start()
-        assert ready.wait(15)
-        try:
-            yield running
-        finally:
-            for peer in running.peers:
-                peer.close()
-            coordinator.drain()
-            server.should_exit = True
-            thread.join(15)
+def judged(folder: Path, recipe: Recipe) -> AbstractContextManager[Running]:
+    return served(folder, recipe, corpus=corpus())
 
 
 class Trainer:

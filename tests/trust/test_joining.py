@@ -40,10 +40,10 @@ def test_a_stamp_is_for_one_worker_one_run_and_two_hours() -> None:
 
 def test_checking_a_stamp_takes_microseconds() -> None:
     asked = challenge(SECRET, "run", "worker", NOW)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     for _ in range(1000):
         is_challenge(SECRET, "run", "worker", asked, NOW) and is_stamp(asked, "00" * 8, 20)
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 0.5
 
 
 def test_secrets_follow_from_the_key_and_the_purpose() -> None:

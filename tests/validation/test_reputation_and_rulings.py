@@ -157,6 +157,23 @@ def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) ->
     assert evidence_ruling(evidence_of(mean)).reason is reason
 
 
+@pytest.mark.parametrize(
+    ("other", "counts", "mark"),
+    [(-0.01, True, Mark.GOOD), (-0.025, False, Mark.NEUTRAL), (-0.05, False, Mark.BAD)],
+)
+def test_held_out_gain_does_not_outweigh_harm_to_training_text(
+    other: float, counts: bool, mark: Mark
+) -> None:
+    """Only who has the held-out text from elsewhere can have the one with the other."""
+    found = evidence_ruling(dataclasses.replace(evidence_of(0.2), other=Gain(other, 0.01, 30)))
+    assert (found.counts, found.mark) == (counts, mark)
+    assert counts or "training text it was not lent" in found.sentence
+    assert (
+        evidence_ruling(dataclasses.replace(evidence_of(0.2), other=Gain(-0.05, 0.01, 30)), late=True).mark
+        is Mark.NEUTRAL
+    )
+
+
 def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
     assert required_standard_errors([]) == required_standard_errors([9.0, 8.0]) == 3.0
     assert required_standard_errors([1.0, 1.2, 0.8]) == 0.5

@@ -34,6 +34,7 @@ from blocktrain.worker.state import StateFolder
 from blocktrain.worker.watching import Watching
 from tests.coordinator.conftest import CORPUS, Clock, Running, served, tiny_recipe
 from tests.coordinator.peer import Peer, an_assignment
+from tests.waiting import PATIENCE_SECONDS
 
 RECIPE: Recipe = replace(
     tiny_recipe(rounds=40, max_lead=40, codec="sparse:4"), objective=ObjectiveConfig(kind="chain")
@@ -64,6 +65,7 @@ class Bench:
         self.client = CoordinatorClient(
             running.url, identity, self.traffic, self.stop, self.lines.append, attempts=2
         )
+        running.clients.enter_context(self.client)
         run = self.client.run()
         self.client.audience = run.run_id
         layouts = [Layout.of(layout) for layout in run.blocks]
@@ -83,10 +85,10 @@ class Bench:
 
     def next_update(self) -> PendingUpdate:
         """The first assignment that is ready to begin; then the worker stops."""
-        assert self.logic.wait(lambda: self.logic.next is not None, 15)
+        assert self.logic.wait(lambda: self.logic.next is not None, PATIENCE_SECONDS)
         update = self.logic.next
         self.stop.set()
-        self.threads.join(15)
+        self.threads.join(PATIENCE_SECONDS)
         self.threads.check()
         assert update is not None
         return update
@@ -193,12 +195,12 @@ def test_the_lease_lives_while_its_snapshots_are_coming(running: Running, tmp_pa
     class Slow(FrozenSnapshots):
         def bring(self, assignment: Assignment) -> dict[int, Base]:
             seen.set()
-            assert beaten.wait(15)
+            assert beaten.wait(PATIENCE_SECONDS)
             return {}
 
     asking = bench.asking(Slow(bench.watching.keeper, bench.logic))
     bench.threads.start("asking", asking.run)
-    assert seen.wait(15)
+    assert seen.wait(PATIENCE_SECONDS)
     before = time.time()
     bench.threads.start("heartbeats", asking.run_heartbeats)
     while last_seen(running, worker.identity.worker_id) <= before:
@@ -256,4 +258,4 @@ def test_heads_that_nobody_has_end_the_worker_in_words(running: Running, tmp_pat
     with pytest.raises(WireError, match="ask the operator to restore the snapshots"):
         bench.asking().run()
     bench.stop.set()
-    bench.threads.join(15)
+    bench.threads.join(PATIENCE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ def chat(
     seed: Annotated[int | None, typer.Option("--seed", help="Makes the answers reproducible.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Talk to a model: one line is one message, an empty line is ignored, /new forgets, Ctrl-D ends."""
+    """Talk to a model: one line is one message, /new forgets, /help tells what else, Ctrl-D ends."""
     from blocktrain.client.gateway import GatewayClient
     from blocktrain.local.terminal import write
 
@@ -40,6 +41,11 @@ def chat(
         for line in user_lines():
             if line == "/new":
                 messages = list(opening)
+            elif line == "/help":
+                print(
+                    "one line is one message, empty ones are ignored; /new forgets; Ctrl-D ends",
+                    file=sys.stderr,
+                )
             elif line:
                 messages.append({"role": "user", "content": line})
                 write("model> ")
@@ -73,6 +79,9 @@ def some_gateway(checkpoint: str | None, url: str | None, device: str) -> Iterat
 
 def user_lines() -> Iterator[str]:
     prompt = "you> " if sys.stdin.isatty() else ""
+    # Importing it is what makes input() know arrow keys and earlier lines; Windows has its own way.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
     while True:
         try:
             yield input(prompt).strip()

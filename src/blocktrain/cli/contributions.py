@@ -22,8 +22,9 @@ def contributions(
     from blocktrain.wire.identity import verify
     from blocktrain.wire.messages import CONTRIBUTIONS_CONTEXT
 
-    client = public_client(coordinator)
-    answer, key = client.contributions(), bytes.fromhex(client.run().coordinator_key)
+    with public_client(coordinator) as client:
+        answer, key = client.contributions(), bytes.fromhex(client.run().coordinator_key)
+        labels = {one.worker_id: one.label for one in client.workers().workers}
     # Checked here and not left to the reader: the file is meant to be shown to others as proof.
     signed = CONTRIBUTIONS_CONTEXT + canonical_json(answer.statement)
     if not verify(key, signed, bytes.fromhex(answer.signature)):
@@ -32,7 +33,6 @@ def contributions(
         typer.echo(answer.model_dump_json(indent=1))
         return
     # Labels are what workers call themselves: no part of the signed statement, and the last column.
-    labels = {one.worker_id: one.label for one in client.workers().workers}
     rows = [{**row, "label": labels.get(row["worker_id"], "")} for row in answer.statement["workers"]]
     columns = ["worker_id", "public_key", "merged", "merged_weight", "tokens", "gain", "label"]
     writer = csv.DictWriter(sys.stdout, columns)

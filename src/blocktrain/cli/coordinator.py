@@ -45,6 +45,10 @@ def coordinator(
         Path | None, typer.Option(help="Speak HTTPS with this PEM certificate (and its chain).")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's PEM key.")] = None,
+    webhook: Annotated[
+        str | None,
+        typer.Option(help="Address to POST a notice to when a worker is banned, the run stalls or finishes."),
+    ] = None,
     from_: FromOption = None,
     track: TrackOption = [],  # noqa: B006
     set_: SetOption = [],  # noqa: B006
@@ -79,4 +83,5 @@ def coordinator(
             tls=Tls(tls_cert, tls_key) if tls_cert is not None and tls_key is not None else None,
             watch=recorder.status,
             start=start,
+            webhook=webhook,
         )

@@ -13,9 +13,9 @@ def finish(coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
 
     The run stays finished when its coordinator is started again; --set swarm.rounds=N goes on with it.
     """
-    client = operator_client(coordinator, data_dir)
-    receipt = client.finish().receipt
-    rounds = client.status().rounds
+    with operator_client(coordinator, data_dir) as client:
+        receipt = client.finish().receipt
+        rounds = client.status().rounds
     typer.echo(
         f"finished after {rounds} rounds (ledger entry {receipt.sequence}); the model: "
         f"`blocktrain checkpoint {coordinator} --to model`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -81,9 +82,12 @@ def generate_from_url(url: str, key: str | None, fields: Mapping[str, Any]) -> N
     usage: Mapping[str, Any] = {}
     with GatewayClient(url, key) as client:
         model = client.model()
-        write(str(fields["prompt"]))
         begun = time.monotonic()
-        for delta in client.complete({"model": model, "overflow": "slide", **fields}):
+        deltas = iter(client.complete({"model": model, "overflow": "slide", **fields}))
+        # A refusal comes in the place of the first piece: behind the prompt it would look like its answer.
+        first = list(itertools.islice(deltas, 1))
+        write(str(fields["prompt"]))
+        for delta in itertools.chain(first, deltas):
             write(delta.text)
             # The usage comes once, with the last chunk.
             usage = delta.usage or usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -36,11 +37,9 @@ def judge(
 
     # The operator needs this id for judges.txt, and without a line here nobody would find it.
     say(f"judge id={identity.worker_id}")
-    client = CoordinatorClient(coordinator, identity, Traffic(), stop, say)
-    try:
-        Judge(client, find_device(device), corpus, held_out, say).run(stop)
     # A stop while it waits for the coordinator is the usual end of a judge.
-    except Stopped:
-        pass
-    finally:
-        client.close()
+    with (
+        contextlib.suppress(Stopped),
+        CoordinatorClient(coordinator, identity, Traffic(), stop, say) as client,
+    ):
+        Judge(client, find_device(device), corpus, held_out, say).run(stop)

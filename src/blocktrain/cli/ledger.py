@@ -26,10 +26,10 @@ def verify_ledger(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay a ledger from its payloads to the same snapshots; exit 1 names the first entry that is wrong."""
-    from blocktrain.judge.ledger_check import open_source, read_receipts, verify_source
+    from blocktrain.judge.ledger_check import read_receipts, verify_place
 
     held = read_receipts(receipts.expanduser()) if receipts is not None else []
-    found = verify_source(open_source(source), held, open_source(against) if against else None, key)
+    found = verify_place(source, held, against, key)
     report = found.report
     if as_json:
         result = {

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import textwrap
 import types
 import typing
@@ -59,11 +60,15 @@ def copy_recipe(
     all_: AllOption = False,
     set_: SetOption = [],  # noqa: B006
 ) -> None:
-    """Write a recipe to a file of yours, to be changed and named in place of the shipped one."""
+    """Write a recipe to a file of yours, under the file's name, to be changed and used like a shipped one."""
     if to.exists():
         raise UserError(f"{to} is there already; choose another name, or remove it")
     try:
-        write_whole(to, _text(recipe, all_, set_).encode())
+        # Under its own name: a page that calls a changed run "demo" would say something else than it is.
+        name = f"name = {as_toml(to.stem)}"
+        write_whole(
+            to, re.sub(r"(?m)^name = .*$", lambda _: name, _text(recipe, all_, set_), count=1).encode()
+        )
     except OSError as error:
         raise StorageError(f"cannot write {to}: {error.strerror}; choose another place") from None
     typer.echo(f"wrote {to}; docs/recipe.md has every key\nblocktrain train {to} --out runs/{to.stem}")

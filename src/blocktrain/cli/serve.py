@@ -22,7 +22,22 @@ from blocktrain.cli.options import (
     log_to_stderr,
     opened_model,
 )
+from blocktrain.listening import lan_address
 from blocktrain.local.processes import stopping
+
+
+def lines_to_try(url: str, model: str, with_key: bool) -> list[str]:
+    """Commands for a reader to copy, in lines that an ordinary terminal does not break."""
+    body = json.dumps({"model": model, "prompt": "The ", "max_tokens": 64})
+    header = ["    -H 'authorization: Bearer KEY' \\"] if with_key else []
+    return [
+        f"  curl {url}/v1/completions \\",
+        "    -H 'content-type: application/json' \\",
+        *header,
+        f"    -d '{body}'",
+        f"  blocktrain generate --url {url} --prompt 'The '",
+        f"  blocktrain chat --url {url}",
+    ]
 
 
 def serve(
@@ -63,15 +78,11 @@ def serve(
         launcher = Launcher(config)
         try:
             url, model = launcher.start(stop), launcher.model
-            header = " -H 'authorization: Bearer KEY'" if keys is not None else ""
-            body = json.dumps({"model": model, "prompt": "The ", "max_tokens": 64})
-            print(
-                f"serving {model} at {url} (gateway pid {launcher.gateway_pid}; Ctrl-C ends everything)\n\n"
-                f"  curl {url}/v1/completions{header} -H 'content-type: application/json' -d '{body}'\n"
-                f"  blocktrain generate --url {url} --prompt 'The '\n"
-                f"  blocktrain chat --url {url}\n\n  logs are in {folder}",
-                flush=True,
-            )
+            if host in ("0.0.0.0", "::"):  # the address that others can use too
+                url = url.replace("127.0.0.1", lan_address() or "127.0.0.1")
+            told = f"serving {model} at {url} (gateway pid {launcher.gateway_pid}; Ctrl-C ends everything)"
+            print("\n".join((told, "", *lines_to_try(url, model, keys is not None))))
+            print(f"\n  logs are in {folder}", flush=True)
             launcher.watch(stop)
         finally:
             launcher.end()

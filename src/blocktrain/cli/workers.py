@@ -5,8 +5,9 @@ The operator is whoever holds coordinator.key of the coordinator's data folder; 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +39,8 @@ def list_workers(
     from blocktrain.client.coordinator import public_client
     from blocktrain.local.status_view import verdict_counts
 
-    answer = public_client(coordinator).workers()
+    with public_client(coordinator) as client:
+        answer = client.workers()
     if as_json:
         typer.echo(answer.model_dump_json())
         return
@@ -80,9 +82,9 @@ def ban_worker(
         request = BanRequest(reason=reason, seconds=3600 * hours)
     except ValidationError as error:
         raise UserError(f"--reason or --hours: {error.errors()[0]['msg']}") from None
-    client = operator_client(coordinator, data_dir)
-    found, name = found_worker(worker_id, client.workers().workers)
-    receipt = client.ban(found, request).receipt
+    with operator_client(coordinator, data_dir) as client:
+        found, name = found_worker(worker_id, client.workers().workers)
+        receipt = client.ban(found, request).receipt
     done = f"banned {name} for {hours:g} h" if hours else f"lifted the ban of {name}"
     typer.echo(f"{done} (ledger entry {receipt.sequence})")
 
@@ -90,9 +92,9 @@ def ban_worker(
 @worker_verbs.command("rm")
 def remove_worker(worker_id: WorkerArgument, coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
     """Forget a worker: its leases are free again, and it may join again, on probation."""
-    client = operator_client(coordinator, data_dir)
-    found, name = found_worker(worker_id, client.workers().workers)
-    receipt = client.remove(found).receipt
+    with operator_client(coordinator, data_dir) as client:
+        found, name = found_worker(worker_id, client.workers().workers)
+        receipt = client.remove(found).receipt
     typer.echo(f"removed {name} (ledger entry {receipt.sequence})")
 
 
@@ -106,13 +108,14 @@ def operator_key(data_dir: Path) -> Identity:
     return load_or_create(path)
 
 
-def operator_client(url: str, data_dir: Path) -> CoordinatorClient:
+@contextlib.contextmanager
+def operator_client(url: str, data_dir: Path) -> Iterator[CoordinatorClient]:
     from blocktrain.client.coordinator import public_client
 
-    client = public_client(url, operator_key(data_dir))
-    # The operator's key signs for one run, so that nobody can replay a ban elsewhere.
-    client.audience = client.run().run_id
-    return client
+    with public_client(url, operator_key(data_dir)) as client:
+        # The operator's key signs for one run, so that nobody can replay a ban elsewhere.
+        client.audience = client.run().run_id
+        yield client
 
 
 def found_worker(text: str, workers: Sequence[WorkerSummary]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from blocktrain.client.cache import BlobCache
@@ -28,7 +28,6 @@ from blocktrain.data.dataset import (
     checked_tokenizer,
     mapped,
     read_manifest,
-    shard_files,
 )
 from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.errors import DataError, StorageError, WireError
@@ -68,9 +67,9 @@ class FetchedText(RunText):
         # The next assignment's shards are fetched while the trainer may open one of its own.
         self._fetching = threading.Lock()
 
-    def bring(self, seed: int, shard: int, context: int) -> None:
-        """Have the files that an assignment's shard draws from on the disk before it begins."""
-        for index in shard_files(self.manifest, seed, shard, context=context):
+    def bring(self, files: Iterable[int]) -> None:
+        """Have these training files on the disk before an assignment that draws from them begins."""
+        for index in files:
             self.tokens(self.manifest.training[index])
 
     def tokens(self, entry: ShardEntry) -> TokenArray:

@@ -234,7 +234,7 @@ class Assignments:
                 version=version,
                 seats=others.get(block, 0),
                 used_rounds=frozenset(used[block]),
-                num_parameters=run.schemas[block].num_values,
+                training_bytes=run.training_bytes[block],
                 full=others.get(block, 0) >= run.recipe.trust.max_workers_per_block,
             )
             for block, version in versions.items()

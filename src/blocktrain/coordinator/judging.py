@@ -167,7 +167,9 @@ class Judging:
                 late=row.base_version < block.version,
             )
             row.score, row.gain = evidence.held_out.score, found.held_out.mean
-            recorded = found.model_dump(mode="json", exclude={"protocol"})
+            # The ledger speaks of clusters only where blocks have some.
+            absent = {name for name in ("own", "rest") if getattr(found, name) is None}
+            recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
             recorded["seed"] = self._seed(session, row)
             row.evidence = json.dumps(recorded)
             # A newcomer's update is scored and not merged while others on the block are established. Its mark

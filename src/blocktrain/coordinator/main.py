@@ -18,10 +18,11 @@ import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from blocktrain.client.address import RunLink
+from blocktrain.client.address import RunLink, checked_url
 from blocktrain.config import load_recipe
 from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
+from blocktrain.coordinator.notices import notified
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
 from blocktrain.coordinator.service import Coordinator, opened
 from blocktrain.data.corpora import open_text
@@ -109,6 +110,7 @@ def run_coordinator(
     tls: Tls | None = None,
     watch: Watch | None = None,
     start: Path | None = None,
+    webhook: str | None = None,
 ) -> None:
     """Serve the run of a recipe until SIGTERM or Ctrl-C; port 0 takes a free one and prints it. A new run
     begins from the checkpoint `start`, where one is given."""
@@ -117,6 +119,8 @@ def run_coordinator(
     # take minutes.
     if tls is not None:
         tls.context()
+    if webhook is not None:
+        checked_url(webhook, "a webhook")
     listener = open_port(host, port)
     text = open_text(recipe)
     setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
@@ -144,7 +148,7 @@ def run_coordinator(
             print(f"coordinator ready url={url}", flush=True)
 
         server = make_server(coordinator, ready, tls)
-        with watched(coordinator, watch):
+        with watched(coordinator, watch), notified(coordinator, webhook):
             server.run(sockets=[listener])
 
 

@@ -23,6 +23,7 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.dataset import TOKENIZER
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import CODEBOOK_FILE, block_file, checkpoint_config
 from blocktrain.training.setup import Setup, with_swarm_schedule
 from blocktrain.wire.messages import ErrorReason, EvaluationState
@@ -96,9 +97,10 @@ def newest_model(resources: Resources) -> ModelArchive:
         newest = select(EvaluationRow.record).order_by(EvaluationRow.time.desc()).limit(1)
         record = session.scalar(newest)
     # Equal votes until the model was scored, as `blocktrain checkpoint` has them.
-    pooling = [1 / len(heads)] * len(heads)
+    pooling = Pooling((1 / len(heads),) * len(heads))
     if record is not None:
-        pooling = list(EvaluationState.model_validate_json(record).weights)
+        scored = EvaluationState.model_validate_json(record)
+        pooling = Pooling(scored.weights, scored.decays, scored.taus)
     parts = []
     for index, (_, digest) in enumerate(heads):
         size = blobs.size(snapshot_key(digest))

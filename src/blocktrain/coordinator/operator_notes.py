@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.errors import UserError
-from blocktrain.wire.messages import ReferenceState, StatusAnswer
+from blocktrain.wire.messages import ReferenceState, SpokenPiece, StatusAnswer
 
 GATEWAY_ADDRESS = re.compile(
     r"(?P<origin>https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?)(?:/[A-Za-z0-9._~/-]*)?"
@@ -23,6 +23,8 @@ class Display:
     end_to_end: ReferenceState | None = None
     bigram: ReferenceState | None = None
     """Set once by the thread that scores the model."""
+    speaking: tuple[SpokenPiece, ...] = ()
+    """Set with each score by the same thread, where blocks are specialised."""
     pin: str | None = None
     """SHA-256 of a certificate that signed itself: a link to this run must carry it."""
 

@@ -227,6 +227,7 @@ class Reports:
                 full_checkpoint_bytes=sum(2 * 4 * schemas[b].num_values * count for b, count in arrived),
                 evaluations=tuple(map(EvaluationState.model_validate_json, reversed(evaluations))),
                 references=self._display.references(),
+                speaking=self._display.speaking,
                 reports=reports,
                 ledger_length=run.ledger_length,
                 ledger_head=run.ledger_hash,

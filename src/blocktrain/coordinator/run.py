@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import inspect, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from torch import nn
@@ -35,6 +35,7 @@ from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
+from blocktrain.training.memory import training_bytes
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
 from blocktrain.wire.codec import CodecSpec, Schema, frame_length
@@ -56,6 +57,8 @@ class Run:
     schemas: tuple[Schema, ...]
     layouts: tuple[BlockLayout, ...]
     objective: Objective
+    training_bytes: tuple[int, ...]
+    """What each block takes of a GPU's memory; only workers with one say how much they have."""
     _followed: str = ""
     """The stored recipe that was looked at last: reading one takes as long as some requests."""
 
@@ -159,12 +162,62 @@ def open_run(
         )
     key = identity.public_key.hex()
     shapes = tuple(schemas), tuple(layouts)
-    run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective)
+    needs = tuple(
+        training_bytes(recipe, setup.objective, "cuda", block=block) for block in range(len(layouts))
+    )
+    run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective, needs)
     try:
         _open_row(store, identity, run, now, begins_elsewhere=start is not None)
     except IntegrityError:  # another process made the run between our look and our write
         _open_row(store, identity, run, now, begins_elsewhere=start is not None)
     return run
+
+
+def _compared(
+    session: Session, row: RunRow, recipe: Recipe, corpus_sha256: str, key: str
+) -> tuple[Recipe, dict[str, tuple[Any, Any]]]:
+    """The recipe to go on with, and the settings in which it differs from the stored one, and may; another
+    run is refused. One that its operator finished stays so, with the rounds that it has had."""
+    name = row.run_id[:12]
+    changed = changed_settings(json.loads(row.recipe), recipe)
+    changed.pop("data.dataset", None)
+    changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
+    # A run that its operator finished stays so when it is started again with the recipe it had.
+    last = session.scalars(
+        select(LedgerRow.body).where(LedgerRow.kind == "run").order_by(LedgerRow.sequence.desc())
+    ).first()
+    ended = json.loads(last or "{}")
+    if ended.get("finish") and ended["before"] == {"swarm.rounds": recipe.swarm.rounds}:
+        changed.pop("swarm.rounds", None)
+        swarm = replace(recipe.swarm, rounds=ended["settings"]["swarm.rounds"])
+        recipe = replace(recipe, swarm=swarm)
+    if refused := refused_changes(changed):
+        shown = ", ".join(refused[:3]) + (f" and {len(refused) - 3} more" if len(refused) > 3 else "")
+        raise UserError(
+            f"this data directory holds run {name} of another recipe: {shown}; use that recipe, or a new "
+            "--data-dir (docs/host.md lists what may change in a run)"
+        )
+    if row.corpus_sha256 != corpus_sha256:
+        raise UserError(
+            f"this data directory holds run {name} on text {row.corpus_sha256[:12]}…, the recipe's text "
+            f"is now {corpus_sha256[:12]}…; bring the text back, or use a new --data-dir"
+        )
+    if row.coordinator_key != key:
+        raise UserError(
+            f"run {name} in this database belongs to coordinator key {row.coordinator_key[:12]}…, this "
+            f"one has {key[:12]}…; copy coordinator.key from the first coordinator's "
+            "--data-dir"
+        )
+    return recipe, changed
+
+
+def refuse_another_run(store: Store, identity: Identity, recipe: Recipe, text: RunText) -> None:
+    """Before the tables are brought to this version, so that a folder that is refused stays as it was: with
+    the run that it holds an older program may go on."""
+    with store.read() as session:
+        row = session.get(RunRow, 1) if inspect(session.connection()).has_table("run") else None
+        if row is not None:
+            _compared(session, row, recipe, text.sha256, identity.public_key.hex())
 
 
 def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_elsewhere: bool) -> None:
@@ -202,35 +255,7 @@ def _open_row(store: Store, identity: Identity, run: Run, now: float, *, begins_
                 session.add(SnapshotRow(block=one.block, version=0, hash=head, num_bytes=0, made=now))
             return
         run.run_id, name = row.run_id, row.run_id[:12]
-        changed = changed_settings(json.loads(row.recipe), run.recipe)
-        changed.pop("data.dataset", None)
-        changed.pop("data.corpus", None)  # each machine has its text elsewhere; the hash is compared instead
-        # A run that its operator finished stays so when it is started again with the recipe it had.
-        last = session.scalars(
-            select(LedgerRow.body).where(LedgerRow.kind == "run").order_by(LedgerRow.sequence.desc())
-        ).first()
-        ended = json.loads(last or "{}")
-        if ended.get("finish") and ended["before"] == {"swarm.rounds": run.swarm.rounds}:
-            changed.pop("swarm.rounds", None)
-            swarm = replace(run.swarm, rounds=ended["settings"]["swarm.rounds"])
-            run.recipe = replace(run.recipe, swarm=swarm)
-        if refused := refused_changes(changed):
-            shown = ", ".join(refused[:3]) + (f" and {len(refused) - 3} more" if len(refused) > 3 else "")
-            raise UserError(
-                f"this data directory holds run {name} of another recipe: {shown}; use that recipe, or a new "
-                "--data-dir (docs/host.md lists what may change in a run)"
-            )
-        if row.corpus_sha256 != run.corpus_sha256:
-            raise UserError(
-                f"this data directory holds run {name} on text {row.corpus_sha256[:12]}…, the recipe's text "
-                f"is now {run.corpus_sha256[:12]}…; bring the text back, or use a new --data-dir"
-            )
-        if row.coordinator_key != run.coordinator_key:
-            raise UserError(
-                f"run {name} in this database belongs to coordinator key {row.coordinator_key[:12]}…, this "
-                f"one has {run.coordinator_key[:12]}…; copy coordinator.key from the first coordinator's "
-                "--data-dir"
-            )
+        run.recipe, changed = _compared(session, row, run.recipe, run.corpus_sha256, run.coordinator_key)
         # The first weights are the run's, not those that this torch would draw from the seed.
         columns = select(SnapshotRow.block, SnapshotRow.hash).where(SnapshotRow.version == 0)
         first = {row.block: row.hash for row in session.execute(columns)}

@@ -10,20 +10,23 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
 import torch
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
+from torch import Tensor
 
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.dataset import RunText
+from blocktrain.data.tokenizer import Tokenizer, Tokens
 from blocktrain.model.block import Block
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
 from blocktrain.wire.hashing import canonical_json
-from blocktrain.wire.messages import EvaluationState, ReferenceState
+from blocktrain.wire.messages import EvaluationState, ReferenceState, SpokenPiece
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +37,38 @@ MAX_COUNTED_BYTES = 128 << 20
 """Training text that bigrams are counted in."""
 
 
+MAX_SAMPLE_TOKENS = 400
+
+
+def sample_of_each_cluster(text: RunText, count: int) -> Tokens:
+    """The beginnings of the first training shard of each cluster: text that anybody may see."""
+    first = {entry.cluster: entry for entry in reversed(text.manifest.training)}
+    entries = [first[cluster] for cluster in sorted(first)]
+    return np.concatenate(
+        [text.tokens(one)[: max(2, count // len(entries))].astype(np.int64) for one in entries]
+    )
+
+
+def who_speaks(weights_BT: Tensor, tokens: Tokens, tokenizer: Tokenizer) -> tuple[SpokenPiece, ...]:
+    """Runs of tokens in which the same block has the most say; the first token, which nothing predicts, goes
+    with the second."""
+    loudest = weights_BT.argmax(dim=0)[:-1].tolist()
+    pieces, first = [], 0
+    for at in range(1, len(loudest) + 1):
+        if at == len(loudest) or loudest[at] != loudest[first]:
+            said = tokens[first + 1 if first else 0 : at + 1].tolist()
+            text = tokenizer.decode(said).decode("utf-8", errors="replace")
+            weight = float(weights_BT[loudest[first], first:at].mean())
+            pieces.append(SpokenPiece(block=loudest[first], weight=min(1.0, weight), text=text))
+            first = at
+    return tuple(pieces)
+
+
 class Scoring:
     def __init__(self, resources: Resources, text: RunText, display: Display) -> None:
         recipe = resources.run.recipe
         self._resources, self._every = resources, recipe.swarm.evaluate_every_seconds
-        self._text, self._display = text, display
+        self._text, self._display, self._tokenizer = text, display, text.tokenizer()
         self._next_look = 0.0
         """In seconds of this process's own clock: how often to look is no matter of the run's time."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,6 +79,7 @@ class Scoring:
         limit = min(recipe.evaluation.max_bytes or MAX_SCORED_BYTES, MAX_SCORED_BYTES)
         self._held_out = text.first_tokens("held_out", limit)
         self._pool = text.first_tokens("pooling", MAX_POOLING_BYTES)
+        self._sample = sample_of_each_cluster(text, min(recipe.model.context, MAX_SAMPLE_TOKENS))
         self._setup, self._device = setup, device
         self._blocks: list[Block] = []
         """Built for the first score: a coordinator that scores nothing has no model in memory."""
@@ -88,8 +119,12 @@ class Scoring:
         # The published composition costs many passes: it is scored once, at the end.
         finished = min(version for version, _ in heads) >= self._resources.run.swarm.rounds
         euler = finished and self._objective.composes_by_euler
-        weights = self._evaluator.fit_weights(self._blocks, self._pool)
-        found = self._evaluator.score(self._blocks, weights, self._held_out, euler=euler)
+        special = self._resources.run.recipe.data.own_share > 0
+        pooling = self._evaluator.fit_pooling(self._blocks, self._pool, follow_text=special)
+        found = self._evaluator.score(self._blocks, pooling, self._held_out, euler=euler)
+        if special:
+            weights_BT = self._evaluator.weights_over(self._blocks, pooling, self._sample)
+            self._display.speaking = who_speaks(weights_BT, self._sample, self._tokenizer)
         per_token = self._text.manifest.bytes_per_token("held_out")
         state = EvaluationState(
             time=self._resources.clock(),
@@ -99,7 +134,9 @@ class Scoring:
             consensus_ce=found.consensus.ce,
             euler_ce=None if found.euler is None else found.euler.ce,
             block_ce=tuple(score.ce for score in found.blocks),
-            weights=tuple(weights),
+            weights=pooling.weights,
+            decays=pooling.decays,
+            taus=pooling.taus,
         )
         try:
             with self._resources.store.write() as session:

@@ -27,7 +27,7 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.rounds import Rounds
-from blocktrain.coordinator.run import finish_run, open_run
+from blocktrain.coordinator.run import finish_run, open_run, refuse_another_run
 from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.store import NonceRow, RunRow, Store
@@ -178,9 +178,10 @@ def opened(
     )
     with alone if database_url is None else nullcontext():  # SQLite takes one process
         store = Store(database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}")
+        identity = load_or_create(data_dir / KEY_FILE)
+        refuse_another_run(store, identity, recipe, text)
         store.migrate()
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
-        identity = load_or_create(data_dir / KEY_FILE)
         run = open_run(store, blobs, identity, recipe, text, clock(), start)
         resources = Resources(run, store, blobs, identity, clock, text=publish(text, data_dir, blobs))
         recipe = run.recipe

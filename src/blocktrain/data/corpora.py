@@ -25,6 +25,7 @@ from blocktrain.data.dataset import (
     ShardEntry,
     SplitName,
     TokenArray,
+    own_cluster,
 )
 from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from blocktrain.errors import DataError
@@ -89,9 +90,14 @@ class Corpus(RunText):
 
 def open_text(recipe: Recipe) -> RunText:
     """The text that a recipe names, from this machine's disk."""
+    text: RunText
     if recipe.data.dataset is not None:
-        return Dataset.open(Path(recipe.data.dataset).expanduser())
-    return load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
+        text = Dataset.open(Path(recipe.data.dataset).expanduser())
+    else:
+        text = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
+    # Said by whoever opens the text first, and not by the first worker.
+    own_cluster(text.manifest, recipe.model.blocks, recipe.data.own_share, None)
+    return text
 
 
 def load_corpus(config: DataConfig, pool_bytes: int) -> Corpus:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -219,17 +218,6 @@ class RunText(ABC):
     @abstractmethod
     def tokenizer(self) -> Tokenizer: ...
 
-    def shard_windows(self, seed: int, shard: int, context: int, cluster: int | None = None) -> Windows:
-        """Where an assignment's shard draws its windows from."""
-        chosen = shard_files(self.manifest, seed, shard, context=context, cluster=cluster)
-        files = [self.tokens(self.manifest.training[index]) for index in chosen]
-        # Windows lie anywhere: reading ahead of one fetches what is not wanted (500 windows of a file that
-        # was not in memory: 0.59 s of processor with it, 0.01 s without).
-        for tokens in files:
-            if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-                tokens.base.madvise(mmap.MADV_RANDOM)
-        return Windows(files, context)
-
     def first_tokens(self, split: SplitName, max_bytes: int | None = None) -> Tokens:
         """Tokens from the beginning of a split, in memory: all, or as many as about `max_bytes` have."""
         limit = self.manifest.tokens(split)
@@ -345,11 +333,33 @@ def check_shard(path: Path, entry: ShardEntry, manifest: Manifest) -> None:
         )
 
 
+def own_cluster(manifest: Manifest, num_blocks: int, own_share: float, block: int | None) -> int | None:
+    """The cluster that a block draws its own share of batches from; None where it draws from all text."""
+    if not own_share:
+        return None
+    clusters = manifest.clusters
+    if clusters < 2 or num_blocks % clusters:
+        found = "was prepared without clusters" if clusters < 2 else f"has {clusters} clusters"
+        raise DataError(
+            f"data.own_share = {own_share:g} gives each of the {num_blocks} blocks a cluster of its own, and "
+            f"the text {found}; prepare it with `blocktrain data prepare --clusters {num_blocks}`, or set "
+            "data.own_share=0"
+        )
+    return None if block is None else block % clusters
+
+
 def shard_files(
-    manifest: Manifest, seed: int, shard: int, *, context: int, spread: int = 2, cluster: int | None = None
+    manifest: Manifest,
+    seed: int,
+    shard: int,
+    *,
+    context: int,
+    spread: int = 2,
+    cluster: int | None = None,
+    turn: int = 0,
 ) -> tuple[int, ...]:
-    """Which training files an assignment's shard draws its windows from: `spread` of them, by hash, all if
-    there are not more. A worker fetches these and no others."""
+    """Which training files a shard draws its windows from in one of its turns (`batches.Drawing`): `spread`
+    of them, by hash, all if there are not more. A worker fetches these and no others."""
     usable = [
         index
         for index, entry in enumerate(manifest.training)
@@ -360,8 +370,9 @@ def shard_files(
         raise DataError(
             f"no training shard{kind} is longer than a window of {context + 1} tokens; use more text"
         )
-    key = f"blocktrain-files/{manifest.identity}/{seed}/{shard}/{cluster}".encode()
-    raw = np.frombuffer(hashlib.shake_128(key).digest(8 * spread), dtype="<u8")
+    # The first turn has the key of before there were turns: runs that were begun then go on with their text.
+    key = f"blocktrain-files/{manifest.identity}/{seed}/{shard}/{cluster}" + (f"/{turn}" if turn else "")
+    raw = np.frombuffer(hashlib.shake_128(key.encode()).digest(8 * spread), dtype="<u8")
     chosen: list[int] = []
     for number in raw.tolist()[: len(usable)]:
         chosen.append(usable.pop(number % len(usable)))

@@ -55,8 +55,8 @@ class Shards:
         batch, context = recipe.training.batch, recipe.model.context
         return cls(tokens, corpus, seed=recipe.seed, batch=batch, context=context, device=device)
 
-    def batch(self, shard: int, step: int) -> tuple[Tensor, Tensor]:
-        """Context tokens x_BT and the tokens y_BT that follow them."""
+    def batch(self, shard: int, step: int, block: int | None = None) -> tuple[Tensor, Tensor]:
+        """Context tokens x_BT and the tokens y_BT that follow them; the same for every block."""
         starts = window_offsets(
             self.corpus, self.seed, shard, step, count=self.batch_size, choices=self.choices
         )

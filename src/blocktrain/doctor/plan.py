@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.doctor.findings import Device, Disk
-from blocktrain.training.cost import estimated_training_bytes
+from blocktrain.training.memory import training_bytes
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
 
 
@@ -44,10 +44,11 @@ def joining_plan(
         text = "fetched from the coordinator as it is needed, kept within the disk space above"
     else:
         text = f"{setup.recipe.data.corpus}, which must be on this machine"
+    needed = training_bytes(setup.recipe, setup.objective, first.name.partition(":")[0])
     return [
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
         f"device   {named}" + (f": {len(devices)} workers" if several else ""),
-        f"memory   about {_size(estimated_training_bytes(setup))}{each}{free}, beside the program's own",
+        f"memory   about {_size(needed)}{each}{free}, beside the program's own",
         f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
         f"network  each round about {_size(payload)} up and at most {_size(down)} down{each}; to begin "
         f"{_size(snapshot)} down; outbound connections only",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from blocktrain.client.cache import BlobCache
-from blocktrain.client.coordinator import public_client
+from blocktrain.client.coordinator import CoordinatorClient, public_client
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import with_settings
 from blocktrain.coordinator.service import DATABASE_FILE
@@ -60,8 +61,14 @@ def is_data_folder(folder: Path) -> bool:
     return (folder / DATABASE_FILE).exists()
 
 
-def open_source(place: str) -> Source:
-    return _from_url(place) if "://" in place else _from_folder(Path(place).expanduser())
+@contextlib.contextmanager
+def open_source(place: str) -> Iterator[Source]:
+    """The ledger at an address or in a data folder; its objects can be asked for while it is open."""
+    if "://" not in place:
+        yield _from_folder(Path(place).expanduser())
+        return
+    with public_client(place) as client:
+        yield _from_client(client)
 
 
 def _from_folder(folder: Path) -> Source:
@@ -106,8 +113,7 @@ def _stored_entries(store: Store) -> Iterator[LedgerEntry]:
         since = page[-1].sequence + 1
 
 
-def _from_url(url: str) -> Source:
-    client = public_client(url)
+def _from_client(client: CoordinatorClient) -> Source:
     run = client.run()  # says in words what else lives at this address
     entries: list[LedgerEntry] = []
     # Whole, before anything is checked: a coordinator cannot choose its later pages by what we ask for next.
@@ -123,7 +129,7 @@ def _from_url(url: str) -> Source:
             return FetchedText(client, run, cache, lambda _: None).tokenizer()
 
     return Source(
-        url,
+        client.url,
         entries,
         lambda wanted: client.fetch(f"/v1/updates/{wanted}", MAX_OBJECT_BYTES),
         lambda wanted: client.fetch(f"/v1/snapshots/{wanted}", MAX_OBJECT_BYTES),
@@ -158,16 +164,20 @@ class Findings:
         return self.report.ok and not self.problems
 
 
-def verify_source(
-    source: Source, receipts: list[Receipt], against: Source | None, key: str | None
+def verify_place(
+    place: str, receipts: Sequence[Receipt] = (), against: str | None = None, key: str | None = None
 ) -> Findings:
-    """Replay one copy, then hold receipts and another copy against it."""
-    report = verify_ledger(source.entries, source.payload, source.snapshot, key)
+    """Replay the copy at an address or in a folder, then hold receipts and another copy against it."""
+    with open_source(place) as source:
+        report = verify_ledger(source.entries, source.payload, source.snapshot, key)
     problems = []
     # A ledger that replays may still be another one than a worker was promised, or than others are shown.
     if receipts and source.entries:
         found = bytes.fromhex(str(source.entries[0].body.get("coordinator_key", "")))
         problems += check_receipts([entry.entry_hash for entry in source.entries], found, receipts)
-    if against is not None and (number := first_difference(source.entries, against.entries)) is not None:
-        problems.append(f"two heads: {source.name} and {against.name} differ from entry {number} on")
+    if against is not None:
+        with open_source(against) as other:
+            number = first_difference(source.entries, other.entries)
+        if number is not None:
+            problems.append(f"two heads: {source.name} and {other.name} differ from entry {number} on")
     return Findings(report, problems, len(receipts))

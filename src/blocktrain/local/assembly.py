@@ -19,6 +19,7 @@ from blocktrain.errors import CheckpointError, UserError, WireError
 from blocktrain.ids import CorpusHash
 from blocktrain.judge.ledger_check import Source, is_data_folder, open_source
 from blocktrain.model.block import Block
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import save_checkpoint, write_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.setup import Setup, with_swarm_schedule
@@ -79,7 +80,9 @@ def write_model(source: Source, out: Path) -> SavedModel:
     # has a model all the same; the text that the votes are fitted on need not be on this machine.
     evaluation = source.evaluation()
     scored = evaluation is not None and len(evaluation.weights) == count
-    pooling = list(evaluation.weights) if evaluation is not None and scored else [1 / count] * count
+    pooling = Pooling((1 / count,) * count)
+    if evaluation is not None and scored:
+        pooling = Pooling(evaluation.weights, evaluation.decays, evaluation.taus)
     first, weights = source.entries[0].body, (b.state_dict() for b in head_blocks(source, setup, report))
     corpus, table = CorpusHash(str(first["corpus_sha256"])), setup.codebook()().detach()
     write_checkpoint(out, recipe, corpus, weights, table, pooling, tokenizer)
@@ -102,7 +105,8 @@ def checkpoint_at(place: str, tell: Callable[[str], None]) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="blocktrain-model-") as temporary:
         out = Path(temporary) / "checkpoint"
-        tell(f"took {write_model(open_source(place), out)}")
+        with open_source(place) as source:
+            tell(f"took {write_model(source, out)}")
         yield out
 
 
@@ -112,7 +116,8 @@ def save_model(place: str, out: Path) -> SavedModel:
         raise UserError(f"--to {out} is there already; choose a new folder, or remove it")
     if "://" not in place and (Path(place).expanduser() / "config.json").exists():
         raise UserError(f"{place} is a checkpoint already: use it as it is, or copy the folder")
-    return write_model(open_source(place), out)
+    with open_source(place) as source:
+        return write_model(source, out)
 
 
 def save_final_checkpoint(source: Source, out: Path) -> dict[str, Any]:
@@ -126,7 +131,11 @@ def save_final_checkpoint(source: Source, out: Path) -> dict[str, Any]:
     table = setup.codebook()().detach().to(device)
     evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
     # On the pooling text, as in a local run: the scores of both compare.
-    pooling = evaluator.fit_weights(blocks, text.first_tokens("pooling", recipe.evaluation.pooling_bytes))
+    pooling = evaluator.fit_pooling(
+        blocks,
+        text.first_tokens("pooling", recipe.evaluation.pooling_bytes),
+        follow_text=recipe.data.own_share > 0,
+    )
     valid = text.first_tokens("held_out", recipe.evaluation.max_bytes)
     scores = evaluator.score(blocks, pooling, valid, euler=setup.objective.composes_by_euler)
     recipe, cpu = with_swarm_schedule(recipe), [block.cpu() for block in blocks]
@@ -136,7 +145,7 @@ def save_final_checkpoint(source: Source, out: Path) -> dict[str, Any]:
         "consensus_ce": scores.consensus.ce,
         "euler_ce": None if scores.euler is None else scores.euler.ce,
         "block_ce": [score.ce for score in scores.blocks],
-        "weights": pooling,
+        "weights": list(pooling.weights),
         "scored_tokens": len(valid) - 1,
         "bytes_per_token": text.manifest.bytes_per_token("held_out"),
     }

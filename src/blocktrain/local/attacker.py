@@ -72,6 +72,7 @@ class Attacker:
         self.stop.set()
         if self.started:
             self._thread.join(timeout=30)
+        self.client.close()
         return self.fate
 
     def _run(self) -> None:

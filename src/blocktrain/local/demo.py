@@ -24,7 +24,7 @@ from rich.table import Table
 from blocktrain.client.gateway import GatewayClient
 from blocktrain.config import Recipe, find_recipe
 from blocktrain.errors import StoppedError, UserError
-from blocktrain.judge.ledger_check import open_source, verify_source
+from blocktrain.judge.ledger_check import open_source, verify_place
 from blocktrain.local.assembly import save_final_checkpoint
 from blocktrain.local.attacker import Attacker
 from blocktrain.local.launcher import LaunchConfig, Launcher
@@ -176,9 +176,9 @@ class Demo:
         swarm.end_workers()
         self.say("\n[bold]3. Composing and verifying[/bold]: the last snapshots, the ledger replayed.")
         # By the public routes, as any outsider would: a check inside the coordinator would prove nothing.
-        source = open_source(swarm.url)
-        final = save_final_checkpoint(source, self.out / "checkpoint")
-        found = verify_source(source, [], None, None)
+        with open_source(swarm.url) as source:
+            final = save_final_checkpoint(source, self.out / "checkpoint")
+        found = verify_place(swarm.url)
         if not found.ok:
             raise StoppedError(f"the ledger does not verify: {found.report.reason}")
         status = client.status()
@@ -197,6 +197,7 @@ class Demo:
             "bytes_moved": sum(sum(one.model_dump().values()) for one in traffic),
             "full_checkpoint_bytes": status.full_checkpoint_bytes,
             "updates": sum(worker.accepted + worker.late for worker in status.workers),
+            "arrived": sum(worker.accepted + worker.late + worker.refused for worker in status.workers),
             "attacker": {
                 "sent": fate.sent,
                 "merged": merged.count(fate.worker_id),
@@ -275,8 +276,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("in the end", f"{final:.3f} composed; end to end with the same steps {reference:.3f}{bigram}"),
         (
             "traffic",
-            f"{moved / 1e6:.1f} MB for {summary['updates']} updates; as full checkpoints "
-            f"{full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
+            f"{moved / 1e6:.1f} MB for {summary['arrived']} updates, {summary['updates']} of which counted; "
+            f"all as full checkpoints {full / 1e6:.1f} MB ({full / max(1, moved):.0f} times as much)",
         ),
         ("attacker", f"{attacker['fate']}; {merged}"),
         (

@@ -7,6 +7,7 @@ it again on the same folder goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -63,6 +64,7 @@ class LocalSwarm:
     coordinator: Child | None = None
     workers: list[Child] = field(default_factory=list)
     url: str = ""
+    clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(self) -> None:
         data_dir = self.options.out / "coordinator"
@@ -101,12 +103,14 @@ class LocalSwarm:
         return self.options.out / "logs" / f"{name}.log"
 
     def client(self) -> CoordinatorClient:
-        return public_client(
+        """Open until the swarm is closed."""
+        client = public_client(
             self.url,
             stop=self.stop,
             report=lambda line: self.console.print(line, style="dim"),
             attempts=STATUS_ATTEMPTS,
         )
+        return self.clients.enter_context(client)
 
     def watch(self, client: CoordinatorClient, *show: Callable[[StatusAnswer], None]) -> None:
         """Until the run is finished; a worker that dies is reported, and the run goes on without it."""
@@ -146,6 +150,7 @@ class LocalSwarm:
         return [json.loads(path.read_text()) for path in paths]
 
     def close(self) -> None:
+        self.clients.close()
         end_children(self.workers, ENDING_SECONDS / 4)
         if self.coordinator is not None:
             end_children([self.coordinator], ENDING_SECONDS / 4)
@@ -223,7 +228,8 @@ def _run(swarm: LocalSwarm, record: Callable[[StatusAnswer], None]) -> dict[str,
         seconds = time.monotonic() - started
         swarm.end_workers()
         console.print("all rounds are done; scoring the final model on all held-out text", highlight=False)
-        final = save_final_checkpoint(open_source(swarm.url), options.out / "checkpoint")
+        with open_source(swarm.url) as source:
+            final = save_final_checkpoint(source, options.out / "checkpoint")
         # Once more: the last verdicts and byte counts come in while workers end.
         ended = client.status()
         record(ended)

@@ -1,4 +1,5 @@
-"""How trained blocks become one model: `consensus`, parallel pooling, and `euler`, the published chain.
+"""How trained blocks run as one model: side by side for `consensus`, which `pooling` weighs, or one after
+another as `euler`, the published chain.
 
 Works on log-probabilities over the vocabulary and never sees a target. Numbers in brackets are the equations
 of docs/objective.md.
@@ -83,36 +84,3 @@ def euler_log_probs(
             denoised_BTD = log_probs_BTV.exp() @ codebook_VD
             z_BTD = z_BTD + (sigmas[i + 1] - sigma) * (z_BTD - denoised_BTD) / sigma
     return log_probs_BTV
-
-
-def pool(log_probs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Normalised weighted product of the blocks' distributions. One block at weight 1 is that block."""
-    # (9). A product and not a mean of distributions: what one block excludes is excluded. In the order of the
-    # blocks, so that the sum has the same last bits wherever it is made.
-    mixed = torch.zeros_like(log_probs[0])
-    for weight, log_prob in zip(weights, log_probs, strict=True):
-        mixed = mixed + weight * log_prob
-    return F.log_softmax(mixed, dim=-1)
-
-
-def fit_pooling(log_probs: Sequence[Tensor], targets: Tensor, iterations: int = 40) -> list[float]:
-    """Weights, positive and of sum one, that minimise the pooled cross entropy on text kept for that.
-
-    `log_probs` are [N, V] per block, `targets` [N]. The sum is fixed because a free one fits the pooling
-    text's difficulty and carries over badly: docs/decisions/0003-pooling-weights.md.
-    """
-    # Softmax weights. On the demo model: free 1.9135, equal 1.9111, of sum one 1.9106 nats per byte.
-    logits = torch.zeros(len(log_probs), dtype=torch.float64, requires_grad=True)
-    stacked = torch.stack([part.float() for part in log_probs])
-    # A handful of numbers and a smooth loss: L-BFGS needs no learning rate.
-    search = torch.optim.LBFGS([logits], max_iter=iterations, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        search.zero_grad()
-        mixed = torch.einsum("b,bnv->nv", logits.softmax(0).to(stacked), stacked)
-        loss = F.cross_entropy(mixed, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    search.step(closure)  # type: ignore[no-untyped-call]
-    return [float(weight) for weight in logits.detach().softmax(0)]

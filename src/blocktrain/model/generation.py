@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blocktrain.model.block import Block
-from blocktrain.model.composition import block_log_probs, pool
+from blocktrain.model.composition import block_log_probs
 from blocktrain.model.objective import Objective
-from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose
+from blocktrain.model.pooling import Pooling, TrackRecord, pool
+from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, normalised
 
 
 class LocalModel:
     """All blocks on one device, composed by consensus, fed token by token through caches."""
 
     def __init__(
-        self, objective: Objective, blocks: Sequence[Block], codebook_VD: Tensor, weights: Sequence[float]
+        self, objective: Objective, blocks: Sequence[Block], codebook_VD: Tensor, pooling: Pooling
     ) -> None:
-        self.objective, self.blocks, self.codebook, self.weights = objective, blocks, codebook_VD, weights
+        self.objective, self.blocks, self.codebook, self.pooling = objective, blocks, codebook_VD, pooling
         self.context = objective.model.context
+        self._start_over()
+
+    def _start_over(self) -> None:
         self.seen: list[int] = []
-        self.caches = [block.new_cache() for block in blocks]
+        self.caches = [block.new_cache() for block in self.blocks]
+        self.records = [TrackRecord(self.pooling.decays) for _ in self.blocks]
 
     @torch.no_grad()
     def next_log_probs(self, tokens: Sequence[int]) -> Tensor:
@@ -34,12 +40,20 @@ class LocalModel:
         visible = list(visible_context(tokens, self.context))
         # Caches only grow here: another text, or a window that slid, starts over.
         if self.seen != visible[: len(self.seen)] or len(self.seen) >= len(visible):
-            self.seen, self.caches = [], [block.new_cache() for block in self.blocks]
+            self._start_over()
         # At least one token is fresh, since a cache as long as the text was dropped above.
-        fresh = torch.tensor([visible[len(self.seen) :]], device=self.codebook.device)
-        log_probs = block_log_probs(self.objective, self.blocks, self.codebook, fresh, self.caches)
+        base, fresh = len(self.seen), visible[len(self.seen) :]
+        fresh_1T = torch.tensor([fresh], device=self.codebook.device)
+        log_probs = block_log_probs(self.objective, self.blocks, self.codebook, fresh_1T, self.caches)
         self.seen = visible
-        return pool(log_probs, self.weights)[0, -1]
+        rows = [part[0, -1] for part in log_probs]
+        if not self.pooling.follows_text:
+            return pool(rows, self.pooling.weights)
+        logs = [
+            self.pooling.log_weights(index, record.extend(base, fresh, part[0], keep=1))[-1]
+            for index, (record, part) in enumerate(zip(self.records, log_probs, strict=True))
+        ]
+        return pool(rows, np.exp(normalised(np.array(logs))).tolist())
 
 
 def visible_context(tokens: Sequence[int], context: int) -> Sequence[int]:

@@ -15,6 +15,7 @@ Pure functions over numpy; no torch, no clock, no sockets.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ FLOAT32_TOLERANCE = 1e-4
 """How far fp32 log-probs of one row may lie from their exact value; we measure 1e-6 to 1e-5."""
 EXACT_TOLERANCE = 1e-10
 """The same of float64 rows; their noise is about 1e-13."""
+FORBIDDEN = -1e9
+"""The score of a token that may not come: finite, because two infinities have no difference."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,28 @@ class Sampler:
     seed: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    """Sample among this many of the most likely tokens."""
+    min_p: float = 0.0
+    """Sample among the tokens that are at least this share as likely as the most likely one."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """Nats to add to the log-prob of a token."""
+    presence_penalty: float = 0.0
+    """Nats to take from each token that the new text has."""
+    frequency_penalty: float = 0.0
+    """Nats to take from a token for each time that the new text has it."""
+    repetition_penalty: float = 1.0
+    """Factor on the log-prob of each token that the prompt or the new text has."""
+    prompt_tokens: int = 0
+    """Where the new text begins."""
+    end: int | None = None
+    min_tokens: int = 0
+    """New tokens before `end` may come."""
+
+    @property
+    def reads_text(self) -> bool:
+        """True if a choice depends on the tokens before it by more than their log-probs."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)
@@ -49,20 +74,22 @@ class SampledToken:
     """By how much the token won, in nats of its score."""
 
 
-def choose(row: Row, sampler: Sampler, position: int, tolerance: float | Row) -> SampledToken:
-    """The token that follows at `position`; temperature 0 takes the most likely one (the lowest id of
+def choose(
+    row: Row, sampler: Sampler, position: int, tolerance: float | Row, text: Sequence[int] = ()
+) -> SampledToken:
+    """The token that follows `text` at `position`; temperature 0 takes the most likely one (the lowest id of
     equals)."""
+    row, allowed = _wished(row, np.broadcast_to(np.asarray(tolerance), row.shape), sampler, position, text)
     everything = np.ones(len(row), bool)
     inside, doubtful = everything, ~everything
     if sampler.temperature == 0:
-        scores, error = row, np.broadcast_to(np.asarray(tolerance), row.shape)
+        scores, error = row, allowed
     else:
         scores = normalised(row / sampler.temperature)
         # Dividing by the temperature scales the error too: a cold sampler has fewer near ties, a hot one
         # more.
-        error = np.broadcast_to(np.asarray(tolerance) / sampler.temperature, scores.shape)
-        if sampler.top_p < 1:
-            inside, doubtful = _nucleus(scores, float(error.max()), sampler.top_p)
+        error = allowed / sampler.temperature
+        inside, doubtful = _candidates(scores, float(error.max()), sampler)
         # Gumbel-max: the argmax of score + noise is a sample, and the noise is exact on every machine.
         scores = scores + gumbel_noise(sampler.seed, position, len(row))
     token = int(np.where(inside, scores, -np.inf).argmax())
@@ -72,6 +99,54 @@ def choose(row: Row, sampler: Sampler, position: int, tolerance: float | Row) ->
     gap[~(inside | doubtful)] = np.inf
     margin = float(gap.min())
     return SampledToken(token, bool(margin > 0 and not doubtful[token]), margin)
+
+
+def _wished(
+    row: Row, tolerance: Row, sampler: Sampler, position: int, text: Sequence[int]
+) -> tuple[Row, Row]:
+    """Log-probs and their tolerance with the request's biases and penalties. These depend on the text alone,
+    which drafts and retries know too; so the text stays the same for every way of computing it."""
+    row = row.copy()
+    if sampler.reads_text:
+        tokens = np.asarray(text, dtype=np.int64)
+        seen = np.unique(tokens)
+        row[seen] *= sampler.repetition_penalty
+        tolerance = tolerance.copy()
+        tolerance[seen] *= sampler.repetition_penalty
+        counts = np.bincount(tokens[sampler.prompt_tokens :], minlength=len(row))
+        row -= sampler.presence_penalty * (counts > 0) + sampler.frequency_penalty * counts
+    for token, nats in sampler.bias:
+        row[token] += nats
+    if sampler.end is not None and position < sampler.prompt_tokens + sampler.min_tokens:
+        row[sampler.end] = FORBIDDEN
+    return row, tolerance
+
+
+def _candidates(scores: Row, error: float, sampler: Sampler) -> tuple[TokenSet, TokenSet]:
+    """Tokens that top_p, top_k and min_p all let through, and those of which that is in doubt. Each of the
+    three sees the whole distribution, so that their order does not matter."""
+    surely, inside = np.ones(len(scores), bool), np.ones(len(scores), bool)
+    possibly = inside.copy()
+    filters = []
+    if sampler.top_p < 1:
+        filters.append(_nucleus(scores, error, sampler.top_p))
+    if sampler.min_p > 0:
+        border = scores.max() + np.log(sampler.min_p)
+        # A token and the most likely one may each be off by the error; what normalising adds is common.
+        filters.append((scores >= border, np.abs(scores - border) <= 2 * error))
+    if sampler.top_k is not None and sampler.top_k < len(scores):
+        order = np.argsort(-scores, kind="stable")
+        best = np.zeros(len(scores), bool)
+        best[order[: sampler.top_k]] = True
+        last_in, first_out = scores[order[sampler.top_k - 1]], scores[order[sampler.top_k]]
+        # Any order among those inside is the same set; only who lies close to the border may cross it.
+        close = np.where(best, scores - first_out, last_in - scores) <= 2 * error
+        filters.append((best, close))
+    for chosen, in_doubt in filters:
+        inside &= chosen
+        surely &= chosen & ~in_doubt
+        possibly &= chosen | in_doubt
+    return inside, possibly & ~surely
 
 
 def _nucleus(scores: Row, error: float, top_p: float) -> tuple[TokenSet, TokenSet]:

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from numpy.typing import NDArray
-
-from blocktrain.serving.blocks import HeldBlocks, RowWork
+from blocktrain.serving.blocks import HeldBlocks, RowWork, WeighedRows
 
 T = TypeVar("T")
 
@@ -41,7 +39,7 @@ class QueueFullError(Exception):
 class _Job:
     work: RowWork
     deadline: float
-    future: asyncio.Future[NDArray[Any]]
+    future: asyncio.Future[WeighedRows]
 
     @property
     def owner(self) -> int:
@@ -79,7 +77,7 @@ class Batcher:
             self._waiting.popleft().future.cancel()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, work: RowWork, deadline: float = float("inf")) -> asyncio.Future[NDArray[Any]]:
+    def submit(self, work: RowWork, deadline: float = float("inf")) -> asyncio.Future[WeighedRows]:
         """The rows of `work`, in time; `deadline` is on the event loop's clock."""
         if len(self._waiting) >= self.max_waiting:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting; expected fewer")

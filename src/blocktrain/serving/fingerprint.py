@@ -30,10 +30,14 @@ def fingerprint(path: Path, checkpoint: Checkpoint) -> ModelShape:
         "objective": recipe["objective"],
         "tokenizer": checkpoint.tokenizer.name,
         # As hex: every bit of a weight counts.
-        "pooling": [float(weight).hex() for weight in checkpoint.pooling],
+        "pooling": [float(weight).hex() for weight in checkpoint.pooling.weights],
         "codebook": codebook_hash,
         "blocks": digests,
     }
+    if checkpoint.pooling.follows_text:
+        bound["pooling_follows_text"] = [
+            float(one).hex() for one in (*checkpoint.pooling.decays, *checkpoint.pooling.taus)
+        ]
     return ModelShape(
         name=checkpoint.recipe.name[:MAX_NAME],
         model_hash=content_hash(canonical_json(bound)),

@@ -148,8 +148,9 @@ class Simulation:
         pool = self.text.first_tokens("pooling", config.pooling_bytes)
         valid = self.text.first_tokens("held_out", config.max_bytes)
         # Pooling weights are fitted on text of their own, so the score is of text that nothing has seen.
-        weights = self.evaluator.fit_weights(self.assembled, pool)
-        return self.evaluator.score(self.assembled, weights, valid, euler=False)
+        special = self.recipe.data.own_share > 0
+        pooling = self.evaluator.fit_pooling(self.assembled, pool, follow_text=special)
+        return self.evaluator.score(self.assembled, pooling, valid, euler=False)
 
     # --- reporting
 

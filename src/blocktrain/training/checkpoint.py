@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
 from blocktrain.model.families import codebook_rows
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.setup import Setup
 from blocktrain.training.storage import read_tensors, replaced_folder, write_file, write_json, write_tensors
 
@@ -41,7 +41,7 @@ class Checkpoint:
     objective: Objective
     blocks: list[Block]
     codebook_VD: Tensor
-    pooling: list[float]
+    pooling: Pooling
     tokenizer: Tokenizer
 
 
@@ -64,7 +64,7 @@ def save_checkpoint(
     corpus_sha256: CorpusHash,
     blocks: Sequence[Block],
     codebook_VD: Tensor,
-    pooling: Sequence[float],
+    pooling: Pooling,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """`tokenizer`: None for bytes."""
@@ -78,7 +78,7 @@ def write_checkpoint(
     corpus_sha256: CorpusHash,
     blocks: Iterable[Mapping[str, Tensor]],
     codebook_VD: Tensor,
-    pooling: Sequence[float],
+    pooling: Pooling,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """Each block's tensors are asked for when their turn comes, so that one at a time is in memory."""
@@ -102,17 +102,19 @@ def write_checkpoint(
 def checkpoint_config(
     recipe: Recipe,
     corpus_sha256: CorpusHash,
-    pooling: Sequence[float],
+    pooling: Pooling,
     blocks: Sequence[Mapping[str, Any]],
     codebook: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What config.json says; `blocks` and `codebook` are entries of their files."""
+    follows = {"pooling_follows_text": pooling.how_it_follows} if pooling.follows_text else {}
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "recipe": recipe.to_dict(),
         "corpus_sha256": corpus_sha256,
-        "pooling": list(pooling),
+        "pooling": list(pooling.weights),
+        **follows,
         "blocks": list(blocks),
         "codebook": codebook,
     }
@@ -143,7 +145,7 @@ class Description:
 
     recipe: Recipe
     corpus_sha256: CorpusHash
-    pooling: list[float]
+    pooling: Pooling
     block_sha256: list[str]
     codebook_sha256: str | None
     """None in checkpoints of before it was written down."""
@@ -153,7 +155,7 @@ class Description:
     def of(cls, config: Mapping[str, Any], where: Path) -> Description:
         try:
             recipe = resolve_recipe(config["recipe"])
-            pooling = [float(weight) for weight in config["pooling"]]
+            pooling = Pooling.read(config["pooling"], config.get("pooling_follows_text"))
             corpus = CorpusHash(str(config["corpus_sha256"]))
             digests = [str(entry["sha256"]) for entry in config["blocks"]]
             codebook = str(config["codebook"]["sha256"]) if "codebook" in config else None
@@ -162,9 +164,9 @@ class Description:
                 tokenizer = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
         except (KeyError, TypeError, ValueError, RecipeError) as error:
             raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
-        # NaN weights would pool to NaN text without an error anywhere.
-        if len(pooling) != recipe.model.blocks or not all(map(math.isfinite, pooling)):
-            raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {pooling}")
+        if len(pooling.weights) != recipe.model.blocks:
+            found = list(pooling.weights)
+            raise CheckpointError(f"{where}: expected {recipe.model.blocks} pooling weights, found {found}")
         return cls(recipe, corpus, pooling, digests, codebook, tokenizer)
 
     def setup(self) -> Setup:

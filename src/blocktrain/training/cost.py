@@ -1,4 +1,4 @@
-"""What training costs: floating-point operations by formula; memory counted, or estimated beforehand.
+"""What training costs: floating-point operations by formula, memory counted (memory.py foretells it).
 
 A matrix product of n parameters costs 2n operations per token forward and 4n backward; attention adds
 2 T D forward per layer and token (the causal half of two T x D products). Norms, convolutions and the
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.block import Block
-from blocktrain.training.optimizer import Optimizer, split_parameters
-from blocktrain.training.setup import Setup
+from blocktrain.training.optimizer import Optimizer
 
 BACKWARD_OVER_FORWARD = 2
-BYTES_PER_VALUE = 4
 
 
 def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) -> int:
@@ -36,29 +34,6 @@ def forward_flops_per_token(config: ModelConfig, block: Block, vocabulary: int) 
 def training_flops(forward_per_token: int, frozen_forward_per_token: int, tokens: int) -> int:
     """Forward and backward of the trained block, and the forward passes of the frozen blocks upstream."""
     return tokens * (forward_per_token * (1 + BACKWARD_OVER_FORWARD) + frozen_forward_per_token)
-
-
-def estimated_training_bytes(setup: Setup) -> int:
-    """What training one block of the recipe needs, without training it; 5 % from what `PeakMemory` counts
-    in fp32. CUDA stays below it: bf16 and compilation took 0.55 of it at width 384, bf16 alone 0.93 at
-    width 1024 (docs/experiments.md)."""
-    recipe = setup.recipe
-    with torch.device("meta"):
-        block = setup.objective.build(recipe.model.blocks - 1, seed=0)
-    matrices, rest = ([p.numel() for p in part] for part in split_parameters(block))
-    # Muon keeps one moment per matrix value, AdamW two.
-    moments = (1 if recipe.training.optimizer == "muon" else 2) * sum(matrices) + 2 * sum(rest)
-    # Saved for the backward pass are the weights too: hence three times the parameters.
-    state = 3 * (sum(matrices) + sum(rest)) + moments
-    tokens = recipe.training.batch * recipe.model.context
-    return BYTES_PER_VALUE * (state + tokens * _saved_values_per_token(recipe.model, setup.vocabulary))
-
-
-def _saved_values_per_token(config: ModelConfig, vocabulary: int) -> int:
-    """Activations kept for the backward pass. The factors were counted at widths 64 and 128."""
-    attention = 10 + (2 if config.convolution else 0) if config.mixer == "attention" else 0
-    per_layer = 3 + 2 * config.feedforward + attention
-    return config.width * (3 + config.layers_per_block * per_layer) + 2 * vocabulary
 
 
 class PeakMemory:

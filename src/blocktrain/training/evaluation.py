@@ -21,8 +21,9 @@ from blocktrain.data.shards import scoring_windows
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
-from blocktrain.model.composition import block_log_probs, euler_log_probs, fit_pooling, pool
+from blocktrain.model.composition import block_log_probs, euler_log_probs
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import DECAYS, Pooling, fit_pooling, past_log_likelihood, pool
 from blocktrain.training.device import autocast
 
 BIGRAM_CHUNK = 1 << 20
@@ -83,24 +84,38 @@ class Evaluator:
         ]
 
     @torch.no_grad()
-    def fit_weights(self, blocks: Sequence[Block], tokens: Tokens) -> list[float]:
+    def fit_pooling(self, blocks: Sequence[Block], tokens: Tokens, *, follow_text: bool = False) -> Pooling:
+        """The blocks' weights, fitted on this text; `follow_text` for blocks that learned different texts."""
         if (fixed := self.objective.fixed_pooling()) is not None:
-            return fixed
+            return Pooling(tuple(fixed))
         rows: list[list[Tensor]] = [[] for _ in blocks]
-        targets = []
+        targets, past, decays = [], [], DECAYS if follow_text else ()
         for x, y, mask in self._windows(tokens):
             with autocast(self.device):
                 log_probs = block_log_probs(self.objective, blocks, self.codebook, x)
             for row, log_prob in zip(rows, log_probs, strict=True):
                 row.append(log_prob[mask])
             targets.append(y[mask])
-        # Gradients for B numbers only; the rows were made without.
+            past += [past_log_likelihood(x, log_probs, decays)[:, :, mask]] if follow_text else []
+        # Gradients for a handful of numbers only; the rows were made without.
         with torch.enable_grad():
-            return fit_pooling([torch.cat(row) for row in rows], torch.cat(targets))
+            whole = torch.cat(past, dim=-1) if follow_text else None
+            return fit_pooling([torch.cat(row) for row in rows], torch.cat(targets), whole, decays)
+
+    @torch.no_grad()
+    def weights_over(self, blocks: Sequence[Block], pooling: Pooling, tokens: Tokens) -> Tensor:
+        """What each block counts for behind each token of a text of at most one context, [B, T]."""
+        x_1T = torch.from_numpy(tokens).to(self.device)[None]
+        with autocast(self.device):
+            log_probs = block_log_probs(self.objective, blocks, self.codebook, x_1T)
+        weights = pooling.over(x_1T, log_probs)
+        if isinstance(weights, Tensor):
+            return weights[:, 0]
+        return torch.tensor(weights)[:, None].expand(-1, len(tokens))
 
     @torch.no_grad()
     def score(
-        self, blocks: Sequence[Block], weights: Sequence[float], tokens: Tokens, *, euler: bool = True
+        self, blocks: Sequence[Block], pooling: Pooling, tokens: Tokens, *, euler: bool = True
     ) -> Evaluation:
         per_block, pooled = [CrossEntropy() for _ in blocks], CrossEntropy()
         draws = [CrossEntropy() for _ in range(self.config.noise_draws)]
@@ -109,7 +124,7 @@ class Evaluator:
                 log_probs = block_log_probs(self.objective, blocks, self.codebook, x)
             for sums, log_prob in zip(per_block, log_probs, strict=True):
                 sums.add(log_prob, y, mask)
-            pooled.add(pool(log_probs, weights), y, mask)
+            pooled.add(pool(log_probs, pooling.over(x, log_probs)), y, mask)
             for draw, sums in enumerate(draws if euler else []):
                 generator = torch.Generator(self.device)
                 # By draw and window: the score does not depend on the size of a batch on another machine.

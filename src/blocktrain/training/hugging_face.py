@@ -33,6 +33,7 @@ from blocktrain.data.tokenizer import ByteTokenizer, Tokenizer
 from blocktrain.data.tokenizer_files import byte_tokenizer
 from blocktrain.errors import CheckpointError, RecipeError, UserError
 from blocktrain.ids import CorpusHash
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import (
     Description,
     block_file,
@@ -86,17 +87,20 @@ def export_folder(checkpoint: Path, to: Path, card: str) -> None:
             _write_model(folder, described, _joined(checkpoint, recipe.model))
             return
         names = [f"block-{block:02d}" for block in range(recipe.model.blocks)]
-        one = replace(described, recipe=replace(recipe, model=replace(recipe.model, blocks=1)), pooling=[1.0])
+        alone = replace(recipe, model=replace(recipe.model, blocks=1))
+        one = replace(described, recipe=alone, pooling=Pooling((1.0,)))
         for block, name in enumerate(names):
             (folder / name).mkdir()
             _write_model(folder / name, one, _tensors_in(checkpoint / block_file(block)))
-        pool = {
+        pool: dict[str, Any] = {
             "blocks": names,
-            "weights": described.pooling,
+            "weights": list(described.pooling.weights),
             "pooling": "softmax of the weighted sum of the blocks' log-probs",
             "recipe": recipe.to_dict(),
             "corpus_sha256": described.corpus_sha256,
         }
+        if described.pooling.follows_text:
+            pool["follows_text"] = described.pooling.how_it_follows
         write_json(folder / POOL_FILE, pool)
 
 
@@ -223,7 +227,7 @@ def import_folder(folder: Path, to: Path, parts: int = 1) -> Recipe:
     config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
     tokenizer = _tokenizer_in(folder)
     recipe, corpus = recipe_of(config, folder, tokenizer, parts)
-    _write(to, recipe, corpus, [folder] * parts, tokenizer, [0.0] * (parts - 1) + [1.0])
+    _write(to, recipe, corpus, [folder] * parts, tokenizer, Pooling((0.0,) * (parts - 1) + (1.0,)))
     return recipe
 
 
@@ -231,7 +235,7 @@ def _import_pool(folder: Path, to: Path) -> Recipe:
     pool = read_json(folder / POOL_FILE, MAX_CONFIG_BYTES)
     try:
         recipe = resolve_recipe(pool["recipe"])
-        weights = [float(weight) for weight in pool["weights"]]
+        pooling = Pooling.read(pool["weights"], pool.get("follows_text"))
         corpus = CorpusHash(str(pool["corpus_sha256"]))
     except (KeyError, TypeError, ValueError, RecipeError) as error:
         raise CheckpointError(f"{folder / POOL_FILE} is damaged: {error}") from None
@@ -246,7 +250,7 @@ def _import_pool(folder: Path, to: Path) -> Recipe:
             raise CheckpointError(f"{one / 'config.json'} has another shape than {folder / POOL_FILE} says")
         if _tokenizer_in(one).name != tokenizer.name:
             raise CheckpointError(f"{one} has another tokenizer than {folders[0]}")
-    _write(to, recipe, corpus, folders, tokenizer, weights)
+    _write(to, recipe, corpus, folders, tokenizer, pooling)
     return recipe
 
 
@@ -268,7 +272,7 @@ def _write(
     corpus: CorpusHash,
     folders: list[Path],
     tokenizer: Tokenizer,
-    weights: list[float],
+    pooling: Pooling,
 ) -> None:
     setup = Setup.of(recipe, tokenizer.vocabulary)
     serial = recipe.objective.kind == "serial"
@@ -282,7 +286,7 @@ def _write(
 
     codebook = torch.zeros(0, recipe.model.width)
     assert codebook_kind(setup.objective) == f"float32 {list(codebook.shape)}"
-    write_checkpoint(to, recipe, corpus, blocks(), codebook, weights, tokenizer)
+    write_checkpoint(to, recipe, corpus, blocks(), codebook, pooling, tokenizer)
 
 
 class FolderTensors:

@@ -24,6 +24,7 @@ from blocktrain.model.families import codebook_rows, denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs
+from blocktrain.training.memory import fitting_micro_batch
 from blocktrain.training.optimizer import Optimizer
 
 
@@ -55,11 +56,15 @@ def build_codebook(recipe: Recipe, vocabulary: int) -> Codebook:
 
 
 def training_config(recipe: Recipe, *, reference: bool) -> TrainingConfig:
-    """The reference may have a learning rate of its own; everything else is the same."""
+    """The reference may have learning rates of its own; everything else is the same."""
     config = recipe.training
-    if reference and config.reference_other_lr is not None:
-        return dataclasses.replace(config, other_lr=config.reference_other_lr)
-    return config
+    if not reference:
+        return config
+    return dataclasses.replace(
+        config,
+        matrix_lr=config.reference_matrix_lr or config.matrix_lr,
+        other_lr=config.reference_other_lr or config.other_lr,
+    )
 
 
 class BlockTrainer:
@@ -94,7 +99,9 @@ class BlockTrainer:
         self.generator = torch.Generator(self.device)
         self._loss: Callable[..., Loss] = objective.loss
         batch, wanted = recipe.training.batch, recipe.training.micro_batch
-        self.micro_batch: int = batch if wanted in (None, "auto") else min(int(wanted), batch)
+        if wanted == "auto":
+            wanted = fitting_micro_batch(recipe, objective, self.device, index)
+        self.micro_batch = batch if wanted is None else min(wanted, batch)
         block.recompute = recipe.training.recompute
         compiled = recipe.training.compile
         if compiled or (compiled is None and self.device.type == "cuda"):
@@ -186,7 +193,7 @@ class BlockTrainer:
 
     def _batch(self, step: int, shard: int, table: Tensor) -> tuple[Tensor, Tensor, Hint | None]:
         """What the block may see, what it should predict, and its hint."""
-        tokens, targets = self.shards.batch(shard, step)
+        tokens, targets = self.shards.batch(shard, step, self.index)
         if self.index is None:
             return tokens, targets, None
         # Seeded for each step and never carried on: this makes --resume exact and a step repeatable.

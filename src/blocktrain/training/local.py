@@ -30,6 +30,7 @@ from blocktrain.errors import CheckpointError, DivergedError, StoppedError, User
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import load_weights, save_checkpoint, starting_blocks
 from blocktrain.training.cost import (
     PeakMemory,
@@ -39,9 +40,11 @@ from blocktrain.training.cost import (
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
+from blocktrain.training.memory import check_fits
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
+from blocktrain.training.source import source_commit
 from blocktrain.training.storage import (
     SEAL,
     read_tensors,
@@ -107,6 +110,8 @@ class LocalRun:
         self.stop = stop or threading.Event()
         self.text = open_text(recipe)
         self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
+        # First: the units below are as large as the recipe says.
+        check_fits(recipe, setup.objective, device)
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
@@ -132,7 +137,9 @@ class LocalRun:
         # The reference always trains alone: its peak memory is compared with that of one block (ratio 0.28).
         return [blocks, *rest] if self.recipe.training.order == "turns" else [[u] for u in blocks] + rest
 
-    def train(self, *, resume: bool) -> None:
+    def train(self, *, resume: bool) -> bool:
+        """Whether there was anything left to train."""
+        trained = False
         if resume and self.start is not None:
             raise UserError(f"the run in {self.out} has begun from its own copy; leave out --from")
         if self.start is not None:
@@ -156,11 +163,13 @@ class LocalRun:
             path = self.out / "state" / f"group-{number}.safetensors"
             group = Group(self, units, path)
             start = group.load() if resume and path.exists() else 0
+            trained = trained or start < self.recipe.training.steps
             group.train(start, self.recipe.training.steps)
             for unit in units:
                 self.peaks[unit.name] = self.memory.peak_bytes
                 self.seconds[unit.name] = group.seconds / len(units)
                 unit.block.to("cpu")
+        return trained
 
     def evaluate(self) -> HeldOutScores:
         self.observer.message("evaluating on held-out text")
@@ -176,7 +185,11 @@ class LocalRun:
             )
         evaluator = Evaluator(self.objective, self.codebook().detach(), config, seed=self.recipe.seed)
         # Pooling weights are fitted on text that is neither trained on nor scored.
-        pooling = evaluator.fit_weights(self.blocks, self.text.first_tokens("pooling", config.pooling_bytes))
+        pooling = evaluator.fit_pooling(
+            self.blocks,
+            self.text.first_tokens("pooling", config.pooling_bytes),
+            follow_text=self.recipe.data.own_share > 0,
+        )
         scores = evaluator.score(self.blocks, pooling, valid, euler=self.objective.composes_by_euler)
         return HeldOutScores(
             blocks=scores.blocks,
@@ -231,7 +244,7 @@ class LocalRun:
             reference = training_flops(per_token, 0, tokens)
         return {"blocks": blocks, "reference": reference}
 
-    def sample(self, pooling: list[float]) -> bytes:
+    def sample(self, pooling: Pooling) -> bytes:
         model = LocalModel(self.objective, self.blocks, self.codebook().detach(), pooling)
         prompt = self.text.first_tokens("held_out", SAMPLE_PROMPT_BYTES).tolist()
         per_token = self.text.manifest.bytes_per_token("held_out")
@@ -239,6 +252,16 @@ class LocalRun:
         return self.tokenizer.decode(
             [*prompt, *generate(model, prompt, max_tokens=length, seed=self.recipe.seed, temperature=0.8)]
         )
+
+    def reported(self) -> TrainingReport | None:
+        """The report that an earlier process wrote of this very run; None where it did not get there."""
+        try:
+            found = json.loads((self.out / "report.json").read_text(encoding="utf-8"))
+            report = TrainingReport.of_json(found)
+        except (OSError, ValueError, UserError):
+            return None
+        same = dict(report.recipe) == json.loads(json.dumps(self.recipe.to_dict()))
+        return report if same and (self.out / "checkpoint" / "config.json").exists() else None
 
     def finish(self) -> TrainingReport:
         """Evaluate, then write the checkpoint, the report and the sample."""
@@ -458,8 +481,10 @@ def prepare_folder(out: Path, recipe: Recipe, corpus_sha256: CorpusHash, *, resu
 
 def versions(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    commit = source_commit()
     return {
         "blocktrain": blocktrain.__version__,
+        **({} if commit is None else {"commit": commit}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

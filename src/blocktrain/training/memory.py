@@ -1,6 +1,7 @@
-"""Memory that is free here, and whether training fits into it: asked before anything is allocated.
+"""What training a block takes of a device's memory, what is free there, and whether the one fits the other.
 
-Not covered: what other programs take later.
+The need is a formula, asked before anything is allocated: by the doctor, by workers, by the schedule and by
+`training.micro_batch = "auto"`. Not covered: what other programs take later.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import torch
 
+from blocktrain.config import ModelConfig, Recipe
 from blocktrain.errors import DeviceError
-from blocktrain.training.cost import estimated_training_bytes
-from blocktrain.training.setup import Setup
+from blocktrain.model.cross_entropy import rows_at_once
+from blocktrain.model.families import denoises
+from blocktrain.model.objective import Objective
+from blocktrain.training.muon import STACK_VALUES
+from blocktrain.training.optimizer import split_parameters
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_FILE = Path("/proc/meminfo")
@@ -35,7 +40,75 @@ def free_memory(device: torch.device) -> tuple[int | None, int | None]:
     return free, total
 
 
-def check_fits(setup: Setup, device: torch.device) -> None:
+def training_bytes(
+    recipe: Recipe,
+    objective: Objective,
+    device_type: str = "cpu",
+    *,
+    block: int | None = None,
+    micro_batch: int | None = None,
+) -> int:
+    """What training a block (the last, unless named) needs, without training it.
+
+    In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
+    within 10 % of the allocator's peak (tests/training/test_memory_on_cuda.py); ours stays below: bf16 and
+    compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    """
+    model, training = recipe.model, recipe.training
+    with torch.device("meta"):
+        built = objective.build(model.blocks - 1 if block is None else block, seed=0)
+    matrices, rest = (sum(p.numel() for p in part) for part in split_parameters(built))
+    if micro_batch is None:
+        micro_batch = 1 if training.micro_batch == "auto" else training.micro_batch or training.batch
+    tokens = min(micro_batch, training.batch) * model.context
+    # Muon keeps one moment per matrix value, AdamW two.
+    per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
+    state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
+    if device_type == "cuda" and not denoises(model):
+        return state + _compiled_bytes(recipe, objective, built.num_layers, matrices, tokens)
+    kept, whole = model.width, _kept_values(model)
+    layers = built.num_layers * kept + whole if training.recompute else built.num_layers * whole
+    values = tokens * (3 * model.width + layers)
+    if objective.holds_logits(tokens):
+        values += tokens * 2 * objective.vocabulary
+    else:
+        values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
+    # Saved for the backward pass are the weights too, as autograd counts.
+    return state + 4 * (matrices + rest + values)
+
+
+def _kept_values(model: ModelConfig) -> int:
+    """Values that one layer keeps of a token for the backward pass, without compilation. The factors of ours
+    were counted at widths 64 and 128, the others follow from what each operation saves."""
+    if not denoises(model):
+        queries, keys, inner = _widths(model)
+        return 6 * model.width + 3 * queries + 2 * keys + 4 * inner
+    attention = 10 + (2 if model.convolution else 0) if model.mixer == "attention" else 0
+    return model.width * (3 + 2 * model.feedforward + attention)
+
+
+def _widths(model: ModelConfig) -> tuple[int, int, int]:
+    """Of queries, keys and the feed-forward layer."""
+    head, inner = model.channels_per_head, model.feedforward_width or model.feedforward * model.width
+    return model.heads * head, (model.kv_heads or model.heads) * head, inner
+
+
+def _compiled_bytes(recipe: Recipe, objective: Objective, num_layers: int, matrices: int, tokens: int) -> int:
+    """What a step takes beside its state on CUDA: the largest of its three phases, in bf16."""
+    width, vocabulary = recipe.model.width, objective.vocabulary
+    queries, keys, inner = _widths(recipe.model)
+    # Fitted to four peaks on an H200 (docs/results/large-blocks.json): within 5 % of each.
+    whole, gradients = 4 * width + 3 * (queries + keys) + 3 * inner, 2 * inner + 4 * width
+    kept = num_layers * width if recipe.training.recompute else num_layers * whole
+    again = whole if recipe.training.recompute else 0
+    backward = 2 * tokens * (kept + again + gradients)
+    rows = min(tokens, rows_at_once(vocabulary))
+    output = 2 * tokens * (kept + 2 * width) + 8 * rows * vocabulary + 8 * vocabulary * width
+    stack = 20 * min(matrices, STACK_VALUES) if recipe.training.optimizer == "muon" else 0
+    return max(backward, output, stack)
+
+
+def check_fits(recipe: Recipe, objective: Objective, device: torch.device) -> None:
     """Refuse a block that cannot be trained here. Without this the kernel kills the process some seconds
     later (exit code 137 and no word), or its neighbours."""
     free, _ = free_memory(device)
@@ -43,14 +116,31 @@ def check_fits(setup: Setup, device: torch.device) -> None:
         return
     if device.type != "cuda":
         free += meminfo("SwapFree") or 0  # slow, but the user's choice
-    needed = estimated_training_bytes(setup)
+    needed = training_bytes(recipe, objective, device.type)
     if needed > free:
+        training = recipe.training
+        settings = [] if training.micro_batch in (1, "auto") else ["training.micro_batch = 1"]
+        settings += [] if training.recompute else ["training.recompute = true"]
         raise DeviceError(
-            f"training one block of {setup.recipe.name} needs about {needed / 1e9:.1f} GB of memory, and "
+            f"training one block of {recipe.name} needs about {needed / 1e9:.1f} GB of memory, and "
             f"{device} has {free / 1e9:.1f} GB free; close other programs, use another machine or --device, "
-            "or, where the recipe is yours, take a smaller model.width, model.layers_per_block or "
-            "training.batch"
+            f"or, where the recipe is yours, set {' and '.join([*settings, 'a smaller model.width'])}, "
+            "model.layers_per_block or training.batch"
         )
+
+
+def fitting_micro_batch(recipe: Recipe, objective: Objective, device: torch.device, block: int | None) -> int:
+    """The most sequences at once, halved from the batch, that fit into what is free; the block's weights are
+    on the device already. One at least: what does not fit then says so itself."""
+    free, _ = free_memory(device)
+    size = recipe.training.batch
+    while free is not None and size > 1:
+        needed = training_bytes(recipe, objective, device.type, block=block, micro_batch=size)
+        # A tenth stays free: the formula is that good, and so are other programs' manners.
+        if needed <= 0.9 * free:
+            break
+        size = (size + 1) // 2
+    return size
 
 
 def meminfo(key: str) -> int | None:

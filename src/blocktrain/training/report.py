@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blocktrain.errors import DataError
+from blocktrain.model.pooling import Pooling
 from blocktrain.training.evaluation import Score
 
 Curve = list[tuple[int, float]]
@@ -22,7 +23,7 @@ class HeldOutScores:
 
     blocks: list[Score]
     consensus: Score
-    pooling: list[float]
+    pooling: Pooling
     """Weights of the blocks in the consensus."""
     euler: Score | None
     """None where the objective does not compose by euler."""
@@ -50,7 +51,9 @@ class HeldOutScores:
         composed: dict[str, dict[str, Any]] = {
             name: score.to_dict(self.bytes_per_token) for name, score in self.composed()
         }
-        composed["consensus"]["weights"] = self.pooling
+        composed["consensus"]["weights"] = list(self.pooling.weights)
+        if self.pooling.follows_text:
+            composed["consensus"]["follows_text"] = self.pooling.how_it_follows
         return {
             "blocks": [score.to_dict(self.bytes_per_token) for score in self.blocks],
             "composed": composed,
@@ -70,7 +73,7 @@ class HeldOutScores:
         return cls(
             blocks=[score(one) for one in report["blocks"]],
             consensus=score(composed["consensus"]),
-            pooling=[float(weight) for weight in composed["consensus"]["weights"]],
+            pooling=Pooling.read(composed["consensus"]["weights"], composed["consensus"].get("follows_text")),
             euler=score(composed["euler"]) if "euler" in composed else None,
             reference=None if reference is None else score(reference),
             bigram_ce=float(report["bigram"]["ce"]),

@@ -2,13 +2,14 @@
 
 The same windows, noise levels and noise are scored before and after applying the update (common random
 numbers), so what is left is the update's own effect and its error is far below that of either loss. Three
-kinds of window: *held-out* text decides; *assigned* text (the worker's own batches) against *other* training
+kinds of window: *held-out* text decides (for a specialised block its own cluster and the rest, each for
+itself), where *other* training text is not harmed; *assigned* text (the worker's own batches) against *other*
 text tells work from copying. The draw follows from `evidence_seed`: the commit, and a secret of the
 coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or verdicts.
 
 Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
 the block's range for the share of windows that a recipe trains with hints. Not covered: harm that does not
-show in mean cross entropy of this text (a backdoor), and a worker that trains on the held-out text.
+show in mean cross entropy of this text (a backdoor), and credit for training on the held-out text.
 """
 
 from __future__ import annotations
@@ -122,6 +123,14 @@ class Gain:
         variance = math.fsum((one - mean) ** 2 for one in differences) / max(1, count - 1)
         return cls(mean, math.sqrt(variance / count), count)
 
+    def plus(self, other: Gain) -> Gain:
+        """The sum of both, of windows that have nothing in common."""
+        error = math.hypot(self.error, other.error)
+        return Gain(self.mean + other.mean, error, self.windows + other.windows)
+
+    def times(self, share: float) -> Gain:
+        return Gain(share * self.mean, share * self.error, self.windows)
+
     def is_loss(self, standard_errors: float) -> bool:
         """True if the loss rose by more than this many standard errors, or is no longer a number."""
         return not math.isfinite(self.mean) or self.mean < -standard_errors * self.error
@@ -143,6 +152,10 @@ class Evidence:
     other: Gain
     tokens: int
     """Tokens of forward passes that it took."""
+    own: Gain | None = None
+    """Of `held_out`, the windows of a specialised block's own cluster; None where blocks are alike."""
+    rest: Gain | None = None
+    """And those of other clusters."""
 
     @property
     def mark(self) -> int:
@@ -162,8 +175,14 @@ def report_of(evidence: Evidence) -> EvidenceReport:
             return GainReport(mean=None, error=None, windows=gain.windows)
         return GainReport(**asdict(gain))
 
-    held_out, assigned, other = told(evidence.held_out), told(evidence.assigned), told(evidence.other)
-    return EvidenceReport(held_out=held_out, assigned=assigned, other=other, tokens=evidence.tokens)
+    return EvidenceReport(
+        held_out=told(evidence.held_out),
+        assigned=told(evidence.assigned),
+        other=told(evidence.other),
+        tokens=evidence.tokens,
+        own=None if evidence.own is None else told(evidence.own),
+        rest=None if evidence.rest is None else told(evidence.rest),
+    )
 
 
 def evidence_of(report: EvidenceReport) -> Evidence:
@@ -172,7 +191,14 @@ def evidence_of(report: EvidenceReport) -> Evidence:
             return Gain(math.nan, math.nan, told.windows)
         return Gain(told.mean, told.error, told.windows)
 
-    return Evidence(gain(report.held_out), gain(report.assigned), gain(report.other), report.tokens)
+    return Evidence(
+        gain(report.held_out),
+        gain(report.assigned),
+        gain(report.other),
+        report.tokens,
+        None if report.own is None else gain(report.own),
+        None if report.rest is None else gain(report.rest),
+    )
 
 
 # --- drawing -------------------------------------------------------------------------------------------

@@ -163,10 +163,30 @@ def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, 
     gain, bad = evidence.held_out, Mark.NEUTRAL if late else Mark.BAD
     if not math.isfinite(gain.mean):
         return Ruling.refuse(VerdictReason.HARMFUL, "held-out loss is no longer finite", bad)
+    # A poisoned cluster shows as one part that loses while the mean of both gains. At home a specialist may
+    # not lose at all, elsewhere no more than it gains at home: honest ones may forget a little there.
+    own, rest = evidence.own, evidence.rest
+    both = None if own is None or rest is None else own.plus(rest)
+    for where, part, found in (("its own cluster", own, own), ("other clusters", rest, both)):
+        if part is not None and found is not None and found.is_loss(FINAL_STANDARD_ERRORS):
+            change = f"{-part.mean:+.4f} +- {part.error:.4f} over {part.windows} windows"
+            told = f"held-out loss of {where} changes by {change}"
+            if part is rest and own is not None:
+                told += f", more than its own cluster gains ({own.mean:.4f})"
+            return Ruling.refuse(VerdictReason.HARMFUL, told, bad)
     sentence = f"held-out loss changes by {-gain.mean:+.4f} +- {gain.error:.4f} over {gain.windows} windows"
-    required = required_standard_errors(recent_scores)
+    required, other = required_standard_errors(recent_scores), evidence.other
     if gain.mean > required * gain.error:
-        return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)
+        if not other.is_loss(FINAL_STANDARD_ERRORS):
+            return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)
+        # Who has the held-out text from elsewhere can lower the loss there and raise it everywhere else
+        # (attack 21). Two errors speak against the update, three against its worker: where gains are near
+        # zero, one honest update in 44 is below minus two by chance.
+        sentence += (
+            f"; that of training text it was not lent changes by {-other.mean:+.4f} +- {other.error:.4f}"
+        )
+        mark = bad if other.is_loss(GAIN_STANDARD_ERRORS) else Mark.NEUTRAL
+        return Ruling.refuse(VerdictReason.HARMFUL, sentence, mark)
     # Asymmetric on purpose: three errors to count, two to be called harm. Of 36 updates of noise with the
     # honest norm, 29 were harm and 7 no gain; none passed (attack 4).
     if gain.is_loss(FINAL_STANDARD_ERRORS):

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.config import Recipe
+from blocktrain.data.batches import Drawing
 from blocktrain.data.corpora import read_text
 from blocktrain.data.dataset import RunText, TokenArray, Windows
-from blocktrain.data.shards import window_offsets
 from blocktrain.data.tokenizer import Tokens
 from blocktrain.errors import DataError
 from blocktrain.ids import derive_seed
@@ -55,6 +55,44 @@ FrozenBlocks = Mapping[int, Tensors]
 NONE_FROZEN: FrozenBlocks = {}
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of held-out text; of a specialised block those of its own cluster first."""
+
+    windows: Windows
+    num_own: int = 0
+
+    def draw(self, seed: int, count: int, own_share: float) -> tuple[Tokens, list[bool]]:
+        """Starts of windows, and which of them are of the own cluster: as many as in training, since a
+        specialist is to get better at that mixture."""
+        generator = np.random.default_rng(seed)
+        if not self.num_own:
+            return generator.integers(0, self.windows.choices, count), [False] * count
+        own = generator.integers(0, self.num_own, count)
+        rest = generator.integers(self.num_own, self.windows.choices, count)
+        # Spread evenly: each part is judged for itself, and harm in one may show at the first look.
+        is_own = np.diff(np.floor(np.arange(count + 1) * own_share)) > 0
+        return np.where(is_own, own, rest), is_own.tolist()
+
+
+def held_out_by_cluster(text: RunText, context: int) -> list[HeldOut]:
+    """For each cluster its held-out text, and behind it that of the others."""
+    found: list[list[TokenArray]] = [[] for _ in range(text.manifest.clusters)]
+    for entry in text.manifest.held_out:
+        found[entry.cluster].append(text.tokens(entry))
+    parts = []
+    for cluster, own in enumerate(found):
+        others = [tokens for number, files in enumerate(found) if number != cluster for tokens in files]
+        num_own = Windows(own, context).choices if own else 0
+        if num_own < 1:
+            raise DataError(
+                f"judging specialised blocks needs held-out text of every cluster, and cluster {cluster} has "
+                f"none longer than a window of {context} tokens; prepare the text with a larger --held-out"
+            )
+        parts.append(HeldOut(Windows([*own, *others], context), num_own))
+    return parts
+
+
 def applied(
     codec: CodecSpec, base: Tensors, own_base: Tensors, decoded: Tensors, step: float
 ) -> dict[str, NDArray[np.float32]]:
@@ -73,7 +111,7 @@ class Scorer:
     def __init__(self, recipe: Recipe, text: RunText, device: torch.device | None = None) -> None:
         self.recipe, self.device, self._text = recipe, device or torch.device("cpu"), text
         setup = Setup.of(recipe, text.manifest.vocabulary)
-        self._objective = setup.objective
+        self._objective, self._drawing = setup.objective, Drawing.of(recipe)
         self._codebook: Tensor = setup.codebook().to(self.device)()
         private, context = recipe.trust.private_text, recipe.model.context
         if private is None:
@@ -82,12 +120,15 @@ class Scorer:
             held_out = text.tokenizer().encode(read_text(Path(private).expanduser()))
         # As narrow as in a shard: up to 64 MB of text, which as int64 would take eight times that.
         narrow: TokenArray = held_out.astype(text.manifest.dtype)
-        self._held_out = Windows([narrow], context)
-        if self._held_out.choices < 1:
+        self._everything = HeldOut(Windows([narrow], context))
+        if self._everything.windows.choices < 1:
             raise DataError(
                 f"judging needs more held-out text than one window of {context} tokens, found "
                 f"{len(held_out)}; use more text, a larger data.valid_fraction or trust.private_text"
             )
+        # Private text has no clusters, so specialists are then judged on it as a whole.
+        specialised = recipe.data.own_share > 0 and private is None
+        self._by_cluster = held_out_by_cluster(text, context) if specialised else []
         # Built once, as building costs as much as some windows, and loaded with each update's weights.
         self._pairs: dict[Schema, tuple[Block, Block]] = {}
         self._others: dict[int, Block] = {}
@@ -130,34 +171,46 @@ class Scorer:
             return [was - became for was, became in zip(old, new, strict=True)]
 
         # Held-out text decides, so it is looked at in steps: harm is sure after few windows.
-        starts = self._held_out_starts(seed, budget.held_out)
-        held_out = sequential_gain(
-            lambda first, end: differences(
-                self._held_out, starts[first:end], derive_seed("look", seed, first)
-            ),
-            len(starts),
-        )
+        text = self._held_out_of(block)
+        starts, is_own = text.draw(seed, budget.held_out, self.recipe.data.own_share)
+        scored: list[float] = []
+
+        def look(first: int, end: int) -> list[float]:
+            found = differences(text.windows, starts[first:end], derive_seed("look", seed, first))
+            scored.extend(found)
+            return found
+
+        held_out = sequential_gain(look, len(starts))
+        parts = [
+            [one for one, own in zip(scored, is_own, strict=False) if own == kind] for kind in (True, False)
+        ]
+        # One window has no error that could be estimated.
+        own, rest = (Gain.of(part) if text.num_own and len(part) > 1 else None for part in parts)
+        if own is not None and rest is not None:
+            # How many windows are of each kind is no chance, so the difference of kinds is no error.
+            share = own.windows / held_out.windows
+            held_out = own.times(share).plus(rest.times(1 - share))
 
         # The worker's own batches, from as many of its steps as possible, against any other training text.
         generator, count = np.random.default_rng(seed), budget.assigned
-        batch, context = self.recipe.training.batch, self.recipe.model.context
-        own_text = self._text.shard_windows(self.recipe.seed, work.shard, context)
+        place = work.shard, work.first_step, block
+        own_text = self._drawing.windows(self._text, *place)
         offsets = generator.permutation(np.arange(max(count, work.steps)) % work.steps)[:count]
-        rows = generator.integers(0, batch, count)
-        key = (self._text.sha256, self.recipe.seed, work.shard)
+        rows = generator.integers(0, self._drawing.batch, count)
         assigned = [
-            window_offsets(*key, work.first_step + int(offset), count=batch, choices=own_text.choices)[row]
+            own_text.starts(work.first_step + int(offset))[row]
             for offset, row in zip(offsets, rows, strict=True)
         ]
         # Other text from two files alone: a judge elsewhere must not fetch a whole dataset for one update.
         other_seed = derive_seed("other", seed)
-        other_text = self._text.shard_windows(other_seed, work.shard, context)
-        other = np.random.default_rng(other_seed).integers(0, other_text.choices, budget.other)
+        other_text = dataclasses.replace(self._drawing, seed=other_seed).windows(self._text, *place)
+        other = other_text.anywhere(np.random.default_rng(other_seed), budget.other)
         own_gain = Gain.of(differences(own_text, np.array(assigned), seed + 1))
         other_gain = Gain.of(differences(other_text, other, seed + 2))
 
         windows = held_out.windows + own_gain.windows + other_gain.windows
-        return Evidence(held_out, own_gain, other_gain, budget.forwards * budget.length * windows)
+        tokens = budget.forwards * budget.length * windows
+        return Evidence(held_out, own_gain, other_gain, tokens, own, rest)
 
     def guard(
         self,
@@ -169,14 +222,15 @@ class Scorer:
         frozen: FrozenBlocks = NONE_FROZEN,
     ) -> list[list[float]]:
         """What each candidate gains over `base`, window by window of the same held-out text."""
-        starts, upstream = self._held_out_starts(seed, windows), self._upstream(frozen)
+        text, upstream = self._held_out_of(block), self._upstream(frozen)
+        starts, _ = text.draw(seed, windows, self.recipe.data.own_share)
         before, after = self._loaded(block, base, base)
-        [old] = self._losses(block, (before,), upstream, self._held_out, starts, seed)
+        [old] = self._losses(block, (before,), upstream, text.windows, starts, seed)
         found = []
         # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
-            [new] = self._losses(block, (after,), upstream, self._held_out, starts, seed)
+            [new] = self._losses(block, (after,), upstream, text.windows, starts, seed)
             found.append([was - became for was, became in zip(old, new, strict=True)])
         return found
 
@@ -198,8 +252,9 @@ class Scorer:
             load_into(self._others[index], weights)
         return [self._others[index] for index in frozen]
 
-    def _held_out_starts(self, seed: int, count: int) -> Tokens:
-        return np.random.default_rng(seed).integers(0, self._held_out.choices, count)
+    def _held_out_of(self, block: int) -> HeldOut:
+        """The held-out text that a block is judged on."""
+        return self._by_cluster[block % len(self._by_cluster)] if self._by_cluster else self._everything
 
     def _losses(
         self,

@@ -7,7 +7,8 @@ payload:
     base position u32 | rows u32 | deadline ms u32 | metadata length u32 | payload length u32
     crc32 of metadata and payload u32 | crc32 of the header so far u32
 
-A TRAVERSE carries the ids from `base` on and asks for the last `rows` rows; LOG_PROBS carries the rows.
+A TRAVERSE carries the ids from `base` on and asks for the last `rows` rows; LOG_PROBS carries the rows, and
+behind them the blocks' log-weights where the model's pooling follows the text.
 Ids take 1, 2 or 4 bytes each, as the vocabulary needs. Rows are fp32, fp64 or quantised (see `Codec`).
 Knows nothing of sockets, models or time: a deadline is the milliseconds that were left at sending.
 
@@ -294,6 +295,29 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
     if not np.isfinite(values).all():
         refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
     return values
+
+
+def log_weight_bytes(blocks: int) -> int:
+    """What the log-weights of so many blocks take in one row."""
+    return 8 * blocks
+
+
+def encode_log_weights(logs: NDArray[np.float64]) -> bytes:
+    """Log-weights [R, B] behind the rows, where pooling follows the text."""
+    return logs.astype("<f8").tobytes()
+
+
+def decode_log_weights(payload: bytes, rows: int, blocks: int) -> NDArray[np.float64]:
+    expected = rows * log_weight_bytes(blocks)
+    if len(payload) != expected:
+        refuse(
+            ServingFrameReason.PAYLOAD,
+            f"expected {rows} rows of {blocks} log-weights in {expected} bytes, found {len(payload)}",
+        )
+    logs = np.frombuffer(payload, "<f8").reshape(rows, blocks)
+    if not np.isfinite(logs).all():
+        refuse(ServingFrameReason.NOT_FINITE, "expected finite log-weights; the stage's weights are damaged")
+    return logs
 
 
 def code_range(codec: Codec) -> tuple[float, int]:

@@ -618,6 +618,9 @@ class EvaluationState(BaseModel):
     euler_ce: float | None
     block_ce: tuple[float, ...]
     weights: tuple[float, ...]
+    decays: tuple[float, ...] = ()
+    """Where the blocks are specialised: how fast older text fades, and how much the weights follow it."""
+    taus: tuple[float, ...] = ()
 
 
 class ReferenceState(BaseModel):
@@ -627,6 +630,14 @@ class ReferenceState(BaseModel):
     ce: FiniteFloat
     source: str
     """Who measured it, and on what."""
+
+
+class SpokenPiece(BaseModel):
+    """Text that one block has the most say in, and its mean weight there."""
+
+    block: BlockIndex
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    text: str
 
 
 class RoundReport(BaseModel):
@@ -680,6 +691,8 @@ class StatusAnswer(Answer):
     """The latest, oldest first."""
     references: tuple[ReferenceState, ...]
     """What is known to compare them with."""
+    speaking: tuple[SpokenPiece, ...] = ()
+    """Where blocks are specialised: which of them has the most say where, on a sample of training text."""
     reports: tuple[RoundReport, ...]
     """The rounds closed last, oldest first."""
     ledger_length: Count
@@ -744,6 +757,9 @@ class EvidenceReport(Request):
     other: GainReport
     tokens: Count
     """Tokens of forward passes that judging took."""
+    own: GainReport | None = None
+    """Where blocks are specialised: the held-out windows of the block's own cluster, and the others."""
+    rest: GainReport | None = None
 
 
 class BanRequest(Request):

@@ -28,7 +28,7 @@ from blocktrain.client.snapshots import Snapshots
 from blocktrain.client.texts import FetchedText
 from blocktrain.client.traffic import Spent, Traffic
 from blocktrain.config import Recipe
-from blocktrain.data.batches import open_batches
+from blocktrain.data.batches import Drawing, open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
@@ -92,12 +92,12 @@ def run_worker(
     traffic = Traffic(max_up=options.max_up, max_down=options.max_down)
     with contextlib.suppress(Stopped), open_view(identity.worker_id, traffic) as view:
         client = CoordinatorClient(options.coordinator, identity, traffic, stop, view.line)
-        with contextlib.closing(client):
+        with client:
             with stop_is_an_error(stop, f"{client.url} had answered"):
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
-            check_fits(setup, options.device)
+            check_fits(setup.recipe, setup.objective, options.device)
             folder = options.data_dir / run.run_id[:16]
             cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
             state = StateFolder(folder, view.line, cache)
@@ -131,9 +131,11 @@ def stop_is_an_error(stop: threading.Event, what: str) -> Iterator[None]:
 def bring_text(recipe: Recipe, text: RunText, assignment: messages.Assignment) -> None:
     """Fetch the text of an assignment, and of the steps in it for another, ahead of its first step."""
     if isinstance(text, FetchedText):
-        text.bring(recipe.seed, assignment.shard, recipe.model.context)
-        if assignment.stand_in is not None:
-            text.bring(recipe.seed, assignment.stand_in.shard, recipe.model.context)
+        shards = [assignment.shard] + ([] if assignment.stand_in is None else [assignment.stand_in.shard])
+        for shard in shards:
+            place = shard, assignment.first_step, assignment.block
+            for files in Drawing.of(recipe).files(text.manifest, *place):
+                text.bring(files)
 
 
 class Worker:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from blocktrain.serving.gateway.main import background_gateway
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address
+from tests.waiting import PATIENCE_SECONDS
 
 
 def cost_of(answer: openai.types.Completion) -> dict[str, Any]:
@@ -56,13 +56,6 @@ class Served:
         return sum(map(float, values))
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        threading.Event().wait(0.01)
-
-
 @contextmanager
 def serve_engine(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[Served]:
     with background_gateway(engine, config) as url:
@@ -78,12 +71,12 @@ class StageThread:
         self.thread.start()
         held, shape = load_blocks(checkpoint, blocks, torch.device("cpu"))
         opening = Stage.open(held, shape, StageConfig())
-        self.stage = asyncio.run_coroutine_threadsafe(opening, self.loop).result(20)
+        self.stage = asyncio.run_coroutine_threadsafe(opening, self.loop).result(PATIENCE_SECONDS)
         self.address = self.stage.address
 
     def kill(self) -> None:
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(20)
+            asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(PATIENCE_SECONDS)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(10)
 

@@ -15,6 +15,7 @@ from blocktrain.ids import CorpusHash
 from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.block import make_codebook
 from blocktrain.model.objective import Objective
+from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.training.checkpoint import save_checkpoint
@@ -33,7 +34,7 @@ def made(folder: Path, kind: str, blocks: int) -> Path:
     vocabulary = ByteTokenizer().vocabulary
     objective = Objective(recipe.model, recipe.objective, vocabulary=vocabulary)
     codebook = make_codebook(vocabulary, recipe.model.width, seed=7)
-    pooling = [1 / blocks] * blocks
+    pooling = Pooling((1 / blocks,) * blocks)
     save_checkpoint(folder, recipe, CorpusHash("ab" * 32), shaken_blocks(objective), codebook, pooling)
     return folder
 

@@ -29,8 +29,11 @@ def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI) -> None:
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
-    text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-1])
+    text = "".join(chunk.choices[0].delta.content for chunk in chunks[:-2])
     assert text == chat(client).choices[0].message.content
+    # As OpenAI does: the role first and without text, the reason for the end last and without any.
+    assert chunks[0].choices[0].delta.content == ""
+    assert chunks[-2].choices[0].delta.content is None
     assert chunks[-2].choices[0].finish_reason in ("length", "stop")
     assert chunks[-1].usage.completion_tokens == 24
 
@@ -48,6 +51,19 @@ def test_logprobs_have_bytes(client: openai.OpenAI) -> None:
     assert len(rows) == 6
     assert all(len(row.bytes) == 1 and len(row.top_logprobs) == 2 for row in rows)
     assert rows[0].logprob <= rows[0].top_logprobs[0].logprob
+
+
+def test_choices_and_their_logprobs_are_streamed_as_they_are_answered(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"n": 3, "logprobs": True, "top_logprobs": 2, "max_tokens": 12}
+    whole = chat(client, **fields)
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **fields)]
+    for choice in whole.choices:
+        mine = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert [chunk.delta.role for chunk in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(chunk.delta.content or "" for chunk in mine) == choice.message.content
+        rows = [row for chunk in mine if chunk.logprobs for row in chunk.logprobs.content]
+        assert rows == choice.logprobs.content
+        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [choice.finish_reason]
 
 
 def test_n_and_the_newer_name_of_max_tokens(client: openai.OpenAI) -> None:

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from blocktrain.serving.engine.remote import StageRefusedError
+from tests.waiting import until
 
-from .conftest import Served, cost_of, served_by, stages, wait_until
+from .conftest import Served, cost_of, served_by, stages
 
 
 def complete(served: Served, **fields: Any) -> openai.types.Completion:
@@ -62,7 +63,7 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
         remote.http() as client,
     ):
         running[1].kill()
-        wait_until(lambda: "degraded" in client.get("/readyz").json()["reason"])
+        until("it says degraded", lambda: "degraded" in client.get("/readyz").json()["reason"])
         body = {"model": "tiny", "prompt": "x", "max_tokens": 8}
         whole = client.post("/v1/completions", json=body)
         assert whole.headers["x-blocktrain-degraded"] == "without blocks 1"

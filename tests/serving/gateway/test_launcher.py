@@ -18,8 +18,9 @@ from blocktrain.listening import open_port
 from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups
 from blocktrain.local.processes import restart_pause
 from blocktrain.serving.gateway.limits import parse_limits
+from tests.waiting import until
 
-from .conftest import Served, wait_until
+from .conftest import Served
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_child_ends_when_its_parent_is_killed(checkpoint: Path, tmp_path: Path
         pid = int(parent.stdout.readline())
         assert not is_gone(pid)
         parent.kill()
-    wait_until(lambda: is_gone(pid), 60)
+    until("the child is gone", lambda: is_gone(pid))
 
 
 @pytest.mark.slow
@@ -125,7 +126,7 @@ def test_killing_serve_leaves_no_process(checkpoint: Path) -> None:
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(listed) == 3
         process.kill()
-    wait_until(lambda: all(is_gone(int(pid)) for pid in listed), 60)
+    until("all are gone", lambda: all(is_gone(int(pid)) for pid in listed))
 
 
 @pytest.mark.slow
@@ -141,8 +142,8 @@ def test_processes_serve_and_a_killed_one_comes_back(
             killed = program.pid
             assert killed is not None
             os.kill(killed, signal.SIGKILL)
-            wait_until(lambda: program.pid != killed, 20)  # noqa: B023
-            wait_until(lambda: is_ready(remote), 60)
+            until("it is started again", lambda: program.pid != killed)  # noqa: B023
+            until("it is ready again", lambda: is_ready(remote))
             assert client.completions.create(**fields).choices[0].text == expected
 
 

@@ -25,8 +25,6 @@ GIVEN_UP_SECONDS = 600.0
 ROUNDS_WORTH_A_SNAPSHOT = 4
 """With fewer rounds left, a block that has its replicas is not worth another worker's download: at the end of
 T7 such help moved 647 MB of snapshots for two updates, beside 259 MB of payloads in the whole run."""
-TRAINING_BYTES_PER_PARAMETER = 16
-"""Weights, gradient and two optimizer moments in fp32; activations come on top."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,8 @@ class BlockView:
     """Live workers on this block, the asking one not counted."""
     used_rounds: frozenset[int] = frozenset()
     """Rounds of this block for which the asking worker already has an assignment."""
-    num_parameters: int = 0
+    training_bytes: int = 0
+    """Device memory that training it takes."""
     full: bool = False
     """Others have taken all its seats."""
 
@@ -94,13 +93,10 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
         return Pause(FULL_SECONDS, "every block that still trains has all its seats taken")
 
     fitting = [
-        view
-        for view in open_
-        if worker.memory_bytes is None
-        or worker.memory_bytes >= TRAINING_BYTES_PER_PARAMETER * view.num_parameters
+        view for view in open_ if worker.memory_bytes is None or worker.memory_bytes >= view.training_bytes
     ]
     if not fitting:
-        smallest = min(view.num_parameters for view in open_) * TRAINING_BYTES_PER_PARAMETER
+        smallest = min(view.training_bytes for view in open_)
         return Pause(
             TOO_SMALL_SECONDS,
             f"the smallest block needs about {smallest / 1e9:.1f} GB to train, this device has "

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 from blocktrain.serving.engine.drafting import Drafter
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Normalised consensus log-probs [R, V], and how far each may be from its exact value [R, V]."""
-
-    log_probs: NDArray[np.float64]
-    tolerance: NDArray[np.float64]
+from blocktrain.serving.engine.rows import Rows
 
 
 class RowSource(Protocol):
@@ -43,6 +34,7 @@ class RowSource(Protocol):
 
 async def decode(
     request: GenerationRequest,
+    sampler: Sampler,
     stats: GenerationStats,
     *,
     context: int,
@@ -51,7 +43,6 @@ async def decode(
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each traversal. Frees the source at the end, also when the consumer closes or forgets
     it."""
-    sampler = Sampler(request.seed, request.temperature, request.top_p)
     tokens = list(request.prompt)
     end = len(tokens) + request.max_tokens
     source = open_source()
@@ -73,17 +64,17 @@ async def decode(
             written: list[int] = []
             logprobs: list[TokenLogprob] = []
             for i, row in enumerate(rows.log_probs):
-                choice = choose(row, sampler, len(tokens), rows.tolerance[i])
+                choice = choose(row, sampler, len(tokens), rows.tolerance[i], tokens)
                 if not choice.settled:
                     # A near tie, about once in 2,000 tokens with Q16 rows: one more round trip decides it.
                     exact = await source.exact(tokens)
                     stats.traversals += 1
                     stats.exact_passes += 1
-                    choice = choose(exact, sampler, len(tokens), EXACT_TOLERANCE)
+                    choice = choose(exact, sampler, len(tokens), EXACT_TOLERANCE, tokens)
                 tokens.append(choice.token)
                 written.append(choice.token)
                 if request.logprobs is not None:
-                    logprobs.append(token_logprob(row, choice.token, request.logprobs))
+                    logprobs.append(token_logprob(row, choice.token, request.logprobs, rows.weights[i]))
                 if i < len(draft) and choice.token != draft[i]:
                     break
 
@@ -92,12 +83,13 @@ async def decode(
             stats.accepted += accepted
             stats.tokens += len(written)
             if drafter is not None:
-                drafter.observe(accepted, drafted - began, scored - drafted)
+                drafter.observe(accepted, drafted - began, scored - drafted, rows.weights[accepted])
             yield Chunk(written, logprobs if request.logprobs is not None else None)
     finally:
         await source.close()
 
 
-def token_logprob(row: Row, token: int, top: int) -> TokenLogprob:
+def token_logprob(row: Row, token: int, top: int, weights: Row) -> TokenLogprob:
     best = np.argsort(-row, kind="stable")[:top]
-    return TokenLogprob(token, float(row[token]), [(int(t), float(row[t])) for t in best])
+    tops = [(int(t), float(row[t])) for t in best]
+    return TokenLogprob(token, float(row[token]), tops, [float(weight) for weight in weights])

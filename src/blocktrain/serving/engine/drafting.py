@@ -14,7 +14,7 @@ import numpy as np
 
 from blocktrain.model.generation import window_start
 from blocktrain.model.objective import Objective
-from blocktrain.model.sampling import EXACT_TOLERANCE, Sampler, choose, normalised
+from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.engine.draft_length import DraftLength
 
@@ -37,9 +37,8 @@ class Drafter:
         self.batcher, self.sampler, self.length = batcher, sampler, length
         self.context = batcher.held.context
         self.steps = batcher.held.steps(tuple(blocks))
-        # A block of pooling weight 0 may be the only one here; it still guesses better than nothing.
-        weights = np.array([batcher.held.weights[block] or 1.0 for block in blocks])
-        self.weights = weights / weights.sum()
+        self.blocks = list(blocks)
+        self.weights = self._own(np.array(batcher.held.pooling.weights))
         self.cache = self.steps.new_cache()
         self.margins: list[float] = []
         """By how much each token of the last draft won."""
@@ -55,8 +54,17 @@ class Drafter:
             return []
         return await self.batcher.call(lambda: self._draft(list(tokens), most))
 
-    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float) -> None:
-        """What came of the last draft. Catching up is due however few tokens are drafted."""
+    def _own(self, weights: Row) -> Row:
+        """The share of each block held here. One of weight 0 may be the only one here; it still guesses
+        better than nothing."""
+        own = np.maximum(weights[self.blocks], 1e-9)
+        shares: Row = own / own.sum()
+        return shares
+
+    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float, weights: Row) -> None:
+        """What came of the last draft, and all blocks' weights at its end: those of the next few tokens are
+        about the same. Catching up is due however few tokens are drafted."""
+        self.weights = self._own(weights)
         draft_seconds = max(0.0, draft_seconds - self.catch_up_seconds)
         self.length.observe(self.margins, accepted, draft_seconds, traversal_seconds)
 
@@ -75,7 +83,7 @@ class Drafter:
             logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
             row = normalised(self.weights @ normalised(logits_NV))
             # The tolerance does not matter here: a token that is not settled is drafted all the same.
-            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE)
+            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
             self.margins.append(choice.margin)
             text.append(choice.token)
         return text[known:]

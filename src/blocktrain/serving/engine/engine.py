@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from blocktrain.model.sampling import Row, Sampler
+from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.decoding import RowSource, decode, token_logprob
@@ -26,6 +26,7 @@ from blocktrain.serving.engine.requests import (
     RequestError,
     TokenLogprob,
 )
+from blocktrain.serving.engine.rows import Rows
 from blocktrain.serving.engine.sweeping import sweep
 
 SCORING_WINDOWS_AT_ONCE = 4
@@ -47,8 +48,8 @@ class TextEngine(ABC):
         """The last block's log-probs [N, V] of the new tokens, after every block has refined them."""
 
     @abstractmethod
-    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
-        """Normalised log-probs [T, V] of what follows each of `ids`."""
+    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Rows:
+        """The rows of what follows each of `ids`."""
 
     @abstractmethod
     def draft_length(self, request: GenerationRequest) -> DraftLength: ...
@@ -77,15 +78,16 @@ class TextEngine(ABC):
         # Checked now and not at the first chunk, so that the client gets a status and not a broken stream.
         self.check_covered()
         stats, context = GenerationStats(), self.model.context
+        sampler = request.sampler(self.model)
         if request.mode == "sweep":
-            chunks = sweep(request, stats, context=context, refine=self.refine)
+            chunks = sweep(request, sampler, stats, context=context, refine=self.refine)
         else:
             drafter = None
             if request.mode == "verify":
-                sampler = Sampler(request.seed, request.temperature, request.top_p)
                 drafter = Drafter(self.batcher, sampler, self.draft_length(request), self.draft_blocks)
             chunks = decode(
                 request,
+                sampler,
                 stats,
                 context=context,
                 open_source=lambda: self.row_source(request, stats),
@@ -119,7 +121,8 @@ class TextEngine(ABC):
             async with gate:
                 spent.scoring_traversals += 1
                 rows = await self.window_rows(inputs, deadline, spent)
-            return [token_logprob(row, target, top) for row, target in zip(rows, targets, strict=True)]
+            each = zip(rows.log_probs, targets, rows.weights, strict=True)
+            return [token_logprob(row, target, top, weights) for row, target, weights in each]
 
         try:
             async with asyncio.timeout(deadline_seconds):

@@ -14,14 +14,10 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from blocktrain.model.sampling import FLOAT32_TOLERANCE, normalised
-from blocktrain.serving.engine.decoding import Rows
 from blocktrain.serving.engine.link import LinkError, StageLink
-from blocktrain.serving.engine.questions import Part, Question
+from blocktrain.serving.engine.questions import Question
 from blocktrain.serving.engine.requests import StagesUnavailableError
+from blocktrain.serving.engine.rows import Part
 
 HEALTH_POLL_SECONDS = 0.05
 """How often a waiting leg looks at its link's health."""
@@ -75,23 +71,6 @@ def stage_route(blocks: Collection[int], candidates: Sequence[Candidate], spread
             legs.append((candidate.link, part))
             left -= candidate.blocks
     return StageRoute(legs, tuple(sorted(left)))
-
-
-def pooled(parts: Sequence[Part], weights: NDArray[np.float64]) -> Rows:
-    """The stages' answers as one model's; the weights are scaled up for blocks that were left out."""
-    present = [block for part in parts for block in part.blocks]
-    served = float(weights[present].sum())
-    if served <= 0:
-        missing = sorted(set(range(len(weights))) - set(present))
-        raise StagesUnavailableError(
-            f"blocks {missing} are out of reach, and the others have no weight of their own; "
-            "start a stage that serves them"
-        )
-    scale = float(weights.sum()) / served
-    total = sum((part.rows for part in parts), start=np.zeros_like(parts[0].rows))
-    # Errors of a sum add up in the worst case, and every choice must hold in the worst case.
-    tolerance = sum((part.tolerance for part in parts), start=np.zeros_like(parts[0].rows))
-    return Rows(normalised(scale * total), scale * tolerance + FLOAT32_TOLERANCE)
 
 
 class Fanout:

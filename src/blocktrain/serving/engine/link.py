@@ -137,6 +137,7 @@ class StageLink:
             stream.abort()
             raise
         rows_bytes = model.context * frames.row_bytes(Codec.F32, model.vocabulary)
+        rows_bytes += model.context * frames.log_weight_bytes(len(welcome.blocks))
         self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
         # A new connection starts with all its credits.
         self._credits = asyncio.Semaphore(welcome.credits)

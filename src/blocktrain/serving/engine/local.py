@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from blocktrain.model.generation import window_start
-from blocktrain.model.sampling import FLOAT32_TOLERANCE, Row, normalised
+from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork
-from blocktrain.serving.engine.decoding import Rows
 from blocktrain.serving.engine.draft_length import DraftLength
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
+from blocktrain.serving.engine.rows import Part, Rows, pooled
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.training.checkpoint import load_checkpoint
 
@@ -50,10 +50,14 @@ class LocalEngine(TextEngine):
         rows = await self.batcher.call(lambda: self.batcher.held.refine(task, self.blocks, None))
         return rows.astype(np.float64)
 
-    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
+    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Rows:
         caches = self.batcher.held.new_caches(self.blocks)
-        rows = await self.batcher.submit(RowWork(ids, len(ids), self.blocks, caches))
-        return normalised(rows.astype(np.float64))
+        return await local_rows(self.batcher, RowWork(ids, len(ids), self.blocks, caches))
+
+
+async def local_rows(batcher: Batcher, work: RowWork) -> Rows:
+    said = await batcher.submit(work)
+    return pooled([Part(work.blocks, said, np.zeros(said.rows.shape))], batcher.held.pooling)
 
 
 class LocalRows:
@@ -73,16 +77,16 @@ class LocalRows:
         # The token before the first row runs again if it must: every row needs its own position in the pass.
         base = min(self._cached, len(window) - num_rows)
         work = RowWork(window[base:], num_rows, self._blocks, self._caches, base)
-        rows = await self._batcher.submit(work)
+        rows = await local_rows(self._batcher, work)
         # All but the drafts are certain to stay; a wrong draft is cut off by the next truncate.
         self._cached = len(window) - num_rows + 1
-        log_probs = normalised(rows.astype(np.float64))
-        return Rows(log_probs, np.full_like(log_probs, FLOAT32_TOLERANCE))
+        return rows
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self._context) :]
-        rows = await self._batcher.submit(RowWork(window, 1, self._blocks, {}, exact=True))
-        return normalised(rows[0])
+        rows = await local_rows(self._batcher, RowWork(window, 1, self._blocks, {}, exact=True))
+        row: Row = rows.log_probs[0]
+        return row
 
     async def close(self) -> None:
         self._caches = {}

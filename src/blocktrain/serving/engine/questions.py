@@ -14,21 +14,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.serving.blocks import Refinement
+from blocktrain.serving.blocks import Refinement, WeighedRows
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.requests import GenerationStats
+from blocktrain.serving.engine.rows import Part
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import Ask, ModelShape, Refine, encode_metadata
 from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
-
-
-@dataclass(frozen=True)
-class Part:
-    """What some blocks said: weighted log-probs [R, V] and how far each may be from the exact value."""
-
-    blocks: tuple[int, ...]
-    rows: NDArray[np.float64]
-    tolerance: NDArray[np.float64]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,6 +39,8 @@ class Question:
     """Turns the order of equal stages, see `fanout.stage_route`."""
     patience_seconds: float = 0.0
     """Time for computing before a leg counts as lagging."""
+    follows_text: bool = False
+    """Whether each block's log-weights come with the rows."""
 
     def is_warm(self, link: StageLink) -> bool:
         """Whether the stage holds caches that the question continues."""
@@ -74,12 +68,15 @@ class Question:
                 raise LinkError(
                     f"stage {link.address}: expected {self.num_rows} rows, found {frame.header.rows}"
                 )
-            codec = frame.header.codec
-            values = frames.decode_rows(frame.payload, codec, self.num_rows, self.shape.vocabulary)
+            codec, vocabulary = frame.header.codec, self.shape.vocabulary
+            end = self.num_rows * frames.row_bytes(codec, vocabulary)
+            values = frames.decode_rows(frame.payload[:end], codec, self.num_rows, vocabulary)
+            weighed = len(blocks) if self.follows_text else 0
+            logs = frames.decode_log_weights(frame.payload[end:], self.num_rows, weighed)
         except ServingFrameError as error:
             link.distrust()
             raise LinkError(f"stage {link.address}: {error}") from None
-        return Part(blocks, values, frames.row_tolerance(values, codec))
+        return Part(blocks, WeighedRows(values, logs), frames.row_tolerance(values, codec))
 
 
 @dataclass

@@ -15,19 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import HeldBlocks, Refinement
-from blocktrain.serving.engine.decoding import Rows
 from blocktrain.serving.engine.draft_length import AdaptiveLength, DraftLength
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import TextEngine
-from blocktrain.serving.engine.fanout import Fanout, FanoutConfig, pooled
+from blocktrain.serving.engine.fanout import Fanout, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig, StageLink
 from blocktrain.serving.engine.questions import Question, RefineQuestion, StageCache, TraverseQuestion
 from blocktrain.serving.engine.requests import (
@@ -36,6 +33,7 @@ from blocktrain.serving.engine.requests import (
     ServingError,
     StagesUnavailableError,
 )
+from blocktrain.serving.engine.rows import Rows, pooled
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
@@ -77,7 +75,7 @@ class RemoteEngine(TextEngine):
         self.shape = fingerprint(checkpoint_path, checkpoint)
         batcher = Batcher(HeldBlocks(checkpoint, draft_blocks))
         super().__init__(model_info(checkpoint, self.shape), batcher, draft_blocks)
-        self.weights: NDArray[np.float64] = np.array(checkpoint.pooling)
+        self.pooling = checkpoint.pooling
         # One random name for this engine: its sessions outlive a connection, and no other client can guess
         # it.
         hello = Hello(secrets.token_hex(16), self.shape, config.token)
@@ -149,8 +147,8 @@ class RemoteEngine(TextEngine):
     def row_source(self, request: GenerationRequest, stats: GenerationStats) -> StageSession:
         return StageSession(self, request, stats)
 
-    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Row:
-        return (await self.consensus(FrameType.SCORE, ids, len(ids), deadline, stats)).log_probs
+    async def window_rows(self, ids: Sequence[int], deadline: float, stats: GenerationStats) -> Rows:
+        return await self.consensus(FrameType.SCORE, ids, len(ids), deadline, stats)
 
     async def consensus(
         self, kind: FrameType, ids: Sequence[int], num_rows: int, deadline: float, stats: GenerationStats
@@ -164,8 +162,9 @@ class RemoteEngine(TextEngine):
             num_rows=num_rows,
             deadline=deadline,
             stats=stats,
+            follows_text=self.pooling.follows_text,
         )
-        return pooled(await self.fanout.collect(question), self.weights)
+        return pooled(await self.fanout.collect(question), self.pooling)
 
     async def refine(self, task: Refinement, deadline: float, stats: GenerationStats) -> Row:
         """Stages one after another; neighbouring blocks on one stage are one hop. Ids and rows are all that a
@@ -192,7 +191,7 @@ class RemoteEngine(TextEngine):
                 raise StagesUnavailableError(
                     f"sweep needs every block, and block {block} is lost: {error}"
                 ) from None
-            block, rows = part.blocks[-1] + 1, part.rows
+            block, rows = part.blocks[-1] + 1, part.said.rows
         assert rows is not None
         return rows
 
@@ -223,11 +222,12 @@ class StageSession:
             deadline=self.deadline,
             stats=self.stats,
             spread=self.session,
+            follows_text=self.engine.pooling.follows_text,
             session=self.session,
             start=start,
             caches=self.caches,
         )
-        return pooled(await self.engine.fanout.collect(question), self.engine.weights)
+        return pooled(await self.engine.fanout.collect(question), self.engine.pooling)
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self.engine.shape.context) :]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import BlocktrainError, UserError
+from blocktrain.model.sampling import Sampler
 from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Mode = Literal["ar", "verify", "sweep"]
@@ -46,6 +47,15 @@ class GenerationRequest:
     same number of passes."""
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """What these do is said where they are done, in `model.sampling`."""
+    min_tokens: int = 0
+    """Tokens before the text may end by the model's own choice."""
     mode: Mode = "verify"
     draft_tokens: int | None = None
     """Tokens drafted per traversal in `verify`; None lets the engine adapt it."""
@@ -55,6 +65,22 @@ class GenerationRequest:
     """Top-n log-probs reported with every token; 0 for the token's own alone, None for none."""
     deadline_seconds: float = 60.0
     """Counted from when the first chunk is asked for."""
+
+    def sampler(self, model: ModelInfo) -> Sampler:
+        return Sampler(
+            self.seed,
+            self.temperature,
+            self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            bias=self.logit_bias,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            prompt_tokens=len(self.prompt),
+            end=model.tokenizer.end,
+            min_tokens=self.min_tokens,
+        )
 
     def check(self, model: ModelInfo) -> None:
         """Raise RequestError with a sentence for the first thing that is wrong."""
@@ -71,6 +97,19 @@ class GenerationRequest:
             raise RequestError(f"temperature must be finite and not negative, found {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be in (0, 1], found {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise RequestError(f"top_k must be at least 1, found {self.top_k}; leave it out for all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p must be in [0, 1], found {self.min_p}")
+        if not all(0 <= token < vocabulary for token, _ in self.logit_bias):
+            raise RequestError(f"logit_bias names token ids outside 0..{vocabulary - 1}")
+        nats = [self.presence_penalty, self.frequency_penalty, *(value for _, value in self.logit_bias)]
+        if not all(map(math.isfinite, nats)) or not 0 < self.repetition_penalty < math.inf:
+            raise RequestError("penalties and biases must be finite, and repetition_penalty above 0")
+        if self.mode == "sweep" and self.sampler(model).reads_text:
+            raise RequestError(
+                "penalties look at the text so far, and sweep chooses all tokens at once; use ar or verify"
+            )
         if self.mode not in model.modes:
             remedy = "; train with objective.sweep_probability for it" if self.mode == "sweep" else ""
             offered = ", ".join(model.modes) + remedy
@@ -97,6 +136,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    weights: list[float] = field(default_factory=list)
+    """What each block counted for where the token was chosen; none in `sweep`, where blocks take turns."""
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
+import numpy as np
+
 from blocktrain.model.sampling import FLOAT32_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.decoding import token_logprob
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats
 
+NO_WEIGHTS = np.empty(0)
 SWEEP_TOKENS = 256
 """New tokens of one traversal at most, and never more than half the context."""
 
 
 async def sweep(
     request: GenerationRequest,
+    sampler: Sampler,
     stats: GenerationStats,
     *,
     context: int,
     refine: Callable[[Refinement, float, GenerationStats], Awaitable[Row]],
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each stretch of new tokens, which is one traversal."""
-    sampler = Sampler(request.seed, request.temperature, request.top_p)
     tokens = list(request.prompt)
     end = len(tokens) + request.max_tokens
     deadline = asyncio.get_running_loop().time() + request.deadline_seconds
@@ -48,5 +51,5 @@ async def sweep(
         tokens += [choose(row, sampler, first + i, FLOAT32_TOLERANCE).token for i, row in enumerate(rows)]
         logprobs, top = None, request.logprobs
         if top is not None:
-            logprobs = [token_logprob(row, tokens[first + i], top) for i, row in enumerate(rows)]
+            logprobs = [token_logprob(row, tokens[first + i], top, NO_WEIGHTS) for i, row in enumerate(rows)]
         yield Chunk(tokens[first:], logprobs)

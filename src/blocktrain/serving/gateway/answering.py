@@ -1,4 +1,4 @@
-"""Answers on their way to a client: whole, or as server-sent events with one event per traversal.
+"""Answers on their way to a client: whole, or as server-sent events with an event for each traversal.
 
 A client that goes away ends its generations at once; nothing here outlives the request.
 """
@@ -22,7 +22,7 @@ from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, join
 from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
-from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
+from blocktrain.serving.gateway.openai_messages import StreamOptions, TraversalUsage, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +41,9 @@ class Job:
     mode: Mode
     seed: int
     prompt_tokens: int
-    include_usage: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    ignored: Sequence[str] = ()
+    """Fields of the request that nobody read."""
     client: str = ANYONE
     """Whose share of the places it takes: a key's owner, or a network."""
     totals: Totals = field(default_factory=Totals)
@@ -72,6 +74,8 @@ class Job:
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""
         headers = {"x-blocktrain-mode": self.mode, "x-blocktrain-seed": str(self.seed)}
+        if self.ignored:
+            headers["x-blocktrain-ignored"] = ",".join(self.ignored)
         degraded = self.totals.degraded_blocks
         if degraded:
             headers["x-blocktrain-degraded"] = "without blocks " + ",".join(map(str, degraded))
@@ -168,12 +172,17 @@ class EventStream(Response):
                 body = f"data: {data}\n\n".encode()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
+        options = self.job.stream_options
+        hidden = set() if options.include_usage or options.continuous_usage_stats else {"usage"}
+
         async def emit(piece: Piece) -> None:
-            await event(self.job.format.chunk(piece).model_dump_json())
+            usage = self.job.usage if options.continuous_usage_stats else None
+            for chunk in self.job.format.chunks(piece, usage):
+                await event(chunk.model_dump_json(exclude=hidden))
 
         try:
             await self.answerer.write(self.job, emit)
-            if self.job.include_usage:
+            if options.include_usage:
                 await event(self.job.format.usage_chunk(self.job.usage).model_dump_json())
             await event("[DONE]")
         except Exception as error:

@@ -37,6 +37,11 @@ FIELD_WORDS = {
     "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
 }
 """Fields of several types: pydantic reports a problem for each type, and none of them helps."""
+CONSTRAINTS = {
+    "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
+    "structured_outputs",
+}  # fmt: skip
+"""Fields by which other servers are told to constrain the text."""
 
 
 class ApiError(Exception):
@@ -105,6 +110,8 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "extra_forbidden":
         name = printable(where[-1])
         message = f"unrecognized request argument: {name}"
+        if name in CONSTRAINTS:
+            message = f"{name} is not offered: no decoding here is constrained by a grammar or a schema"
         return ApiError(400, message, param=name, code="unknown_parameter")
     if first["type"] == "missing":
         message = f"you must provide {'.'.join(where) or 'a JSON object as the body'}"

@@ -46,6 +46,7 @@ from blocktrain.serving.gateway.openai_messages import (
     ModelList,
     Overflow,
     SamplingRequest,
+    StreamOptions,
 )
 
 DEFAULT_MODE: Mode = "verify"
@@ -54,6 +55,7 @@ ANSWER_HEADERS = (
     "x-request-id",
     "x-blocktrain-bytes-per-traversal",
     "x-blocktrain-degraded",
+    "x-blocktrain-ignored",
     "x-blocktrain-mode",
     "x-blocktrain-seed",
     "x-blocktrain-traversals",
@@ -135,6 +137,7 @@ class Gateway:
             body.prompts,
             max_tokens=limit,
             logprobs=body.logprobs,
+            block_weights=bool(body.block_weights),
             stops=body.stops,
             echo=bool(body.echo),
             client=request.scope.get(CALLER, ANYONE),
@@ -199,6 +202,7 @@ class Gateway:
         stops: Sequence[str],
         client: str,
         echo: bool = False,
+        block_weights: bool = False,
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
         self._require_model(body.model)
@@ -229,6 +233,8 @@ class Gateway:
             )
         if sum(lengths) > limits.max_prompt_tokens:
             raise _wrong("prompt", f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
+        if any(token >= model.vocabulary for token, _ in body.biases):
+            raise _wrong("logit_bias", f"logit_bias: expected token ids below {model.vocabulary}")
         mode = body.mode or DEFAULT_MODE
         if mode not in model.modes:
             offered = ", ".join(model.modes)
@@ -243,22 +249,35 @@ class Gateway:
                 seed=choice_seed(seed, number),
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
+                # Other servers write "all tokens" as 0 or -1.
+                top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+                min_p=body.min_p or 0.0,
+                logit_bias=body.biases,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=body.repetition_penalty or 1.0,
+                min_tokens=body.min_tokens or 0,
                 mode=mode,
                 draft_tokens=body.draft_tokens,
                 passes=body.passes or 1,
-                logprobs=logprobs,
+                # Weights come with the scores of tokens, which are then made and not shown.
+                logprobs=0 if block_weights and logprobs is None else logprobs,
                 deadline_seconds=limits.request_seconds,
             )
             for text in texts
             for number in range(body.n or 1)
         ]
         return Job(
-            choices=[Choice(i, request, tuple(stops), echo) for i, request in enumerate(requests)],
-            format=shape(model, logprobs),
+            choices=[
+                Choice(i, request, tuple(stops), echo, bool(body.ignore_eos))
+                for i, request in enumerate(requests)
+            ],
+            format=shape(model, logprobs, block_weights=block_weights),
             mode=mode,
             seed=seed,
             prompt_tokens=sum(lengths),
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            stream_options=body.stream_options or StreamOptions(),
+            ignored=body.ignored,
             client=client,
         )
 
@@ -276,7 +295,8 @@ def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastA
     config = config or GatewayConfig()
     gateway = Gateway(engine, config)
 
-    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__)
+    # No /docs: its page would load scripts from another origin. /openapi.json is served.
+    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, docs_url=None, redoc_url=None)
     app.include_router(gateway.router())
     app.add_middleware(AccessCheck, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
     if config.origins:

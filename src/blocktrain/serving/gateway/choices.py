@@ -8,8 +8,8 @@ Knows engines and text; knows nothing of HTTP or of OpenAI's shapes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.ids import derive_seed
@@ -24,6 +24,8 @@ class Choice:
     request: GenerationRequest
     stops: tuple[str, ...] = ()
     echo: bool = False
+    ignore_end: bool = False
+    """Write on behind the token that ends a document."""
 
 
 def choice_seed(seed: int, number: int) -> int:
@@ -74,7 +76,8 @@ class ChoiceWriter:
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
         self.choice, self.tokenizer = choice, tokenizer
-        self.stream = TextStream(choice.stops)
+        self.stream = TextStream(choice.stops, choice.request.min_tokens)
+        self.end = None if choice.ignore_end else tokenizer.end
         self.offsets = Offsets()
         self.text_bytes = 0
         self.begun = False
@@ -94,7 +97,7 @@ class ChoiceWriter:
     def add(self, chunk: Chunk) -> Piece:
         # What a model writes behind the end of a document is another document. The token itself has no text,
         # and counts as little as a stop sequence does.
-        end = self.tokenizer.end
+        end = self.end
         ended = end is not None and end in chunk.tokens
         kept = chunk.tokens[: chunk.tokens.index(end)] if end is not None and ended else chunk.tokens
         tokens = [self.tokenizer.decode([token]) for token in kept]
@@ -153,24 +156,32 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
 
     async def write(choice: Choice, generation: Generation | None) -> None:
         writer = ChoiceWriter(choice, engine.model.tokenizer)
+        tokens = text_bytes = 0
+
+        async def show(piece: Piece) -> None:
+            nonlocal tokens, text_bytes
+            # Counted piece by piece, so that a stream can say its usage so far.
+            totals.completion_tokens += writer.stream.kept_tokens - tokens
+            totals.text_bytes += writer.text_bytes - text_bytes
+            tokens, text_bytes = writer.stream.kept_tokens, writer.text_bytes
+            await emit(piece)
+
         if choice.echo:
-            await emit(writer.echo(await prompt_scores(choice.request)))
+            await show(writer.echo(await prompt_scores(choice.request)))
         elif generation is None:
-            await emit(writer.finish())
+            await show(writer.finish())
         if generation is not None:
             try:
                 async for chunk in generation:
                     piece = writer.add(chunk)
-                    await emit(piece)
+                    await show(piece)
                     # A stop sequence: what was drafted behind it is thrown away, and its caches are freed.
                     if piece.finish_reason is not None:
                         break
                 else:
-                    await emit(writer.finish())
+                    await show(writer.finish())
             finally:
                 await generation.aclose()
-        totals.completion_tokens += writer.stream.kept_tokens
-        totals.text_bytes += writer.text_bytes
 
     # One that fails cancels the others: half of `n` choices is no answer.
     async with asyncio.TaskGroup() as group:
@@ -183,3 +194,11 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     text = "".join(piece.text for piece in pieces)
     scored = [token for piece in pieces for token in piece.scored]
     return Piece(pieces[0].index, text, scored, True, pieces[-1].finish_reason)
+
+
+def parted(piece: Piece) -> Iterator[Piece]:
+    """The text of a piece, if it has any, and then the reason for its end."""
+    if piece.text or piece.scored or piece.finish_reason is None:
+        yield replace(piece, finish_reason=None)
+    if piece.finish_reason is not None:
+        yield Piece(piece.index, "", [], finish_reason=piece.finish_reason)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from blocktrain.serving.engine.requests import ModelInfo
 from blocktrain.serving.gateway import openai_messages as shapes
-from blocktrain.serving.gateway.choices import Piece
+from blocktrain.serving.gateway.choices import Piece, parted
 from blocktrain.serving.gateway.text import token_label
 
 
 class AnswerFormat(ABC):
     prefix: ClassVar[str]
 
-    def __init__(self, model: ModelInfo, top: int | None) -> None:
+    def __init__(self, model: ModelInfo, top: int | None, *, block_weights: bool = False) -> None:
         """`top` as the request's log-probs: None for none, or how many alternatives."""
-        self.tokenizer, self.top = model.tokenizer, top
+        self.tokenizer, self.top, self.block_weights = model.tokenizer, top, block_weights
         self.heading: dict[str, Any] = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -34,7 +34,9 @@ class AnswerFormat(ABC):
     def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
 
     @abstractmethod
-    def chunk(self, piece: Piece) -> BaseModel: ...
+    def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[BaseModel]:
+        """A piece as events, each with the usage so far where it is wanted. The reason for the end comes in
+        an event of its own: some clients do not read the text that stands beside it."""
 
     @abstractmethod
     def usage_chunk(self, usage: shapes.Usage) -> BaseModel: ...
@@ -48,16 +50,17 @@ class CompletionFormat(AnswerFormat):
             **self.heading, choices=[self._choice(piece) for piece in pieces], usage=usage
         )
 
-    def chunk(self, piece: Piece) -> shapes.Completion:
-        return shapes.Completion(**self.heading, choices=[self._choice(piece)])
+    def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[shapes.Completion]:
+        for part in parted(piece):
+            yield shapes.Completion(**self.heading, choices=[self._choice(part)], usage=usage)
 
     def usage_chunk(self, usage: shapes.Usage) -> shapes.Completion:
         return shapes.Completion(**self.heading, choices=[], usage=usage)
 
     def _choice(self, piece: Piece) -> shapes.CompletionChoice:
-        logprobs = None
+        logprobs, scores = None, [token.score for token in piece.scored]
+        weights = [None if score is None else score.weights for score in scores]
         if self.top is not None:
-            scores = [token.score for token in piece.scored]
             tops: list[dict[str, float] | None] = []
             for score in scores:
                 # The most likely tokens and, as OpenAI does, the chosen one.
@@ -71,7 +74,11 @@ class CompletionFormat(AnswerFormat):
                 text_offset=[token.offset for token in piece.scored],
             )
         return shapes.CompletionChoice(
-            index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
+            index=piece.index,
+            text=piece.text,
+            logprobs=logprobs,
+            block_weights=weights if self.block_weights else None,
+            finish_reason=piece.finish_reason,
         )
 
 
@@ -85,11 +92,16 @@ class ChatFormat(AnswerFormat):
         ]
         return shapes.ChatCompletion(**self.heading, choices=choices, usage=usage)
 
-    def chunk(self, piece: Piece) -> shapes.ChatChunk:
-        delta = shapes.ChatDelta(role="assistant" if piece.first else None, content=piece.text)
-        return shapes.ChatChunk(
-            **self.heading, choices=[shapes.ChatChunkChoice(delta=delta, **self._ending(piece))]
-        )
+    def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[shapes.ChatChunk]:
+        choices = []
+        if piece.first:
+            delta = shapes.ChatDelta(role="assistant", content="")
+            choices.append(shapes.ChatChunkChoice(index=piece.index, delta=delta))
+        for part in parted(piece):
+            delta = shapes.ChatDelta(content=None if part.finish_reason else part.text)
+            choices.append(shapes.ChatChunkChoice(delta=delta, **self._ending(part)))
+        for choice in choices:
+            yield shapes.ChatChunk(**self.heading, choices=[choice], usage=usage)
 
     def usage_chunk(self, usage: shapes.Usage) -> shapes.ChatChunk:
         return shapes.ChatChunk(**self.heading, choices=[], usage=usage)

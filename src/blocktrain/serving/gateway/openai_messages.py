@@ -2,10 +2,11 @@
 
 Knows shapes and ranges that hold for every server; what depends on the model or on this server's limits
 (its context, its most tokens) is checked in `gateway`. Types are strict: `"0.5"` is not a number.
-Unknown fields are refused, as OpenAI does; fields that clients send but that change nothing are ignored;
-fields that would change the answer in a way not offered are refused unless they are neutral.
+Unknown fields are refused, as OpenAI does; fields that clients send but that change nothing are ignored, and
+a header says so; fields that would change the answer in a way not offered are refused unless neutral.
 
-Fields that OpenAI does not have: `mode`, `draft_tokens`, `passes` and `overflow`.
+Fields that OpenAI does not have but other servers do: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`ignore_eos` and those of `Ignored`. Our own: `mode`, `draft_tokens`, `passes`, `overflow`, `block_weights`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # a union: `"prompt": [-1, -1, ...]` of 2 MB cost 14 s of one core and 3 GB.
 MAX_KEYS = 1024
 """Keys of one object of a request; far more than are known, and each unknown one makes an error."""
+BiasedToken = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 StopText = Annotated[Text, StringConstraints(min_length=1, max_length=200)]
 Stops = StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None
 DEFAULT_COMPLETION_TOKENS = 16
@@ -72,11 +74,44 @@ class StrictModel(BaseModel):
 class StreamOptions(StrictModel):
     include_usage: bool = False
     """Send one more chunk with the usage of the whole request before `[DONE]`."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk."""
     include_obfuscation: bool | None = None
     """Ignored: nothing is obfuscated here."""
 
 
-class SamplingRequest(StrictModel):
+class Ignored(StrictModel):
+    """Fields that clients and load generators send and that change no text here: they name the caller, hint
+    at caches, or tune what this server does not have. Of any type, because nobody reads them."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    cache_prompt: Any = None
+    id_slot: Any = None
+    priority: Any = None
+    request_id: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    add_special_tokens: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    parallel_tool_calls: Any = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were sent and not read."""
+        return [name for name in Ignored.model_fields if getattr(self, name) is not None]
+
+
+class SamplingRequest(Ignored):
     """What completions and chat have in common."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -103,21 +138,30 @@ class SamplingRequest(StrictModel):
     """In mode `sweep`, how often each block refines the text; one traversal however many."""
     overflow: Overflow | None = None
     """What to do with a prompt longer than the context: `refuse` it, or `slide` over its last part."""
-    # Penalties would make a choice depend on earlier text, and the same seed would no longer give the same
-    # text in every mode; 0 is taken, since clients send it.
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Only 0."""
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Only 0."""
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    """Only empty."""
-    # Ignored: clients send them, and they change nothing here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Sample among this many of the most likely tokens; 0 or -1 for all, the default."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample among tokens at least this share as likely as the most likely one; the default is 0."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Nats to take from every token that the new text already has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Nats to take from a token for each time that the new text already has it."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Factor on the log-probability of every token that the prompt or the new text has."""
+    logit_bias: dict[BiasedToken, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """Nats to add to the log-probability of a token, by its id."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Neither a stop sequence nor the end of a document ends the text before this many tokens."""
+    ignore_eos: bool | None = None
+    """Write on behind the end of a document, as load generators want."""
+    use_beam_search: Literal[False] | None = None
+    """Only false."""
+    include_stop_str_in_output: Literal[False] | None = None
+    """Only false."""
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        return tuple((int(token), nats) for token, nats in (self.logit_bias or {}).items())
 
     @property
     def stops(self) -> list[str]:
@@ -148,6 +192,8 @@ class CompletionRequest(SamplingRequest):
     """Give the prompt back in front of the text."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """Report the log-probability of each token, and of this many alternatives."""
+    block_weights: bool | None = None
+    """For debugging: report what each block counted for where a token was chosen."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Only equal to `n`."""
     suffix: str | None = None
@@ -164,6 +210,8 @@ class CompletionRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _offered_here(self) -> CompletionRequest:
+        if self.block_weights and self.mode == "sweep":
+            raise _wrong("block_weights", "is not offered in mode `sweep`, where the blocks take turns")
         if self.suffix:
             raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -181,8 +229,13 @@ class ChatMessage(StrictModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     """Ignored."""
+    # What clients send back with an assistant's message as they got it: without content, so ignored.
     refusal: None = None
-    """Ignored; clients send it back with an assistant's message."""
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning_content: Any = None
 
     @property
     def text(self) -> str:
@@ -192,7 +245,19 @@ class ChatMessage(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    """Only `text`. The others are known so that their refusal says why."""
+    json_schema: Any = None
+
+    @model_validator(mode="after")
+    def _only_text(self) -> ResponseFormat:
+        if self.type != "text":
+            raise _wrong(
+                "response_format",
+                "other than text is not offered: no decoding here is constrained by a grammar or a schema; "
+                "ask for JSON in the prompt and check the answer",
+            )
+        return self
 
 
 class ChatRequest(SamplingRequest):
@@ -207,6 +272,8 @@ class ChatRequest(SamplingRequest):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     """And of this many alternatives; needs `logprobs`."""
     response_format: ResponseFormat | None = None
+    """Only text."""
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     """Only text."""
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     """Only empty: this model calls no tools."""
@@ -275,13 +342,16 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    block_weights: Annotated[list[list[float] | None] | None, Absent] = None
+    """Each token's weights of all blocks; null for the first of an echoed prompt, which nothing predicts."""
     finish_reason: FinishReason | None = None
 
 
 class Completion(Heading):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Annotated[Usage | None, Absent] = None
+    usage: Usage | None = None
+    """Left out of chunks unless `stream_options` asks for it; then null in all but the last."""
 
 
 class TopLogprob(BaseModel):
@@ -333,7 +403,7 @@ class ChatChunkChoice(BaseModel):
 class ChatChunk(Heading):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Annotated[Usage | None, Absent] = None
+    usage: Usage | None = None
 
 
 class ModelCard(BaseModel):

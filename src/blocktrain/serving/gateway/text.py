@@ -20,8 +20,10 @@ class TextStream:
     arrives. Bytes that are not UTF-8 come out as U+FFFD.
     """
 
-    def __init__(self, stops: Iterable[str] = ()) -> None:
+    def __init__(self, stops: Iterable[str] = (), min_tokens: int = 0) -> None:
+        """Stop sequences are looked for behind the first `min_tokens` tokens."""
         self.stops = [stop.encode() for stop in stops if stop]
+        self._unstoppable = min_tokens
         self.stopped = False
         self.kept_tokens = 0
         """Tokens whose bytes all lie in front of the stop sequence, among those released so far."""
@@ -32,12 +34,19 @@ class TextStream:
         """The text that can be shown now. After a stop, nothing more comes out."""
         if self.stopped:
             return ""
+        come = list(tokens)
+        shown = ""
+        if self._unstoppable:
+            free, come = come[: self._unstoppable], come[self._unstoppable :]
+            self._unstoppable -= len(free)
+            self._held.extend(free)
+            shown = self._release(b"".join(free))
         # Bytes, not characters: a stop sequence may begin inside a token, and a character span two of them.
-        self._held.extend(tokens)
+        self._held.extend(come)
         held = b"".join(self._held)
         cut = first_stop(held, self.stops)
         self.stopped = cut is not None
-        return self._release(held[: len(held) - held_back(held, self.stops) if cut is None else cut])
+        return shown + self._release(held[: len(held) - held_back(held, self.stops) if cut is None else cut])
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""

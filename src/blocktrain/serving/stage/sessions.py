@@ -11,11 +11,8 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from numpy.typing import NDArray
-
-from blocktrain.model.block import Cache
+from blocktrain.serving.blocks import BlockCache, WeighedRows
 from blocktrain.wire.frames import prefix_checksum
 
 SessionKey = tuple[str, int]
@@ -35,10 +32,10 @@ class Step(Enum):
 class Session:
     epoch: int
     blocks: tuple[int, ...]
-    caches: dict[int, Cache]
+    caches: dict[int, BlockCache]
     ids: list[int] = field(default_factory=list)
     traversal: int = 0
-    outcome: asyncio.Future[NDArray[Any]] | None = None
+    outcome: asyncio.Future[WeighedRows] | None = None
     """The rows of the latest traversal, done or not."""
     used: float = 0.0
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.batching import Batcher, CacheGapError, LateError, QueueFullError
-from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork
+from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork, WeighedRows
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.stage.metrics import StageMetrics
 from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, SessionStore, Step, next_step
@@ -271,6 +271,7 @@ class Stage:
         """Compute and reply; whatever goes wrong becomes a frame that says so."""
         try:
             kind = FrameType.LOG_PROBS
+            logs = np.empty((0, 0))
             if frame.type == FrameType.REFINE:
                 kind, rows = await self._refined(frame)
             else:
@@ -278,14 +279,15 @@ class Stage:
                 if found is None:
                     await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
                     return
-                rows = found
+                rows, logs = found.rows, found.log_weights
             # Said here with a sentence; the engine would take such a row for a broken stage.
-            if not np.isfinite(rows).all():
+            if not (np.isfinite(rows).all() and np.isfinite(logs).all()):
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
             codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            await self._reply(connection, frame, header, "ok", payload=frames.encode_rows(rows, codec))
+            payload = frames.encode_rows(rows, codec) + frames.encode_log_weights(logs)
+            await self._reply(connection, frame, header, "ok", payload=payload)
         except ConnectionLostError:
             pass
         except asyncio.CancelledError:
@@ -309,7 +311,7 @@ class Stage:
             return float("inf")
         return asyncio.get_running_loop().time() + header.deadline_ms / 1000
 
-    async def _rows(self, connection: _Connection, frame: Frame) -> NDArray[Any] | None:
+    async def _rows(self, connection: _Connection, frame: Frame) -> WeighedRows | None:
         """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
         header, ask = frame.header, decode_metadata(frame, Ask)
         ids = frames.decode_ids(frame.payload, self.shape.vocabulary)

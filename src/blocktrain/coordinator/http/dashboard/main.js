@@ -10,6 +10,7 @@ import { History } from "./history.js";
 import { Ledger } from "./ledger.js";
 import { Live } from "./live.js";
 import { Overview } from "./overview.js";
+import { Speaking } from "./speaking.js";
 import { Workers } from "./workers.js";
 
 const PROTOCOL = 1;
@@ -20,6 +21,7 @@ const about = new About();
 const history = new History();
 const ledger = new Ledger();
 const chat = new Chat();
+const speaking = new Speaking();
 
 // The coordinator's time, going on between its answers; this machine's clock may be wrong.
 let serverTime = 0;
@@ -45,6 +47,7 @@ function show(received) {
   history.update(status, about.perUpdate);
   ledger.update(status);
   chat.update(status);
+  speaking.update(status);
   if (before !== null && status.finished && !before.finished) announce("The run is finished.");
   before = status;
 }

@@ -1,0 +1,169 @@
+"""Every published report: is it newer than the code it measures, and has it the numbers of its kind?
+
+    make reports
+    python benchmarks/reports.py [--strict]
+
+`fresh`: nothing under the kind's paths changed since the commit in the report. `stale`: something did, in so
+many commits. `unknown`: the report names no commit (all of before 2026-11-16), a tree with changes, or one
+that is not in this history. Exits 1 when a file is of no kind or lacks numbers of its kind, and with --strict
+also when one is not fresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+MODEL = ("src/blocktrain/model", "src/blocktrain/data/shards.py", "src/blocktrain/data/corpora.py")
+TRAINING = (*MODEL, "src/blocktrain/training")
+SWARM = (*TRAINING, "src/blocktrain/wire", "src/blocktrain/coordinator", "src/blocktrain/worker")
+TRUST = (*SWARM, "src/blocktrain/validation", "src/blocktrain/judge")
+
+
+@dataclass(frozen=True)
+class Kind:
+    files: str
+    """Which files of docs/results are of this kind."""
+    paths: tuple[str, ...]
+    """The code that the numbers depend on."""
+    schema: Mapping[str, type | tuple[type, ...]]
+    """What a report (or each of its rows) must have."""
+    by_hand: str = ""
+    """Why a report of this kind was not written by a program, where that is so."""
+
+
+NUMBER = (int, float)
+TRAIN_SCHEMA: Mapping[str, type | tuple[type, ...]] = {
+    **{"composed": dict, "blocks": list, "recipe": dict, "seed": int, "versions": dict, "flops": dict},
+}
+KINDS: Mapping[str, Kind] = {
+    "equal operations": Kind(
+        "wikitext-2-equal-flops.json",
+        (*TRAINING, "recipes/wikitext-2.toml"),
+        {"seed 0": dict, "seed 1": dict},
+        by_hand="joined from the reports of four runs",
+    ),
+    "train": Kind("wikitext-2*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
+    "train, litepaper": Kind("litepaper.json", (*TRAINING, "recipes/litepaper.toml"), TRAIN_SCHEMA),
+    "train, memory": Kind("memory-*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
+    "demo": Kind(
+        "demo.json",
+        (*TRUST, "src/blocktrain/local", "recipes/demo.toml"),
+        {"ce_per_round": list, "reference_ce": NUMBER, "bytes_moved": int, "seconds": NUMBER},
+    ),
+    "depth": Kind(
+        "depth.json",
+        (*TRAINING, "benchmarks/depth.py"),
+        {"depth": list, "units": list},
+        by_hand="seed 0 is of two runs, and its end-to-end column was typed with four digits",
+    ),
+    "large_blocks": Kind(
+        "large-blocks*.json",
+        ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
+        {"results": list},
+    ),
+    "specialise": Kind(
+        "specialise-*.json", (*TRAINING, "benchmarks/specialise.py"), {"units": list, "pools": (list, dict)}
+    ),
+    "sweep": Kind("sweep.json", (*TRAINING, "benchmarks/sweep.py"), {"rows": list, "recipe": dict}),
+    "t4": Kind("t4.json", (*SWARM, "src/blocktrain/simulation"), {"network": str, "final_ce": NUMBER}),
+    "t5": Kind("t5.json", (*SWARM, "src/blocktrain/simulation"), {"network": str, "final_ce": NUMBER}),
+    "t6": Kind(
+        "t6.json",
+        (*SWARM, "recipes/swarm-t6.toml"),
+        {"one_process": dict, "six_workers": dict, "six_workers_32_rounds": dict},
+        by_hand="joined from three runs",
+    ),
+    "t7": Kind(
+        "t7-*.json",
+        (*SWARM, "recipes/swarm-t7.toml"),
+        {"final": dict, "bytes_total": int, "coordinator": dict},
+    ),
+    "t8": Kind(
+        "t8.json",
+        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
+        {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
+    ),
+    "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
+}
+"""First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""
+
+
+def kind_of(name: str) -> Kind | None:
+    return next((kind for kind in KINDS.values() if fnmatch(name, kind.files)), None)
+
+
+def lacking(report: Any, kind: Kind) -> list[str]:
+    """What the schema asks for and the report does not have."""
+    if isinstance(report, dict) and "rows" in report and "rows" not in kind.schema:
+        report = report["rows"]
+    parts = report if isinstance(report, list) else [report]
+    found = [
+        f"{key} ({type(part.get(key)).__name__})"
+        for part in parts
+        for key, wanted in kind.schema.items()
+        if not isinstance(part.get(key), wanted)
+    ]
+    return found or ([] if parts else ["any row"])
+
+
+def commit_of(report: Any) -> str | None:
+    """The commit of a clean tree, wherever a report of its time keeps it."""
+    if not isinstance(report, dict):
+        return None
+    made = report.get("provenance", report)
+    if "commit" in made:
+        return made["commit"] if made.get("clean") else None
+    commit = str(report.get("versions", {}).get("commit", ""))
+    return commit if commit and not commit.endswith("-dirty") else None
+
+
+def commits_since(commit: str, paths: tuple[str, ...]) -> int | None:
+    """How many commits touched the paths since; None if the commit is not in this history."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else None
+
+
+def state_of(report: Any, kind: Kind) -> str:
+    commit = commit_of(report)
+    if commit is None:
+        return "unknown: no commit" + (f" ({kind.by_hand})" if kind.by_hand else "")
+    count = commits_since(commit, kind.paths)
+    if count is None:
+        return f"unknown: commit {commit[:12]} is not in this history"
+    return f"fresh: {commit[:12]}" if count == 0 else f"stale: {count} commits since {commit[:12]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strict", action="store_true", help="exit 1 unless every report is fresh")
+    options = parser.parse_args()
+    wrong, not_fresh = 0, 0
+    for path in sorted(RESULTS.glob("*.json")):
+        report, kind = json.loads(path.read_text(encoding="utf-8")), kind_of(path.name)
+        if kind is None:
+            state, missing = "of no kind: see KINDS", ["a kind"]
+        else:
+            state, missing = state_of(report, kind), lacking(report, kind)
+        wrong += bool(missing)
+        not_fresh += not state.startswith("fresh")
+        print(f"{path.name:32} {state}{'; lacks ' + ', '.join(missing[:3]) if missing else ''}")
+    print(f"{wrong} not as their kind should be, {not_fresh} not known to be fresh")
+    return 1 if wrong or (options.strict and not_fresh) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

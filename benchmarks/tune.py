@@ -1,0 +1,135 @@
+"""Learning rates of a recipe's blocks and of its end-to-end reference, found by one search for both.
+
+    python benchmarks/tune.py RECIPE [--set SECTION.KEY=VALUE] [--device cuda] [--jobs 4] [--json FILE]
+
+Every pair of `--matrix` and `--other` is tried once for block 0 and once for the reference, with the recipe's
+steps and seed. The loss that chooses is that on pooling text, which nobody trains on and no report scores.
+Prints both grids and the settings to write into the recipe. A best rate on the edge of the grid is not a best
+rate: the run then exits 1 and says which side to widen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import write_report
+
+from blocktrain.config import Recipe, find_recipe, load_recipe
+from blocktrain.data.batches import open_batches
+from blocktrain.data.corpora import open_text
+from blocktrain.training.device import find_device
+from blocktrain.training.evaluation import Evaluator
+from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.setup import Setup
+
+SIDES = ("block", "reference")
+
+
+@dataclass(frozen=True)
+class Trial:
+    side: str
+    matrix_lr: float
+    other_lr: float
+    ce: float = 0.0
+    """On pooling text, per token."""
+
+
+def run_trial(recipe_name: str, settings: Sequence[str], device_name: str, trial: Trial) -> Trial:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    rates = [f"training.matrix_lr={trial.matrix_lr}", f"training.other_lr={trial.other_lr}"]
+    same = ["training.reference_matrix_lr=none", "training.reference_other_lr=none"]
+    recipe = load_recipe(find_recipe(recipe_name), [*settings, *rates, *same])
+    device, text = find_device(device_name), open_text(recipe)
+    setup = Setup.of(recipe, text.manifest.vocabulary)
+    index = 0 if trial.side == "block" else None
+    block = (setup.initial(0) if index == 0 else setup.initial_reference()).to(device)
+    codebook = setup.codebook().to(device)
+    batches = open_batches(recipe, text, device)
+    trainer = BlockTrainer(recipe, setup.objective, block, index, batches, codebook)
+    for step in range(recipe.training.steps):
+        trainer.step(step, 0)
+    evaluator = Evaluator(setup.objective, codebook().detach(), recipe.evaluation, seed=recipe.seed)
+    pooling = text.first_tokens("pooling", recipe.evaluation.pooling_bytes)
+    return Trial(trial.side, trial.matrix_lr, trial.other_lr, evaluator.score_one(block.eval(), pooling).ce)
+
+
+def best_of(trials: Sequence[Trial], side: str) -> Trial:
+    return min((trial for trial in trials if trial.side == side), key=lambda trial: trial.ce)
+
+
+def on_the_edge(best: Trial, matrix: Sequence[float], other: Sequence[float]) -> list[str]:
+    """Which way the grid has to grow before `best` can be called the best."""
+    found = []
+    for name, rate, grid in (("matrix", best.matrix_lr, matrix), ("other", best.other_lr, other)):
+        if rate in (min(grid), max(grid)):
+            way = "below" if rate == min(grid) else "above"
+            found.append(f"{best.side}: the best of --{name} is {rate:g}, the grid's edge; try {way} it too")
+    return found
+
+
+def grid_lines(
+    trials: Sequence[Trial], side: str, matrix: Sequence[float], other: Sequence[float]
+) -> list[str]:
+    ce = {(one.matrix_lr, one.other_lr): one.ce for one in trials if one.side == side}
+    return [
+        f"| {side}: matrix_lr \\ other_lr | " + " | ".join(f"{rate:g}" for rate in other) + " |",
+        "|---" * (len(other) + 1) + "|",
+        *(f"| {m:g} | " + " | ".join(f"{ce[m, o]:.4f}" for o in other) + " |" for m in matrix),
+    ]
+
+
+def rates(text: str) -> list[float]:
+    return sorted(float(part) for part in text.split(","))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--matrix", type=rates, default=rates("1.5e-3,3e-3,6e-3,1.2e-2"))
+    parser.add_argument("--other", type=rates, default=rates("1e-3,3e-3,6e-3,1.2e-2"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    recipe: Recipe = load_recipe(find_recipe(options.recipe), options.set)
+    wanted = [Trial(side, *pair) for pair in product(options.matrix, options.other) for side in SIDES]
+    trials: list[Trial] = []
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        arguments = (options.recipe, options.set, options.device)
+        for future in as_completed([pool.submit(run_trial, *arguments, trial) for trial in wanted]):
+            trials.append(future.result())
+            print(f"{time.monotonic() - began:.0f} s {trials[-1]}", file=sys.stderr, flush=True)
+    best = {side: best_of(trials, side) for side in SIDES}
+    for side in SIDES:
+        print("\n".join(["", *grid_lines(trials, side, options.matrix, options.other)]))
+    print(f"\nmatrix_lr = {best['block'].matrix_lr:g}\nother_lr = {best['block'].other_lr:g}")
+    print(f"reference_matrix_lr = {best['reference'].matrix_lr:g}")
+    print(f"reference_other_lr = {best['reference'].other_lr:g}")
+    numbers: dict[str, Any] = {
+        "recipe": recipe.to_dict(),
+        "trials": [asdict(trial) for trial in trials],
+        "best": {side: asdict(trial) for side, trial in best.items()},
+    }
+    write_report(options.json, "tune", numbers, [recipe.seed])
+    edges = [edge for trial in best.values() for edge in on_the_edge(trial, options.matrix, options.other)]
+    print("\n".join(edges), file=sys.stderr)
+    return 1 if edges else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

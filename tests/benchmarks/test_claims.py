@@ -1,0 +1,127 @@
+"""The claims of the benchmarks hold for the published reports, and fail where the numbers would be worse."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attacks
+import codec
+import depth
+import large_shapes
+import litepaper
+import pytest
+import sweep
+import tune
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+COUNTS = [1, 2, 4, 8]
+
+
+def published(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_composed_loss_falls_as_an_ensemble_of_b_blocks_would() -> None:
+    fit = depth.ensemble_fit(published("depth.json")["depth"], COUNTS)
+    assert (round(fit.limit, 5), round(fit.spread, 5)) == (0.97993, 0.06089)
+    assert fit.largest_residual == pytest.approx(0.0001, abs=5e-6)
+
+
+def asynchrony_claims(table: str) -> Callable[[Any], dict[str, bool]]:
+    def claims(rows: Any) -> dict[str, bool]:
+        found = {(r["network"], r["policy"], r["codec"], r["seed"]): r for r in rows}
+        runs = {
+            (network, policy, codec_, seed): found[litepaper._as_simulated((network, policy, codec_, seed))]
+            for network in litepaper.NETWORKS_OF[table]
+            for policy, codec_ in litepaper.VARIANTS
+            for seed in (0, 1)
+        }
+        return litepaper._asynchrony_claims(table, (0, 1), runs)
+
+    return claims
+
+
+def worse_depth(report: Any) -> None:
+    report["depth"][3]["composed"] += 0.1
+
+
+def worse_t8(report: Any) -> None:
+    report[0]["p50_seconds"] = 0.246
+
+
+def worse_sweep(report: Any) -> None:
+    next(row for row in report["rows"] if row["text"] == "sweep 1")["judge_nats_per_byte"] = 6.0
+
+
+def worse_asynchrony(report: Any) -> None:
+    for row in report:
+        if row["policy"] == "carry":
+            row["final_ce"] += 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "claims", "worsen"),
+    [
+        ("depth.json", lambda r: depth.claims_of(r["depth"], COUNTS, quick=False), worse_depth),
+        ("t8.json", large_shapes.claims_of, worse_t8),
+        ("sweep.json", lambda r: sweep.claims_of(r["rows"]), worse_sweep),
+        ("t4.json", asynchrony_claims("T4"), worse_asynchrony),
+        ("t5.json", asynchrony_claims("T5"), worse_asynchrony),
+    ],
+)
+def test_claims_hold_for_the_published_numbers_and_not_for_worse_ones(
+    name: str, claims: Callable[[Any], dict[str, bool]], worsen: Callable[[Any], None]
+) -> None:
+    report = published(name)
+    found = claims(report)
+    assert found
+    assert all(found.values()), found
+    worse = copy.deepcopy(report)
+    worsen(worse)
+    assert not all(claims(worse).values())
+
+
+def test_a_codec_that_is_worse_than_theirs_fails() -> None:
+    equal = {name: (1.0, 0.5) for pair in codec.CLAIMS.items() for name in pair}
+    assert all(codec.claims_of({**equal, "dense": (32.0, 0.0)}).values())
+    assert not all(codec.claims_of({**equal, "dense": (32.0, 0.1)}).values())
+    assert not all(codec.claims_of({**equal, "sign": (1.0, 0.6), "dense": (32.0, 0.0)}).values())
+    assert not all(codec.claims_of({**equal, "sign": (2.0, 0.5), "dense": (32.0, 0.0)}).values())
+
+
+def serving_row(stages: int, mode: str, p50_ms: float, rate: float) -> dict[str, Any]:
+    point = {"stages": stages, "rtt_ms": 100, "mode": mode, "codec": "f16"}
+    return {**point, "p50_ms": p50_ms, "bytes_per_second": rate}
+
+
+def test_slow_stages_and_slow_drafting_fail() -> None:
+    # By its path: on the path of the tests `serving` is a folder of them.
+    spec = importlib.util.spec_from_file_location("serving_benchmark", ROOT / "benchmarks" / "serving.py")
+    assert spec is not None
+    assert spec.loader is not None
+    serving = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serving)
+    one, verify = serving_row(1, "ar", 100, 8), serving_row(1, "verify", 150, 30)
+    assert all(serving.claims_of([one, verify, serving_row(5, "ar", 110, 8)]).values())
+    assert not all(serving.claims_of([one, serving_row(5, "ar", 130, 8)]).values())
+    assert not all(serving.claims_of([one, serving_row(1, "verify", 150, 7)]).values())
+
+
+def test_an_attack_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        attacks.main(["--only", "3,99"])
+    assert ended.value.code == 2
+    assert "no attack has number [99]" in capsys.readouterr().err
+
+
+def test_a_best_rate_on_the_edge_of_the_grid_is_not_a_best_rate() -> None:
+    grid = [1e-3, 3e-3, 6e-3]
+    assert tune.on_the_edge(tune.Trial("block", 3e-3, 3e-3), grid, grid) == []
+    edges = tune.on_the_edge(tune.Trial("reference", 3e-3, 6e-3), grid, grid)
+    assert edges == ["reference: the best of --other is 0.006, the grid's edge; try above it too"]

@@ -1,0 +1,144 @@
+"""Reports say where they come from and have the numbers of their kind; the documents repeat these numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reports
+from provenance import check_claims, write_report
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(reports.RESULTS.glob("*.json"))
+SCALES = (1, 1e-6, 1e-9, 2**-30)
+"""As it is, MB, GB, GiB."""
+NOT_OURS = {
+    **{"1.359": "the litepaper", "1.811": "the litepaper", "15.22": "the litepaper"},
+    **{"3.79": "foretold by the doctor", "10.40": "foretold by the doctor"},
+    **{"0.55": "the ratio to what was foretold", "0.93": "the ratio to what was foretold"},
+}
+"""Numbers in rows with a link that no report of ours has, and whose they are."""
+
+
+def leaves(value: Any, key: str = "") -> Iterator[float]:
+    """Every number that a document might repeat; of the thousands in curves one would always fit."""
+    if key in ("curves", "recipe"):
+        return
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from leaves(part, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def means_over_seeds(report: Any) -> Iterator[float]:
+    """What the row on depth shows: means of its seeds, and their differences."""
+    rows = report.get("depth", []) if isinstance(report, dict) else []
+    for count in sorted({row["blocks"] for row in rows}):
+        same = [row for row in rows if row["blocks"] == count]
+        composed, whole = (statistics.mean(row[key] for row in same) for key in ("composed", "end_to_end"))
+        yield from (composed, whole, composed - whole)
+
+
+def operators_bytes(report: Any) -> Iterator[float]:
+    """What a run of T7 moved in all: the workers' traffic and the operator's download."""
+    if isinstance(report, dict) and "coordinator" in report:
+        yield report["bytes_total"] + report["coordinator"]["sent"]["snapshot"]
+
+
+def linked_rows() -> list[tuple[str, str, list[Path]]]:
+    found = []
+    for page in ("README.md", "docs/experiments.md"):
+        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+            links = re.findall(r"\(((?:docs/)?results/[\w.-]+\.json)\)", line)
+            if links and line.startswith("|"):
+                found.append((f"{page}:{number}", line, [(ROOT / page).parent / link for link in links]))
+    return found
+
+
+@pytest.mark.parametrize(("place", "row", "linked"), linked_rows(), ids=[one[0] for one in linked_rows()])
+def test_numbers_of_a_row_are_in_the_reports_it_links_to(place: str, row: str, linked: list[Path]) -> None:
+    known: list[float] = []
+    for path in linked:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        known += [*leaves(report), *means_over_seeds(report), *operators_bytes(report)]
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", row)
+    strange = []
+    for text in re.findall(r"(?<![\w.])[-+]?\d+(?:,\d{3})*\.\d{2,}(?!\w)", prose):
+        value, digits = float(text.replace(",", "")), len(text.split(".")[1])
+        near = 0.5000001 * 10**-digits
+        if text not in NOT_OURS and not any(abs(one * by - value) <= near for one in known for by in SCALES):
+            strange.append(text)
+    assert not strange, f"{place}: {strange} are in none of {[path.name for path in linked]}"
+
+
+def test_rows_with_links_were_found() -> None:
+    assert len(linked_rows()) >= 8
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_published_report_has_the_numbers_of_its_kind(path: Path) -> None:
+    kind = reports.kind_of(path.name)
+    assert kind is not None
+    assert reports.lacking(json.loads(path.read_text(encoding="utf-8")), kind) == []
+
+
+def test_the_code_that_a_kind_measures_exists() -> None:
+    assert [p for kind in reports.KINDS.values() for p in kind.paths if not (ROOT / p).exists()] == []
+
+
+def test_a_report_is_fresh_until_the_code_it_measures_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *words], text=True).strip()
+
+    git("init", "-q")
+    kind = reports.Kind("x.json", ("code.py",), {})
+    (tmp_path / "code.py").write_text("1")
+    git("add", "."), git("commit", "-qm", "first")
+    monkeypatch.setattr(reports, "ROOT", tmp_path)
+    report = {"provenance": {"commit": git("rev-parse", "HEAD"), "clean": True}}
+    (tmp_path / "other.py").write_text("1")
+    git("add", "."), git("commit", "-qm", "second")
+    assert reports.state_of(report, kind).startswith("fresh")
+    (tmp_path / "code.py").write_text("2")
+    git("commit", "-qam", "third")
+    assert reports.state_of(report, kind).startswith("stale: 1 commits")
+    assert reports.state_of({"provenance": {"commit": "0" * 40, "clean": True}}, kind).startswith("unknown")
+    assert (
+        reports.state_of({"provenance": {**report["provenance"], "clean": False}}, kind)
+        == "unknown: no commit"
+    )
+    assert reports.state_of([], kind) == "unknown: no commit"
+
+
+def test_a_written_report_carries_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_COMMIT", "c" * 40)
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/depth.py", "--seeds", "0,1"])
+    write_report(tmp_path / "a.json", "depth", [{"ce": 1.0}], [0, 1])
+    report = json.loads((tmp_path / "a.json").read_text())
+    made = report.pop("provenance")
+    assert report == {"rows": [{"ce": 1.0}]}
+    assert (made["kind"], made["commit"], made["clean"], made["seeds"]) == ("depth", "c" * 40, True, [0, 1])
+    assert made["command"] == "python benchmarks/depth.py --seeds 0,1"
+    assert "CPU cores" in made["hardware"]
+    assert made["versions"].keys() == {"python", "torch", "numpy"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"])
+    assert reports.commit_of({"provenance": made}) == "c" * 40
+
+
+def test_claims_that_fail_are_named_and_fail_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_claims({"a": True}) == 0
+    assert check_claims({"a": True, "b": False}) == 1
+    assert capsys.readouterr().err == "not so: b\n"

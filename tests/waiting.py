@@ -1,0 +1,34 @@
+"""Waiting for a condition. Nothing in the tests sleeps for a time and hopes.
+
+The deadline is there to end a test that hangs. It is far above what anything takes, because a machine that
+does ten other things is no reason to fail: a condition that comes true is noticed within 10 ms whatever the
+deadline is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 120.0
+POLL_SECONDS = 0.01
+
+
+def until(what: str, condition: Callable[[], T | None], seconds: float = PATIENCE_SECONDS) -> T:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(POLL_SECONDS)
+    raise AssertionError(f"{what}: not within {seconds:.0f} s")
+
+
+async def until_async(condition: Callable[[], object]) -> None:
+    """Until `condition` is true, while the event loop goes on."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(POLL_SECONDS)
