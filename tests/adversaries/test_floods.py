@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import logging
 import resource
 import select
@@ -19,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
+import numpy as np
 import pytest
 
 from blocktrain import connections
@@ -81,7 +81,7 @@ def test_a_payload_whose_commit_was_given_up_meanwhile_is_not_stored(
     expected = updates.expect(peer.identity.worker_id, name, len(payload))
     peer.ask()
     with pytest.raises(Refusal) as refused:
-        updates.reveal(expected, io.BytesIO(payload), name)
+        updates.reveal(expected, np.frombuffer(payload, np.uint8), name)
     assert refused.value.body.reason == "not_committed"
     assert not stored(tmp_path)
 

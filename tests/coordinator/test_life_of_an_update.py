@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from blocktrain.coordinator.storage.ledger import verify_ledger
-from blocktrain.training.merge import replay_merge
+from blocktrain.training.merge import assembled, replay_merge
 from blocktrain.training.snapshot import snapshot_hash
-from blocktrain.wire.codec import decode
+from blocktrain.wire.codec import decode, held
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import Finished, LedgerAnswer, Outcome, VerdictReason, Wait
 from tests.coordinator.conftest import Place, Running, tiny_recipe
@@ -45,8 +45,9 @@ def test_an_update_travels_from_joining_to_a_new_snapshot(place: Place) -> None:
         merges = peer.merges(0).merges
         assert [(merge.version, merge.result_hash) for merge in merges] == [(1, head)]
         base = peer.snapshot(0, assignment.base_hash)
-        decoded = {content_hash(payload): decode(peer.codec, peer.schema(0), payload)}
-        assert snapshot_hash(replay_merge(merges[0], base, decoded)) == head
+        updates = {content_hash(payload): held(decode(peer.codec, peer.schema(0), payload))}
+        bands = replay_merge(merges[0], peer.schema(0), held(base), updates)
+        assert snapshot_hash(assembled(peer.schema(0), bands)) == head
         peer.snapshot(0, head)
         assert peer.get(f"/v1/updates/{content_hash(payload)}").content == payload
         assert check_ledger(peer) == 1

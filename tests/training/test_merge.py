@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from blocktrain.training import merge
 from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
 from blocktrain.training.snapshot import snapshot_hash
-from blocktrain.wire.codec import CodecSpec
+from blocktrain.wire import codec as codec_module
+from blocktrain.wire.codec import CodecSpec, Schema, held
 
 SPARSE, DENSE = CodecSpec.parse("sparse:64"), CodecSpec.parse("dense")
 SHAPES = {"a.weight": (70, 65), "b": (), "c.bias": (5,)}
@@ -32,7 +32,9 @@ def weights(seed: int, scale: float = 1.0) -> Weights:
 
 def inputs(count: int, **changes: Any) -> list[MergeInput]:
     return [
-        MergeInput(**{"update_id": f"{i:02}", "weight": 1.0, "scale": 1.0, "tensors": weights(i), **changes})
+        MergeInput(
+            **{"update_id": f"{i:02}", "weight": 1.0, "scale": 1.0, "values": held(weights(i)), **changes}
+        )
         for i in range(1, count + 1)
     ]
 
@@ -51,19 +53,19 @@ def test_the_merge_is_the_base_minus_alpha_times_the_mean() -> None:
 def test_weights_and_scales_multiply_and_the_mean_stays_one_over_r() -> None:
     one, two = inputs(2)
     pair = [
-        MergeInput(update_id="01", weight=1.0, scale=0.5, tensors=one.tensors),
-        MergeInput(update_id="02", weight=0.25, scale=1.0, tensors=two.tensors),
+        MergeInput(update_id="01", weight=1.0, scale=0.5, values=one.values),
+        MergeInput(update_id="02", weight=0.25, scale=1.0, values=two.values),
     ]
     found = merge_updates(SPARSE, weights(0), pair, 1.0)
     for name, base in weights(0).items():
-        expected = base - (0.5 * one.tensors[name] + 0.25 * two.tensors[name]) / 2
+        expected = base - (0.5 * weights(1)[name] + 0.25 * weights(2)[name]) / 2
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", [SPARSE, DENSE])
 def test_threads_and_chunks_do_not_change_a_bit(codec: CodecSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = merge_updates(codec, weights(0), inputs(4), 1.3)
-    monkeypatch.setattr(merge, "MERGE_SPAN_VALUES", 7)
+    monkeypatch.setattr(codec_module, "BAND_VALUES", 7)
     with ThreadPoolExecutor(3) as threads:
         cut = merge_updates(codec, weights(0), inputs(4), 1.3, threads)
     assert bits(plain) == bits(cut)
@@ -73,19 +75,19 @@ def test_the_merge_has_the_same_hash_on_every_machine() -> None:
     """Golden: made of integers, so that not even the random generator may change."""
     base = {"w": (np.arange(9000, dtype=np.float32).reshape(90, 100) / 7).astype(np.float32)}
     parts = [
-        MergeInput(update_id=str(i), weight=1 / i, scale=0.3, tensors={"w": np.sqrt(base["w"] + i)})
+        MergeInput(update_id=str(i), weight=1 / i, scale=0.3, values=held({"w": np.sqrt(base["w"] + i)}))
         for i in (1, 2, 3)
     ]
     assert snapshot_hash(merge_updates(SPARSE, base, parts, 1.7))[:16] == "0bd8ece79b800fce"
     assert snapshot_hash(merge_updates(DENSE, base, parts, 1.7))[:16] == "111d69630ebfae2c"
-    assert update_norm(SPARSE, parts[0].tensors, {}).hex() == "0x1.2ce2ced5f0a56p+11"
+    assert update_norm(Schema.of(base), parts[0].values, None).hex() == "0x1.2ce2ced5f0a56p+11"
 
 
 @given(st.floats(-(2.0**-40), 2.0**-40, width=32), st.floats(-10, 10, width=32))
 def test_one_dense_update_at_alpha_one_is_the_result_bit_for_bit(local: float, base: float) -> None:
     """Also where local is so much smaller than base that base - (base - local) is not local."""
     sent = {"w": np.array([local, -0.0, base], np.float32)}
-    one = [MergeInput(update_id="1", weight=1.0, scale=1.0, tensors=sent)]
+    one = [MergeInput(update_id="1", weight=1.0, scale=1.0, values=held(sent))]
     found = merge_updates(DENSE, {"w": np.full(3, base, np.float32)}, one, 1.0)
     assert bits(found) == bits(sent)
 
@@ -93,8 +95,8 @@ def test_one_dense_update_at_alpha_one_is_the_result_bit_for_bit(local: float, b
 def test_late_dense_updates_count_from_their_own_base() -> None:
     old, base, local, fresh = weights(10), weights(11), weights(12), weights(13)
     parts = [
-        MergeInput(update_id="1", weight=0.5, scale=1.0, tensors=local, base=old),
-        MergeInput(update_id="2", weight=1.0, scale=1.0, tensors=fresh),
+        MergeInput(update_id="1", weight=0.5, scale=1.0, values=held(local), base=held(old)),
+        MergeInput(update_id="2", weight=1.0, scale=1.0, values=held(fresh)),
     ]
     found = merge_updates(DENSE, base, parts, 1.0)
     for name in SHAPES:
@@ -118,5 +120,5 @@ def test_norms_are_clipped_to_the_median_and_three_running_medians() -> None:
 def test_the_norm_is_that_of_all_tensors_together() -> None:
     tensors = weights(3)
     expected = np.sqrt(sum(float((t.astype(np.float64) ** 2).sum()) for t in tensors.values()))
-    assert update_norm(SPARSE, tensors, {}) == pytest.approx(expected, rel=1e-12)
-    assert update_norm(DENSE, tensors, tensors) == 0.0
+    assert update_norm(Schema.of(tensors), held(tensors), None) == pytest.approx(expected, rel=1e-12)
+    assert update_norm(Schema.of(tensors), held(tensors), held(tensors)) == 0.0

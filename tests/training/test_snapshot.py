@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from blocktrain.model.block import Block
 from blocktrain.model.families import build_block
 from blocktrain.training.snapshot import (
     SnapshotError,
+    SnapshotFile,
+    banded_hash,
     from_safetensors,
     load_into,
     max_snapshot_bytes,
@@ -25,6 +28,8 @@ from blocktrain.training.snapshot import (
     tensors_of,
     to_safetensors,
 )
+from blocktrain.wire.byte_source import FileBytes
+from blocktrain.wire.codec import Schema, held
 
 MODEL = ModelConfig(width=16, heads=2, blocks=1, layers_per_block=1, context=8, condition_width=4)
 
@@ -109,3 +114,22 @@ def test_a_damaged_file_gives_weights_or_a_typed_error(data: st.DataObject) -> N
     except SnapshotError:
         return
     assert schema_of(block()).tensors == tuple((n, t.shape) for n, t in tensors.items())
+
+
+def test_a_snapshot_read_from_its_file_has_the_same_values_and_hash(tmp_path: Path) -> None:
+    tensors, schema = tensors_of(block(1)), schema_of(block(1))
+    (tmp_path / "snapshot").write_bytes(to_safetensors(tensors))
+    with (tmp_path / "snapshot").open("rb") as opened:
+        file = SnapshotFile(FileBytes(opened), schema)
+        for name, band in schema.bands():
+            assert file.read(name, band).tobytes() == tensors[name].reshape(-1)[band].tobytes()
+        assert file.hash() == snapshot_hash(tensors) == banded_hash(schema, held(tensors))
+
+
+@pytest.mark.parametrize("offsets", [[-4, 0], [0], "0", [0, 10**9], [10**9, 10**9], [0.0, 4.0], None])
+def test_a_header_that_points_outside_its_file_is_refused(offsets: object) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
+    header = json.dumps({"a": entry}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    with pytest.raises(SnapshotError, match="expected 4 bytes"):
+        SnapshotFile(np.frombuffer(data, np.uint8), Schema((("a", (1,)),)))

@@ -18,7 +18,7 @@ from blocktrain.training.update import (
     move,
     moved,
 )
-from blocktrain.wire.codec import CodecSpec, decode
+from blocktrain.wire.codec import CodecSpec, decode, held
 
 
 def small_block(seed: int = 0) -> nn.Module:
@@ -71,7 +71,7 @@ def test_dense_update_of_one_worker_gives_back_its_weights_bit_for_bit() -> None
     assert encoded.feedback is None
     arrived = decode(dense, schema, encoded.payload)
     merged = merge_updates(
-        dense, base, [MergeInput(update_id="a", weight=1.0, scale=1.0, tensors=arrived)], 1.0
+        dense, base, [MergeInput(update_id="a", weight=1.0, scale=1.0, values=held(arrived))], 1.0
     )
     for name in base:
         assert merged[name].tobytes() == local[name].tobytes()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blocktrain.coordinator.service import Coordinator, opened
@@ -65,7 +65,7 @@ class Direct:
     def reveal(self, payload: bytes) -> Verdict:
         digest = content_hash(payload)
         expected = self.coordinator.updates.expect(self.name, digest, len(payload))
-        return self.coordinator.updates.reveal(expected, io.BytesIO(payload), digest)
+        return self.coordinator.updates.reveal(expected, np.frombuffer(payload, np.uint8), digest)
 
     def deliver(self, seed: int = 0) -> Verdict:
         return self.reveal(self.commit(seed))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.errors import RecipeError, WireError
-from blocktrain.wire.codec import CodecSpec, FrameError, FrameReason, Schema, decode, encode, frame_length
+from blocktrain.wire import codec as codec_module
+from blocktrain.wire.byte_source import FileBytes
+from blocktrain.wire.codec import (
+    CodecSpec,
+    Frame,
+    FrameError,
+    FrameReason,
+    Schema,
+    decode,
+    encode,
+    frame_length,
+)
 from blocktrain.wire.hashing import content_hash
 
 SPARSE, SIGN, DENSE = CodecSpec("sparse"), CodecSpec("sign"), CodecSpec("dense")
@@ -260,6 +272,29 @@ def test_decoding_needs_the_tensors_and_one_batch(codec: CodecSpec) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * schema.num_values + batch_bytes
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("codec", [SPARSE, SIGN, FOUR, EIGHT, DENSE], ids=str)
+def test_bands_decoded_alone_are_the_tensors_decoded_whole(
+    codec: CodecSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices with edges on both sides, a vector with a rest, small tensors; from memory and from a file."""
+    monkeypatch.setattr(codec_module, "BAND_VALUES", 5000)
+    shapes = (("z", (200, 130)), ("tall", (300, 64)), ("flat", (9, 1500)), ("v", (13000,)), ("s", ()))
+    schema = Schema(shapes)
+    payload = encode(codec, schema, some_tensors("gaussian", 0, schema))
+    whole = decode(codec, schema, payload)
+    (tmp_path / "payload").write_bytes(payload)
+    with (tmp_path / "payload").open("rb") as file:
+        frames = [Frame(codec, schema, one) for one in (np.frombuffer(payload, np.uint8), FileBytes(file))]
+        seen = dict.fromkeys(whole, 0)
+        for name, band in schema.bands():
+            assert band.start == seen[name]
+            seen[name] = band.stop
+            for frame in frames:
+                assert frame.read(name, band).tobytes() == whole[name].reshape(-1)[band].tobytes()
+    assert seen == {name: tensor.size for name, tensor in whole.items()}
+    assert len(list(schema.bands())) > len(shapes)
 
 
 def test_same_update_gives_the_same_bytes_on_every_cpu() -> None:

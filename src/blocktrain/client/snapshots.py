@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.run import Layout
 from blocktrain.errors import WireError
-from blocktrain.training.merge import replay_merge
+from blocktrain.training.merge import assembled, replay_merge
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import (
     SnapshotError,
@@ -26,7 +28,7 @@ from blocktrain.training.snapshot import (
     to_safetensors,
 )
 from blocktrain.training.update import Weights
-from blocktrain.wire.codec import FrameError, Schema, decode
+from blocktrain.wire.codec import Frame, FrameError, Schema, held
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import MergeRecord
 
@@ -194,21 +196,22 @@ class Snapshots:
         self.report(f"downloading block={block} version={version} ({reason})")
         return Base(version, wanted_hash, self.whole(block, wanted_hash))
 
-    def _rebuild(self, layout: Layout, held: Base, merges: Sequence[MergeRecord], wanted_hash: str) -> Base:
+    def _rebuild(self, layout: Layout, start: Base, merges: Sequence[MergeRecord], wanted_hash: str) -> Base:
         # A late update was measured from an older snapshot, so every version on the way is kept.
-        known = {held.hash: held.weights}
-        base = held
+        known = {start.hash: held(start.weights)}
+        base = start
         for merge in merges:
             if merge.base_hash != base.hash or merge.version != base.version + 1:
                 raise _BrokenChain(f"merge {merge.version} does not follow version {base.version}")
             try:
-                decoded = {
-                    one.payload_hash: decode(
-                        layout.codec, layout.schema, self._payload(layout, one.payload_hash)
-                    )
-                    for one in merge.inputs
+                payloads = {one.payload_hash: self._payload(layout, one.payload_hash) for one in merge.inputs}
+                # Band by band: decoded whole, four updates would take four times the block's memory.
+                updates = {
+                    name: Frame(layout.codec, layout.schema, np.frombuffer(payload, np.uint8)).read
+                    for name, payload in payloads.items()
                 }
-                weights = replay_merge(merge, base.weights, decoded, known)
+                bands = replay_merge(merge, layout.schema, held(base.weights), updates, known)
+                weights = assembled(layout.schema, bands)
             except FrameError as error:
                 raise _BrokenChain(f"a payload of merge {merge.version} cannot be read: {error}") from None
             except KeyError as missing:
@@ -216,7 +219,7 @@ class Snapshots:
             if snapshot_hash(weights) != merge.result_hash:
                 raise _BrokenChain(f"rebuilt version {merge.version} has another hash")
             base = Base(merge.version, merge.result_hash, weights)
-            known[base.hash] = weights
+            known[base.hash] = held(weights)
         if base.hash != wanted_hash:
             raise _BrokenChain(f"the merges end at version {base.version}")
         return base

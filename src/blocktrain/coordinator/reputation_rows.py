@@ -21,8 +21,12 @@ from blocktrain.wire.messages import ErrorReason, Receipt
 log = logging.getLogger(__name__)
 
 
+def read_standing(stored: str) -> Standing:
+    return Standing(**json.loads(stored or "{}"))
+
+
 def standing_of(worker: WorkerRow) -> Standing:
-    return Standing(**json.loads(worker.standing or "{}"))
+    return read_standing(worker.standing)
 
 
 def keep_standing(worker: WorkerRow, standing: Standing) -> None:

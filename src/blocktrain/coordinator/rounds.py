@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 from sqlalchemy import func, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
@@ -43,12 +44,14 @@ from blocktrain.coordinator.storage.store import (
     WorkerRow,
     message_of,
 )
-from blocktrain.coordinator.storage.weights import Weights
+from blocktrain.coordinator.storage.weights import Weights, changed_snapshot
 from blocktrain.coordinator.verdicts import settle
 from blocktrain.training.merge import clip_scales, replay_merge
-from blocktrain.training.snapshot import blank_file, snapshot_hash
+from blocktrain.training.snapshot import file_layout
 from blocktrain.validation.guard import guard_decision, is_doubted, merge_choices
 from blocktrain.validation.ruling import Ruling
+from blocktrain.wire.codec import Schema, Values
+from blocktrain.wire.hashing import SnapshotHasher
 from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
 
 log = logging.getLogger(__name__)
@@ -79,10 +82,22 @@ class Claim:
 
 @dataclass(frozen=True)
 class MergedBlock:
-    """The next snapshot as its file, and its tensors as views into it."""
+    """The next snapshot in a file that has no name yet."""
 
-    file: NDArray[np.uint8]
-    tensors: Weights
+    draft: IO[bytes]
+    hash: str
+    num_bytes: int
+    places: dict[str, int]
+    """The byte at which each tensor's values start."""
+
+    def tensors(self, schema: Schema) -> Weights:
+        """Views into the file: its pages come into memory as they are read, and the system may drop them."""
+        # "c": writable, as torch wants arrays, and never written back.
+        file = np.memmap(self.draft, np.uint8, "c").view(np.ndarray)
+        sizes = ((name, shape, 4 * math.prod(shape)) for name, shape in schema.tensors)
+        return {
+            name: file[self.places[name] :][:size].view("<f4").reshape(shape) for name, shape, size in sizes
+        }
 
 
 class Rounds:
@@ -125,16 +140,17 @@ class Rounds:
         claim = self._claim(block)
         if claim is None:
             return False
-        merged = self._merge(claim)
-        if self._judging is not None and self._judging.guards:
-            guarded = self._guarded(claim, merged, self._judging)
-            if guarded is None:
-                return True
-            claim, merged = guarded
-        if self._publish(claim, merged):
-            self._resources.metrics.merged(time.perf_counter() - started)
-            self._resources.changes.notify()
-            self._tell_if_finished()
+        with self._resources.blobs.draft() as draft:
+            merged = self._merge(claim, draft)
+            if self._judging is not None and self._judging.guards:
+                guarded = self._guarded(claim, merged, self._judging)
+                if guarded is None:
+                    return True
+                claim, merged = guarded
+            if self._publish(claim, merged):
+                self._resources.metrics.merged(time.perf_counter() - started)
+                self._resources.changes.notify()
+                self._tell_if_finished()
         return True
 
     def _tell_if_finished(self) -> None:
@@ -191,19 +207,40 @@ class Rounds:
 
     # --- merge ---
 
-    def _merge(self, claim: Claim) -> MergedBlock:
-        weights, run = self._resources.weights, self._resources.run
-        decoded = {
-            one.payload_hash: weights.update(claim.block, one.payload_hash) for one in claim.record.inputs
-        }
-        bases = {}
-        if run.codec.sends_weights:  # a late update is the way from its own base to its weights
-            late = {one.base_hash for one in claim.record.inputs} - {claim.base_hash}
-            bases = {wanted: weights.snapshot(claim.block, wanted) for wanted in late}
-        base = weights.snapshot(claim.block, claim.base_hash)
-        file, views = blank_file(run.schemas[claim.block])
-        replay_merge(claim.record, base, decoded, bases, self._threads, views)
-        return MergedBlock(file, views)
+    def _merge(self, claim: Claim, draft: IO[bytes]) -> MergedBlock:
+        """Merge, hash and write band by band: the whole process takes less memory than the block has
+        (benchmarks/merge.py)."""
+        weights, run, record = self._resources.weights, self._resources.run, claim.record
+        schema = run.schemas[claim.block]
+        shapes, (header, places) = dict(schema.tensors), file_layout(schema)
+        read, merged = SnapshotHasher(), SnapshotHasher()
+        with ExitStack() as stack:
+
+            def opened_base(wanted: str, checked: bool) -> Values:
+                return stack.enter_context(weights.opened_snapshot(claim.block, wanted, checked=checked))
+
+            updates = {
+                one.payload_hash: stack.enter_context(weights.opened_update(claim.block, one.payload_hash))
+                for one in record.inputs
+            }
+            bases = {}
+            if run.codec.sends_weights:  # a late update is the way from its own base to its weights
+                late = {one.base_hash for one in record.inputs} - {claim.base_hash}
+                bases = {wanted: opened_base(wanted, False) for wanted in late}
+            base = opened_base(claim.base_hash, True)
+            draft.seek(0)
+            draft.write(header)
+            for one in replay_merge(record, schema, base, updates, bases, self._threads):
+                for hasher, values in ((read, one.base), (merged, one.values)):
+                    if one.band.start == 0:
+                        hasher.begin(one.name, shapes[one.name])
+                    hasher.update(values)
+                draft.seek(places[one.name] + 4 * one.band.start)
+                draft.write(one.values.astype("<f4", copy=False).data)
+        if read.hexdigest() != claim.base_hash:
+            raise changed_snapshot(claim.base_hash)
+        draft.flush()
+        return MergedBlock(draft, merged.hexdigest(), len(header) + 4 * schema.num_values, places)
 
     # --- guard ---
 
@@ -240,8 +277,7 @@ class Rounds:
                 scales = self._scales(kept, median)
                 inputs = tuple(_input_record(row, scale) for row, scale in zip(kept, scales, strict=True))
                 claims.append(replace(claim, record=claim.record.model_copy(update={"inputs": inputs})))
-            # One merge at a time, as each is a whole block in memory.
-            merges = (self._merge(one).tensors for one in claims)
+            merges = self._tensors_of_each(claims)
             sizes = [len(choice) for choice in choices]
             found = judging.guard(claim.block, claim.version, claim.base_hash, merges, sizes)
             decision = guard_decision(found, choices, doubted)
@@ -253,9 +289,16 @@ class Rounds:
             if not claim.record.inputs:
                 return None
             if decision.leave_out:
-                merged = self._merge(claim)
+                merged = self._merge(claim, merged.draft)
             if decision.publish:
                 return claim, merged
+
+    def _tensors_of_each(self, claims: Sequence[Claim]) -> Iterator[Weights]:
+        # One at a time, as each is a whole block.
+        for claim in claims:
+            with self._resources.blobs.draft() as draft:
+                merged = self._merge(claim, draft)
+                yield merged.tensors(self._resources.run.schemas[claim.block])
 
     def _leave_out(self, claim: Claim, update_id: str, sentence: str) -> Claim | None:
         """The claim without this update; None where the merge is no longer ours. A claim that is left without
@@ -286,11 +329,10 @@ class Rounds:
 
     def _publish(self, claim: Claim, merged: MergedBlock) -> bool:
         """Write the snapshot, then move the head; False where another process was first."""
-        resources = self._resources
-        digest = snapshot_hash(merged.tensors)
+        resources, digest = self._resources, merged.hash
         # The object before the row: a head that names a missing file would stop every worker of the block. A
         # crash in between leaves a file that nothing names, and the next merge writes the same one.
-        resources.blobs.put(snapshot_key(digest), merged.file.data)
+        resources.blobs.publish(snapshot_key(digest), merged.draft)
         record = claim.record.model_copy(update={"result_hash": digest})
         now = resources.clock()
         with resources.store.write() as session:
@@ -314,7 +356,7 @@ class Rounds:
                     block=row.block,
                     version=record.version,
                     hash=digest,
-                    num_bytes=merged.file.nbytes,
+                    num_bytes=merged.num_bytes,
                     made=now,
                 )
             )
@@ -334,7 +376,10 @@ class Rounds:
             resources.ledger.append(session, now, "merge", record.model_dump(mode="json"))
             snapshot = {"block": row.block, "version": row.version, "hash": row.head_hash}
             resources.ledger.append(session, now, "snapshot", snapshot)
-        resources.weights.keep(claim.block, digest, merged.tensors)
+        # A judge will need the head at once; without one nobody does before the next merge.
+        if resources.run.recipe.trust.judge == "coordinator":
+            tensors = merged.tensors(resources.run.schemas[claim.block])
+            resources.weights.keep(claim.block, digest, tensors)
         for one in claim.record.inputs:
             resources.weights.forget(claim.block, one.payload_hash)
         log.info(

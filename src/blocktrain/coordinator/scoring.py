@@ -21,6 +21,7 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.storage.store import BlockRow, EvaluationRow
 from blocktrain.data.dataset import RunText
 from blocktrain.data.tokenizer import Tokenizer, Tokens
+from blocktrain.model.block import Block
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into
@@ -79,7 +80,9 @@ class Scoring:
         self._held_out = text.first_tokens("held_out", limit)
         self._pool = text.first_tokens("pooling", MAX_POOLING_BYTES)
         self._sample = sample_of_each_cluster(text, min(recipe.model.context, MAX_SAMPLE_TOKENS))
-        self._blocks = [setup.initial(block).to(device).eval() for block in range(recipe.model.blocks)]
+        self._setup, self._device = setup, device
+        self._blocks: list[Block] = []
+        """Built for the first score: a coordinator that scores nothing has no model in memory."""
 
     def score_due(self) -> bool:
         """Score the heads if enough time has passed since the last look, and at once when the run has ended;
@@ -108,6 +111,9 @@ class Scoring:
             known = session.get(EvaluationRow, versions) is not None
         if known or not any(version for version, _ in heads):
             return None
+        if not self._blocks:
+            blocks = range(len(heads))
+            self._blocks = [self._setup.initial(block).to(self._device).eval() for block in blocks]
         for index, (block, (_, digest)) in enumerate(zip(self._blocks, heads, strict=True)):
             load_into(block, self._resources.weights.snapshot(index, digest))
         # The published composition costs many passes: it is scored once, at the end.

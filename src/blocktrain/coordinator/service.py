@@ -89,7 +89,8 @@ class Coordinator:
             self.rounds.forget_claims()
         repeat = partial(self._threads.repeat, failed=self.metrics.failed, pause_seconds=POLL_SECONDS)
         changes, judge = self.resources.changes, self.resources.run.recipe.trust.judge
-        self._threads.start("heads", self.rounds.load_heads)
+        if judge == "coordinator":
+            self._threads.start("heads", self.rounds.load_heads)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
         repeat("nonces", self._sweep, pause_seconds=SWEEP_SECONDS)
         self.resources.unneeded.find(self.resources.clock())

@@ -9,8 +9,8 @@ update helps; that is the judge's.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import IO
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -33,6 +33,7 @@ from blocktrain.coordinator.storage.store import (
     UpdateRow,
     message_of,
 )
+from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import update_norm
 from blocktrain.training.update import delta_of
@@ -47,7 +48,8 @@ from blocktrain.validation.ruling import (
     overflow_ruling,
     reveal_ruling,
 )
-from blocktrain.wire.codec import FrameError, FrameReason, decode
+from blocktrain.wire.byte_source import ByteSource
+from blocktrain.wire.codec import Frame, FrameError, FrameReason, Values, decode, held
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (
@@ -205,11 +207,10 @@ class Updates:
             raise refusal
         return expected
 
-    def reveal(self, expected: Expected, body: IO[bytes], found_hash: str) -> Verdict:
+    def reveal(self, expected: Expected, body: ByteSource, found_hash: str) -> Verdict:
         """The verdict on a payload that came as a request body, its length and hash taken as it came."""
         _refuse_other_payload(expected, found_hash)
-        body.seek(0)
-        return self._receive(expected, body.read())
+        return self._receive(expected, body)
 
     def uploaded(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
         """The verdict on a payload that was put into the shared blob store by presigned URL."""
@@ -226,18 +227,13 @@ class Updates:
         if refusal := length_refusal(expected.payload_bytes, size):
             blobs.delete(key)
             raise refusal
-        received = bytearray()
-        for piece in blobs.pieces(key):
-            received += piece
-            if len(received) > expected.payload_bytes:
-                break  # it grew since its size was asked for: the hash will not be the committed one
-        payload = bytes(received)
-        _refuse_other_payload(expected, content_hash(payload))
-        verdict = self._receive(expected, payload)
+        with blobs.opened(key, expected.payload_bytes) as payload:
+            _refuse_other_payload(expected, content_hash(payload))
+            verdict = self._receive(expected, payload)
         blobs.delete(key)
         return verdict
 
-    def _receive(self, expected: Expected, payload: bytes) -> Verdict:
+    def _receive(self, expected: Expected, payload: ByteSource) -> Verdict:
         """All that can be said before a judge has looked: readable, on time, of usual size, no copy."""
         resources, run = self._resources, self._resources.run
         # Stored only for a commit that is still open. A newcomer that gave its commit up before the last byte
@@ -246,7 +242,7 @@ class Updates:
             row = session.get(UpdateRow, expected.update_id)
             if row is None or row.state != UpdateState.COMMITTED:
                 return _said(None if row is None else _verdict(session, row))
-        resources.blobs.put(payload_key(expected.payload_hash), payload)
+        resources.blobs.put_source(payload_key(expected.payload_hash), payload)
         # Reading, sketching and comparing take seconds on a large block: no lock is held meanwhile.
         decoded = self._decode(expected, payload)
         now = resources.clock()
@@ -282,26 +278,37 @@ class Updates:
         resources.changes.notify()
         return _said(verdict)
 
-    def _decode(self, expected: Expected, payload: bytes) -> Decoded:
+    def _decode(self, expected: Expected, payload: ByteSource) -> Decoded:
         resources, run = self._resources, self._resources.run
+        schema, judged = run.schemas[expected.block], run.recipe.trust.judge != "off"
+        tensors: Weights = {}
         try:
-            tensors = decode(run.codec, run.schemas[expected.block], payload)
+            with ExitStack() as stack:
+                values: Values = Frame(run.codec, schema, payload).read
+                # Only a judge needs the update whole; its norm is taken band by band.
+                if judged:
+                    tensors = decode(run.codec, schema, payload[0 : len(payload)].data)
+                    values = held(tensors)
+                base = None
+                if run.codec.sends_weights:
+                    opened = resources.weights.opened_snapshot(expected.block, expected.base_hash)
+                    base = stack.enter_context(opened)
+                norm = update_norm(schema, values, base)
         except FrameError as error:
             not_finite = error.reason == FrameReason.NOT_FINITE
             reason = VerdictReason.NOT_FINITE if not_finite else VerdictReason.MALFORMED
             return Decoded(Ruling.refuse(reason, error.sentence, Mark.BAD))
-        sends_weights = run.codec.sends_weights
-        base = resources.weights.snapshot(expected.block, expected.base_hash) if sends_weights else {}
-        norm = update_norm(run.codec, tensors, base)
         if (overflow := overflow_ruling(norm)) is not None:
             return Decoded(overflow)
-        resources.weights.keep(expected.block, expected.payload_hash, tensors)
-        if run.recipe.trust.judge == "off":
+        if not judged:
             return Decoded(norm=norm)
+        resources.weights.keep(expected.block, expected.payload_hash, tensors)
         # The seed is the same for a whole run, so that sketches can be compared, and secret, so that a copier
         # does not know which values to change.
         seed = evidence_seed(resources.secret, f"sketch/{expected.block}", run.run_id)
-        sketch = sketch_of(delta_of(run.codec, tensors, base), seed, run.codec)
+        sends_weights = run.codec.sends_weights
+        own_base = resources.weights.snapshot(expected.block, expected.base_hash) if sends_weights else {}
+        sketch = sketch_of(delta_of(run.codec, tensors, own_base), seed, run.codec)
         # Who committed first has the update: a copier sees a payload only after its commit is in the ledger.
         with resources.store.read() as session:
             rows = session.execute(

@@ -9,7 +9,6 @@ rule of the litepaper (`_use_up_round`).
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, select
 from sqlalchemy import update as sql_update
@@ -216,7 +216,7 @@ class SimulatedCoordinator:
         updates, worker_id = self.service.updates, self.worker_ids[worker]
         try:
             expected = updates.expect(worker_id, update.payload_hash, len(update.payload))
-            verdict = updates.reveal(expected, io.BytesIO(update.payload), update.payload_hash)
+            verdict = updates.reveal(expected, np.frombuffer(update.payload, np.uint8), update.payload_hash)
         except Refusal:
             return None
         # In a real run a round waits for its judge anyway; here nobody else is served meanwhile.

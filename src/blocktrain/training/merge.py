@@ -5,14 +5,16 @@
 
 The mean is 1/R over R updates, whatever their weights, added in the order given (sorted update ids).
 Only element-wise additions and multiplications are used: their result does not depend on the machine,
-the number of threads or how the work is cut. Knows nothing of rounds, workers, files or the clock.
+the number of threads or how the work is cut. So it is cut into bands: a block of a billion parameters is
+merged, hashed and written in the memory of a few bands. Knows nothing of rounds, workers, files or the clock.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,31 +22,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.training.snapshot import Tensors
-from blocktrain.wire.codec import CodecSpec
+from blocktrain.wire.codec import CodecSpec, Schema, Values, held
 
 if TYPE_CHECKING:
     from blocktrain.wire.messages import MergeRecord
 
 RUNNING_MEDIAN_FACTOR = 3.0
 """An update is clipped to at most this many running medians."""
-MERGE_SPAN_VALUES = 1 << 17
-"""Values merged at once; four inputs of this size stay in a core's cache."""
+BANDS_AHEAD = 4
+"""Bands that threads have merged, or are at, while the caller hashes and writes an earlier one."""
 NORM_LANES = 1 << 16
 """Partial sums of squares that are kept side by side, and added up by halving."""
+
+Span = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeInput:
-    """One decoded update. For `dense` the tensors are the worker's weights."""
+    """One update. For `dense` its values are the worker's weights."""
 
     update_id: str
     weight: float
     """Age weight; 1 for an update on the merge's own base."""
     scale: float
     """Factor that clips its norm, from `clip_scales`."""
-    tensors: Tensors
-    base: Tensors | None = None
+    values: Values
+    base: Values | None = None
     """Snapshot a late `dense` update was made from; None where it is the merge's own base."""
+
+
+@dataclass(frozen=True)
+class MergedBand:
+    """The same band of one tensor in the base and in the result."""
+
+    name: str
+    band: slice
+    base: Span
+    values: Span
 
 
 def clip_scales(codec: CodecSpec, norms: Sequence[float], running_median: float | None) -> list[float]:
@@ -59,54 +73,74 @@ def clip_scales(codec: CodecSpec, norms: Sequence[float], running_median: float 
     return [1.0 if norm <= limit else limit / norm for norm in norms]
 
 
+def merged_bands(
+    codec: CodecSpec,
+    schema: Schema,
+    base: Values,
+    inputs: Sequence[MergeInput],
+    alpha: float,
+    executor: Executor | None = None,
+) -> Iterator[MergedBand]:
+    """The next snapshot, band by band in order; `inputs` sorted by update id and not empty."""
+    assert inputs, "a merge needs an update"
+    assert [one.update_id for one in inputs] == sorted(one.update_id for one in inputs)
+    merge = _merge_weights if codec.sends_weights else _merge_deltas
+    # 1/R whatever the weights: a late update at weight 0.5 moves the block half as far, and does not make the
+    # others count for more.
+    coefficients = [one.weight * one.scale / len(inputs) for one in inputs]
+
+    def work(name: str, band: slice) -> MergedBand:
+        before = base(name, band)
+        return MergedBand(name, band, before, merge(name, band, before, inputs, coefficients, alpha))
+
+    if executor is None:
+        yield from (work(*piece) for piece in schema.bands())
+        return
+    # A few at a time: threads that run ahead of a slow disk would fill the memory with what they merged.
+    pending: deque[Future[MergedBand]] = deque()
+    try:
+        for piece in schema.bands():
+            pending.append(executor.submit(work, *piece))
+            if len(pending) > BANDS_AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
 def merge_updates(
     codec: CodecSpec,
     base: Tensors,
     inputs: Sequence[MergeInput],
     alpha: float,
     executor: Executor | None = None,
-    out: dict[str, NDArray[np.float32]] | None = None,
 ) -> dict[str, NDArray[np.float32]]:
-    """The next snapshot, written into `out` where given; `inputs` sorted by update id and not empty."""
-    assert inputs, "a merge needs an update"
-    assert [one.update_id for one in inputs] == sorted(one.update_id for one in inputs)
-    result = out or {name: np.empty(tensor.shape, np.float32) for name, tensor in sorted(base.items())}
-    merge_span = _merge_weights if codec.sends_weights else _merge_deltas
-    # 1/R whatever the weights: a late update at weight 0.5 moves the block half as far, and does not make the
-    # others count for more.
-    coefficients = [one.weight * one.scale / len(inputs) for one in inputs]
+    """The next snapshot in memory."""
+    schema = Schema.of(base)
+    return assembled(schema, merged_bands(codec, schema, held(base), inputs, alpha, executor))
 
-    def work(piece: tuple[str, slice]) -> None:
-        """The same span of one tensor in the base, in every input, and in the result."""
-        name, span = piece
-        parts = [one.tensors[name].reshape(-1)[span] for one in inputs]
-        bases = [None if one.base is None else one.base[name].reshape(-1)[span] for one in inputs]
-        merge_span(
-            base[name].reshape(-1)[span], parts, bases, coefficients, alpha, result[name].reshape(-1)[span]
-        )
 
-    pieces = (
-        (name, slice(start, start + MERGE_SPAN_VALUES))
-        for name in sorted(base)
-        for start in range(0, max(1, base[name].size), MERGE_SPAN_VALUES)
-    )
-    for _ in (map if executor is None else executor.map)(work, pieces):
-        pass
+def assembled(schema: Schema, bands: Iterator[MergedBand]) -> dict[str, NDArray[np.float32]]:
+    result = {name: np.empty(shape, np.float32) for name, shape in schema.tensors}
+    for one in bands:
+        result[one.name].reshape(-1)[one.band] = one.values
     return result
 
 
 def replay_merge(
     record: MergeRecord,
-    base: Tensors,
-    decoded: Mapping[str, Tensors],
-    bases: Mapping[str, Tensors] | None = None,
+    schema: Schema,
+    base: Values,
+    updates: Mapping[str, Values],
+    bases: Mapping[str, Values] | None = None,
     executor: Executor | None = None,
-    out: dict[str, NDArray[np.float32]] | None = None,
-) -> dict[str, NDArray[np.float32]]:
+) -> Iterator[MergedBand]:
     """The result of a merge that was recorded; the caller compares its hash with `record.result_hash`.
 
-    `decoded` maps payload hash to decoded update. `bases` maps snapshot hash to snapshot, and is needed
-    only for late `dense` updates: a KeyError says which snapshot is missing.
+    `updates` maps payload hash to update. `bases` maps snapshot hash to snapshot, and is needed only for late
+    `dense` updates: a KeyError says which snapshot is missing.
     """
     codec = CodecSpec.parse(record.codec)
     inputs = []
@@ -117,24 +151,27 @@ def replay_merge(
                 update_id=one.update_id,
                 weight=one.weight,
                 scale=one.scale,
-                tensors=decoded[one.payload_hash],
+                values=updates[one.payload_hash],
                 base=(bases or {})[one.base_hash] if late else None,
             )
         )
-    return merge_updates(codec, base, inputs, record.alpha, executor, out)
+    return merged_bands(codec, schema, base, inputs, record.alpha, executor)
 
 
-def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:
-    """L2 norm of a decoded update, equal on every machine; `base` is what a `dense` one is measured from."""
+def update_norm(schema: Schema, values: Values, base: Values | None) -> float:
+    """L2 norm of an update, equal on every machine; `base` is what a `dense` one is measured from."""
     lanes = np.zeros(NORM_LANES, np.float64)
-    for name in sorted(tensors):
-        flat = tensors[name].reshape(-1)
-        reference = base[name].reshape(-1) if codec.sends_weights else None
-        for start in range(0, flat.size, NORM_LANES):
-            part = flat[start : start + NORM_LANES].astype(np.float64)
+    for name, band in schema.bands():
+        flat = values(name, band)
+        reference = None if base is None else base(name, band)
+        # A value's lane follows from its place in the tensor, however the tensor is cut into bands.
+        start, lane = 0, band.start % NORM_LANES
+        while start < flat.size:
+            part = flat[start : start + NORM_LANES - lane].astype(np.float64)
             if reference is not None:
-                part -= reference[start : start + NORM_LANES]
-            lanes[: part.size] += part * part
+                part -= reference[start : start + part.size]
+            lanes[lane : lane + part.size] += part * part
+            start, lane = start + part.size, 0
     # By halving, an order that no vector width can change; numpy's own sum may differ between machines, and a
     # norm is written to the ledger.
     while lanes.size > 1:
@@ -142,31 +179,31 @@ def update_norm(codec: CodecSpec, tensors: Tensors, base: Tensors) -> float:
     return float(np.sqrt(lanes[0]))
 
 
-Span = NDArray[np.float32]
-
-
 def _merge_deltas(
+    name: str,
+    band: slice,
     base: Span,
-    deltas: Sequence[Span],
-    _: Sequence[Span | None],
+    inputs: Sequence[MergeInput],
     coefficients: Sequence[float],
     alpha: float,
-    out: Span,
-) -> None:
-    mean = np.float32(coefficients[0]) * deltas[0]
-    for coefficient, delta in zip(coefficients[1:], deltas[1:], strict=True):
-        mean += np.float32(coefficient) * delta
-    np.subtract(base, np.float32(alpha) * mean, out=out)
+) -> Span:
+    # One update at a time: what is in memory does not grow with their number.
+    mean: Span = np.float32(coefficients[0]) * inputs[0].values(name, band)
+    for coefficient, one in zip(coefficients[1:], inputs[1:], strict=True):
+        mean += np.float32(coefficient) * one.values(name, band)
+    mean *= np.float32(alpha)
+    np.subtract(base, mean, out=mean)
+    return mean
 
 
 def _merge_weights(
+    name: str,
+    band: slice,
     base: Span,
-    locals_: Sequence[Span],
-    bases: Sequence[Span | None],
+    inputs: Sequence[MergeInput],
     coefficients: Sequence[float],
     alpha: float,
-    out: Span,
-) -> None:
+) -> Span:
     """base - alpha * sum c (base - local), written as (1 - alpha sum c) base + alpha sum c local.
 
     Written so, one worker at alpha 1 gives back its weights bit for bit: base - (base - local) would not,
@@ -174,15 +211,15 @@ def _merge_weights(
     """
     total: NDArray[np.float64] | None = None
     share = 0.0
-    for coefficient, local, own_base in zip(coefficients, locals_, bases, strict=True):
-        step = alpha * coefficient * local.astype(np.float64)
-        if own_base is None:
+    for coefficient, one in zip(coefficients, inputs, strict=True):
+        step = alpha * coefficient * one.values(name, band).astype(np.float64)
+        if one.base is None:
             share += alpha * coefficient
         else:
             # A late update: its delta is measured from the snapshot it was made from.
-            step -= alpha * coefficient * own_base.astype(np.float64)
+            step -= alpha * coefficient * one.base(name, band).astype(np.float64)
         total = step if total is None else total + step
     assert total is not None
     if share != 1.0:
         total = (1.0 - share) * base.astype(np.float64) + total
-    out[...] = total
+    return total.astype(np.float32)

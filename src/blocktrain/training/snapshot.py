@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -22,13 +23,16 @@ from safetensors import SafetensorError
 from torch import nn
 
 from blocktrain.errors import WireError
-from blocktrain.wire.codec import Schema, Tensors
-from blocktrain.wire.hashing import snapshot_hash
+from blocktrain.wire.byte_source import ByteSource
+from blocktrain.wire.codec import Schema, Tensors, Values
+from blocktrain.wire.hashing import SnapshotHasher, snapshot_hash
 
 __all__ = [
     "SnapshotError",
+    "SnapshotFile",
     "Tensors",
-    "blank_file",
+    "banded_hash",
+    "file_layout",
     "from_safetensors",
     "load_into",
     "max_snapshot_bytes",
@@ -77,34 +81,64 @@ def max_snapshot_bytes(schema: Schema) -> int:
     return 8 + HEADER_BYTES_PER_TENSOR * (1 + len(schema.tensors)) + 4 * schema.num_values
 
 
-def blank_file(schema: Schema) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
-    """A safetensors file still to be filled, and its tensors as views into it.
-
-    A merge writes into the views, so that 64 MB of weights are neither copied nor allocated twice.
-    """
-    entries, end = {}, 0
+def file_layout(schema: Schema) -> tuple[bytes, dict[str, int]]:
+    """How every snapshot file of this schema begins, and the byte at which each tensor's values start."""
+    entries, starts, end = {}, {}, 0
     for name, shape in schema.tensors:
         start, end = end, end + 4 * math.prod(shape)
+        starts[name] = start
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     # To a multiple of 8, so that the values lie aligned and numpy can view them as fp32 in place.
     header += b" " * (-len(header) % 8)
-    file = np.empty(8 + len(header) + end, np.uint8)
-    file[: 8 + len(header)] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
-    values = file[8 + len(header) :].view("<f4")
-    views, start = {}, 0
-    for name, shape in schema.tensors:
-        size = math.prod(shape)
-        views[name] = values[start : start + size].reshape(shape)
-        start += size
-    return file, views
+    places = {name: 8 + len(header) + start for name, start in starts.items()}
+    return len(header).to_bytes(8, "little") + header, places
 
 
 def to_safetensors(tensors: Tensors) -> bytes:
-    file, views = blank_file(Schema.of({name: tensors[name] for name in sorted(tensors)}))
-    for name, view in views.items():
-        view[...] = tensors[name]
-    return file.tobytes()
+    names = sorted(tensors)
+    header, _ = file_layout(Schema.of({name: tensors[name] for name in names}))
+    values = (np.ascontiguousarray(tensors[name], "<f4").reshape(-1).view(np.uint8) for name in names)
+    return b"".join([header, *(one.data for one in values)])
+
+
+class SnapshotFile:
+    """A snapshot that stays in its file: bands are read when they are asked for.
+
+    Covered: the header's names, types, shapes and places, before a value is read. Not covered: the values;
+    compare `hash` with the hash you asked for.
+    """
+
+    def __init__(self, source: ByteSource, schema: Schema) -> None:
+        self._source, self._schema = source, schema
+        begin, entries = _checked_header(source, schema)
+        self._places: dict[str, int] = {}
+        for name, shape in schema.tensors:
+            found, size = entries[name].get("data_offsets"), 4 * math.prod(shape)
+            first = found[0] if isinstance(found, list) and found else None
+            # The end follows from the start: a file that says otherwise is not one of ours.
+            if type(first) is not int or not 0 <= first <= len(source) - begin - size:
+                raise SnapshotError(f"{name}: expected {size} bytes inside the file, found {found}")
+            if found != [first, first + size]:
+                raise SnapshotError(f"{name}: expected {size} bytes, found {found}")
+            self._places[name] = begin + first
+
+    def read(self, name: str, band: slice) -> NDArray[np.float32]:
+        place = self._places[name]
+        return self._source[place + 4 * band.start : place + 4 * band.stop].view("<f4")
+
+    def hash(self) -> str:
+        return banded_hash(self._schema, self.read)
+
+
+def banded_hash(schema: Schema, values: Values) -> str:
+    """`snapshot_hash` of a block of any size in a few megabytes."""
+    hasher, shapes = SnapshotHasher(), dict(schema.tensors)
+    for name, band in schema.bands():
+        if band.start == 0:
+            hasher.begin(name, shapes[name])
+        hasher.update(values(name, band))
+    return hasher.hexdigest()
 
 
 def from_safetensors(data: bytes, schema: Schema) -> dict[str, NDArray[np.float32]]:
@@ -113,7 +147,7 @@ def from_safetensors(data: bytes, schema: Schema) -> dict[str, NDArray[np.float3
         raise SnapshotError(
             f"expected a snapshot of at most {max_snapshot_bytes(schema)} bytes, found {len(data)}"
         )
-    _check_header(data, schema)
+    _checked_header(np.frombuffer(data, np.uint8), schema)
     try:
         tensors: dict[str, NDArray[np.float32]] = safetensors.numpy.load(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -124,13 +158,14 @@ def from_safetensors(data: bytes, schema: Schema) -> dict[str, NDArray[np.float3
     return {name: tensors[name] for name, _ in schema.tensors}
 
 
-def _check_header(data: bytes, schema: Schema) -> None:
-    """Names, shapes and types before any tensor is made, so that a header cannot ask for memory."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
-        raise SnapshotError(f"not a safetensors file: {len(data)} bytes cannot hold its header")
+def _checked_header(source: ByteSource, schema: Schema) -> tuple[int, dict[str, Any]]:
+    """Names, shapes and types before any tensor is made, so that a header cannot ask for memory; where the
+    values begin, and the header's entries."""
+    length = int.from_bytes(source[0:8].tobytes(), "little")
+    if len(source) < 8 or length > min(len(source), max_snapshot_bytes(schema)) - 8:
+        raise SnapshotError(f"not a safetensors file: {len(source)} bytes cannot hold its header")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(source[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -138,6 +173,7 @@ def _check_header(data: bytes, schema: Schema) -> None:
     expected = {name: ("F32", shape) for name, shape in schema.tensors}
     if found != expected:
         raise SnapshotError(_difference(list(expected.items()), list(found.items())))
+    return 8 + length, header
 
 
 def _difference(expected: Sequence[object], found: Sequence[object]) -> str:

@@ -18,13 +18,14 @@ Same input, same bytes on every CPU: ties go to the lowest index, sums have a wr
 
 Covered: any bytes give tensors or FrameError; wrong length, unsorted, repeated or out-of-range indices,
 NaN, infinity, negative magnitudes and set bits that no encoder writes are refused; memory is that of the
-decoded tensors and one batch of chunks. Not covered: whether the values make sense (norm, evidence).
+decoded tensors, or of one band of them, and one batch of chunks. Not covered: whether the values make sense
+(norm, evidence).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final, Protocol
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 
 from blocktrain.codec_spec import CHUNK_VALUES, TILE_SIDE, CodecSpec
 from blocktrain.errors import WireError
+from blocktrain.wire.byte_source import ByteSource
 from blocktrain.wire.chunks import (
     MAX_HALF,
     BitsChunks,
@@ -51,20 +53,33 @@ __all__ = [
     "MAX_HALF",
     "TILE_SIDE",
     "CodecSpec",
+    "Frame",
     "FrameError",
     "FrameReason",
     "Schema",
     "Tensors",
+    "Values",
     "decode",
     "encode",
     "frame_length",
+    "held",
 ]
 
 _HALF_EXPONENT: Final = 0x7C00
 _BATCH_CHUNKS: Final = 256
 """Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""
 
+BAND_VALUES: Final = 1 << 18
+"""Values of a tensor that are decoded, merged and written at once, where its rows allow."""
+
 Tensors = Mapping[str, Floats]
+Values = Callable[[str, slice], Floats]
+"""Reads a band of one tensor: its values in order, as a flat array."""
+
+
+def held(tensors: Tensors) -> Values:
+    """Reads from tensors that are in memory."""
+    return lambda name, band: tensors[name].reshape(-1)[band]
 
 
 class FrameError(WireError):
@@ -101,6 +116,18 @@ class Schema:
     def num_values(self) -> int:
         return sum(math.prod(shape) for _, shape in self.tensors)
 
+    def bands(self) -> Iterator[tuple[str, slice]]:
+        """Every tensor in order of name, cut where its chunks end: what codecs can read alone, so that a
+        block of any size is worked on in a few megabytes."""
+        for name, shape in sorted(self.tensors):
+            rows, columns = _as_matrix(shape)
+            # Rows of tiles in a matrix, chunks in a vector; either way a band is contiguous.
+            step = CHUNK_VALUES if rows == 1 else TILE_SIDE * columns
+            step *= max(1, BAND_VALUES // step)
+            size = rows * columns
+            for start in range(0, size, step):
+                yield name, slice(start, min(start + step, size))
+
     def schema_hash(self) -> str:
         # Here, so that a training machine with numpy alone can encode: hashing needs blake3.
         from blocktrain.wire.hashing import canonical_json, content_hash
@@ -128,25 +155,37 @@ def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
     return frame.tobytes()
 
 
+class Frame:
+    """A frame whose bands are decoded when they are asked for, every byte of them checked, or FrameError."""
+
+    def __init__(self, codec: CodecSpec, schema: Schema, source: ByteSource) -> None:
+        # The length first: a wrong one costs no memory and no time, whatever it claims to be.
+        expected = frame_length(codec, schema)
+        if len(source) != expected:
+            raise FrameError(
+                FrameReason.WRONG_LENGTH,
+                f"expected a frame of {expected} bytes ({codec}, {len(schema.tensors)} tensors), found "
+                f"{len(source)}; check that codec, block and recipe are those of the assignment",
+            )
+        self._source, self._form = source, _form_of(codec)
+        self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        offset = 0
+        for name, shape in schema.tensors:
+            self._places[name] = offset, shape
+            offset += self._form.num_bytes(shape)
+
+    def read(self, name: str, band: slice) -> Floats:
+        """The values of a band of `Schema.bands`, or of a whole tensor."""
+        offset, shape = self._places[name]
+        return self._form.read(self._source, offset, name, shape, band)
+
+
 def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memoryview) -> dict[str, Floats]:
     """The tensors of a frame, every byte of it checked, or FrameError."""
-    # The length first: a wrong one costs no memory and no time, whatever it claims to be.
-    frame = np.frombuffer(payload, np.uint8)
-    expected = frame_length(codec, schema)
-    if len(frame) != expected:
-        raise FrameError(
-            FrameReason.WRONG_LENGTH,
-            f"expected a frame of {expected} bytes ({codec}, {len(schema.tensors)} tensors), found "
-            f"{len(frame)}; check that codec, block and recipe are those of the assignment",
-        )
-    form = _form_of(codec)
-    tensors: dict[str, Floats] = {}
-    offset = 0
-    for name, shape in schema.tensors:
-        size = form.num_bytes(shape)
-        tensors[name] = form.read(frame[offset : offset + size], name, shape)
-        offset += size
-    return tensors
+    frame = Frame(codec, schema, np.frombuffer(payload, np.uint8))
+    return {
+        name: frame.read(name, slice(0, math.prod(shape))).reshape(shape) for name, shape in schema.tensors
+    }
 
 
 def _check_tensors(schema: Schema, tensors: Tensors) -> None:
@@ -183,7 +222,9 @@ class _TensorForm(Protocol):
 
     def num_bytes(self, shape: tuple[int, ...]) -> int: ...
     def write(self, tensor: Floats, part: Bytes) -> None: ...
-    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats: ...
+    def read(
+        self, source: ByteSource, offset: int, name: str, shape: tuple[int, ...], band: slice
+    ) -> Floats: ...
 
 
 def _form_of(codec: CodecSpec) -> _TensorForm:
@@ -208,8 +249,9 @@ class _DenseForm:
     def write(self, tensor: Floats, part: Bytes) -> None:
         part.view("<f4")[:] = tensor.reshape(-1)
 
-    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
-        values = part.view("<f4").astype(np.float32).reshape(shape)
+    def read(self, source: ByteSource, offset: int, name: str, _: tuple[int, ...], band: slice) -> Floats:
+        part = source[offset + 4 * band.start : offset + 4 * band.stop]
+        values = part.view("<f4").astype(np.float32)
         _require_finite(np.isfinite(values), name, _SENDER)
         return values
 
@@ -222,11 +264,12 @@ class _HalfForm:
         # fp16 ends at 65504; the cut stays in error feedback, where infinity would spoil the weights.
         part.view("<f2")[:] = np.clip(tensor.reshape(-1), -MAX_HALF, MAX_HALF)
 
-    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+    def read(self, source: ByteSource, offset: int, name: str, _: tuple[int, ...], band: slice) -> Floats:
+        part = source[offset + 2 * band.start : offset + 2 * band.stop]
         # On the bits: an fp16 is NaN or infinite exactly when its exponent is all ones.
         finite = (part.view("<u2") & _HALF_EXPONENT) != _HALF_EXPONENT
         _require_finite(finite, name, _SENDER)
-        return part.view("<f2").astype(np.float32).reshape(shape)
+        return part.view("<f2").astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -254,6 +297,21 @@ class _Region:
         part = rows[:, self.column : self.column + self.num_across * self.width]
         return part.reshape(self.num_down, self.height, self.num_across, self.width)
 
+    def inside(self, rows: slice, columns: slice) -> tuple[int, _Region] | None:
+        """The chunks in these rows and columns of the matrix, and the number of the first of them."""
+        top, bottom = _within(rows, self.row, self.height, self.num_down)
+        left, right = _within(columns, self.column, self.width, self.num_across)
+        if top >= bottom or left >= right:
+            return None
+        part = replace(
+            self,
+            row=self.row + top * self.height,
+            column=self.column + left * self.width,
+            num_down=bottom - top,
+            num_across=right - left,
+        )
+        return top * self.num_across + left, part
+
     def batches(self) -> Iterator[_Region]:
         """The same chunks in the same order, at most about _BATCH_CHUNKS at a time."""
         # Whole rows of chunks where they fit, so that the order of chunks stays that of the frame.
@@ -267,6 +325,11 @@ class _Region:
                 num_down=min(down, self.num_down - y),
                 num_across=min(across, self.num_across - x),
             )
+
+
+def _within(span: slice, start: int, length: int, count: int) -> tuple[int, int]:
+    """First and last (not included) of `count` chunks along a side that a span covers."""
+    return max(0, (span.start - start) // length), min(count, -(-(span.stop - start) // length))
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -311,32 +374,45 @@ class _ChunkedForm:
         if tensor.size < CHUNK_VALUES:
             return self._half.write(tensor, part)
         matrix = tensor.reshape(_as_matrix(tensor.shape))
-        for region, _, records in self._records(part, tensor.shape):
-            values = region.of(matrix).swapaxes(1, 2).reshape(region.num_chunks, region.chunk_values)
-            records[:] = self._chunks.encode(values)
+        whole = slice(0, matrix.shape[0]), slice(0, matrix.shape[1])
+        for batch, _, start, end in self._batches(tensor.shape, *whole):
+            values = batch.of(matrix).swapaxes(1, 2).reshape(batch.num_chunks, batch.chunk_values)
+            part[start:end].reshape(batch.num_chunks, -1)[:] = self._chunks.encode(values)
         return None
 
-    def read(self, part: Bytes, name: str, shape: tuple[int, ...]) -> Floats:
+    def read(self, source: ByteSource, offset: int, name: str, shape: tuple[int, ...], band: slice) -> Floats:
         if math.prod(shape) < CHUNK_VALUES:
-            return self._half.read(part, name, shape)
-        matrix = np.empty(_as_matrix(shape), np.float32)
-        for region, first, records in self._records(part, shape):
+            return self._half.read(source, offset, name, shape, band)
+        height, width = _as_matrix(shape)
+        rows, columns = slice(0, 1), band
+        if height > 1:
+            rows, columns = slice(band.start // width, band.stop // width), slice(0, width)
+        matrix = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        for batch, first, start, end in self._batches(shape, rows, columns):
+            records = source[offset + start : offset + end].reshape(batch.num_chunks, -1)
             try:
-                values = self._chunks.decode(records, region.chunk_values)
+                values = self._chunks.decode(records, batch.chunk_values)
             # Only here is the tensor's name known, which is what a person needs to find the fault.
             except ChunkError as error:
                 problem = f"{name}, chunk {first + error.chunk}: {error}; {_SENDER}"
                 raise FrameError(error.reason, problem) from None
-            grid = values.reshape(region.num_down, region.num_across, region.height, region.width)
-            region.of(matrix)[:] = grid.swapaxes(1, 2)
-        return matrix.reshape(shape)
+            grid = values.reshape(batch.num_down, batch.num_across, batch.height, batch.width)
+            here = replace(batch, row=batch.row - rows.start, column=batch.column - columns.start)
+            here.of(matrix)[:] = grid.swapaxes(1, 2)
+        return matrix.reshape(-1)
 
-    def _records(self, part: Bytes, shape: tuple[int, ...]) -> Iterator[tuple[_Region, int, Bytes]]:
-        """Each batch of chunks, the number of its first chunk, and its records [chunk, byte]."""
-        offset = first = 0
+    def _batches(
+        self, shape: tuple[int, ...], rows: slice, columns: slice
+    ) -> Iterator[tuple[_Region, int, int, int]]:
+        """Each batch of chunks in these rows and columns, the number of its first chunk, and where its
+        records begin and end in the tensor's part of the frame."""
+        offset = chunks = 0
         for region in _regions(shape):
             size = self._chunks.record_bytes(region.chunk_values)
-            for batch in region.batches():
-                end = offset + batch.num_chunks * size
-                yield batch, first, part[offset:end].reshape(batch.num_chunks, size)
-                offset, first = end, first + batch.num_chunks
+            if (found := region.inside(rows, columns)) is not None:
+                first, wanted = found
+                for batch in wanted.batches():
+                    start = offset + first * size
+                    yield batch, chunks + first, start, start + batch.num_chunks * size
+                    first += batch.num_chunks
+            offset, chunks = offset + region.num_chunks * size, chunks + region.num_chunks

@@ -10,7 +10,7 @@ Python's shortest notation, so another language must print them the same way to 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from blocktrain.errors import WireError
+from blocktrain.wire.byte_source import ByteSource, pieces
 
 HASH_BYTES = 32
 GENESIS_HASH = "00" * HASH_BYTES
@@ -32,22 +33,43 @@ class CanonicalError(WireError):
     """A value that has no canonical bytes."""
 
 
-def content_hash(payload: bytes | memoryview) -> str:
+def content_hash(payload: bytes | memoryview | ByteSource) -> str:
     """Hex blake3 of a payload as it travels: what a commit promises and a blob is called."""
-    return blake3(payload).hexdigest()
+    if isinstance(payload, bytes | memoryview):
+        return blake3(payload).hexdigest()
+    hasher = blake3()
+    for piece in pieces(payload):
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+class SnapshotHasher:
+    """The hash of a snapshot whose values come band by band, in the order of `Schema.bands`."""
+
+    def __init__(self) -> None:
+        # A context first: no payload or ledger entry can have the hash of a snapshot by construction.
+        self._blake3 = blake3(_SNAPSHOT_CONTEXT)
+
+    def begin(self, name: str, shape: Sequence[int]) -> None:
+        # The shape goes in too: [2, 3] and [3, 2] of the same bytes are different weights.
+        self._blake3.update(canonical_json([name, [int(side) for side in shape]]) + b"\n")
+
+    def update(self, values: NDArray[np.float32]) -> None:
+        self._blake3.update(np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8).data)
+
+    def hexdigest(self) -> str:
+        return self._blake3.hexdigest()
 
 
 def snapshot_hash(tensors: Mapping[str, NDArray[np.float32]]) -> str:
     """Hex blake3 over every tensor in order of name: name, shape, little-endian fp32 bytes."""
-    # A context first: no payload or ledger entry can have the hash of a snapshot by construction.
-    hasher = blake3(_SNAPSHOT_CONTEXT)
+    hasher = SnapshotHasher()
     for name in sorted(tensors):
         tensor = tensors[name]
         if tensor.dtype != np.float32:
             raise CanonicalError(f"{name}: expected float32 to hash, found {tensor.dtype}; convert it first")
-        # The shape goes in too: [2, 3] and [3, 2] of the same bytes are different weights.
-        hasher.update(canonical_json([name, [int(side) for side in tensor.shape]]) + b"\n")
-        hasher.update(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).view(np.uint8).data)
+        hasher.begin(name, tensor.shape)
+        hasher.update(tensor)
     return hasher.hexdigest()
 
 

@@ -25,6 +25,7 @@ from blocktrain.coordinator.http.signed_requests import (
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.wire import messages
+from blocktrain.wire.byte_source import FileBytes
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import ErrorReason
 
@@ -137,7 +138,7 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
             pass
         return expected.verdict
     async with _body_place(request, signature.worker_id), received_file(request, signature) as (file, found):
-        return await _in_decoding_thread(request, service.updates.reveal, expected, file, found)
+        return await _in_decoding_thread(request, service.updates.reveal, expected, FileBytes(file), found)
 
 
 @asynccontextmanager

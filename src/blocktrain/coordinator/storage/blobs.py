@@ -11,21 +11,27 @@ the folder or bucket by hand (`blocktrain ledger verify` finds that).
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
+import numpy as np
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
 from blocktrain.errors import StorageError, UserError
+from blocktrain.wire.byte_source import ByteSource, FileBytes, pieces
 
 CHUNK_BYTES = 1 << 20
 PRESIGNED_SECONDS = 900
 REQUEST_TIMEOUT = "60s"
+DRAFTS = "drafts"
 
 
 def snapshot_key(snapshot_hash: str) -> str:
@@ -78,10 +84,47 @@ class Blobs:
         with _translated(key):
             # In one piece: an object appears whole or not at all, in a folder (renamed) and on S3 alike.
             obstore.put(self._store, key, content, use_multipart=False)
-            if self._folder is not None:
-                # To the disk, not just to the kernel: the row that will name the object is flushed too.
-                with open(self._folder / key, "rb+") as file:
-                    os.fsync(file.fileno())
+            self._flush(key)
+
+    def _flush(self, key: str) -> None:
+        # To the disk, not just to the kernel: the row that will name the object is flushed too.
+        if self._folder is not None:
+            with open(self._folder / key, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def put_source(self, key: str, source: ByteSource) -> None:
+        """In pieces: a payload may be as large as its block. It appears whole or not at all, as by `put`."""
+        with _translated(key):
+            obstore.put(self._store, key, pieces(source))
+            self._flush(key)
+
+    @contextmanager
+    def draft(self) -> Iterator[IO[bytes]]:
+        """A file to write a large object into before it has its name; gone afterwards, unless published."""
+        if self._folder is None:
+            with tempfile.TemporaryFile() as file:
+                yield file
+            return
+        # Beside the objects, so that publishing is a rename and not a copy.
+        path = self._folder / DRAFTS / secrets.token_hex(8)
+        with _translated("a draft"):
+            path.parent.mkdir(exist_ok=True)
+            draft = path.open("x+b")
+        try:
+            with draft:
+                yield draft
+        finally:
+            path.unlink(missing_ok=True)
+
+    def publish(self, key: str, draft: IO[bytes]) -> None:
+        draft.flush()
+        if self._folder is None:
+            return self.put_source(key, FileBytes(draft))
+        with _translated(key):
+            os.fsync(draft.fileno())
+            (self._folder / key).parent.mkdir(exist_ok=True)
+            os.replace(draft.name, self._folder / key)
+        return None
 
     def put_file(self, key: str, path: Path) -> None:
         """In pieces: a shard of a dataset may be larger than memory."""
@@ -91,6 +134,25 @@ class Blobs:
     def get(self, key: str) -> bytes:
         with _translated(key):
             return bytes(obstore.get(self._store, key).bytes())
+
+    @contextmanager
+    def opened(self, key: str, max_bytes: int | None = None) -> Iterator[ByteSource]:
+        """The object, to be read where it is needed; what lies on another machine is fetched to disk first,
+        and no longer than a little over `max_bytes`: an upload can grow after its size was asked for."""
+        if isinstance(self._store, MemoryStore):
+            yield np.frombuffer(self.get(key), np.uint8)
+            return
+        with ExitStack() as stack:
+            with _translated(key):
+                if self._folder is not None:
+                    file: IO[bytes] = stack.enter_context(open(self._folder / key, "rb"))
+                else:
+                    file = stack.enter_context(tempfile.TemporaryFile())
+                    for piece in self.pieces(key):
+                        file.write(piece)
+                        if max_bytes is not None and file.tell() > max_bytes:
+                            break
+            yield FileBytes(file)
 
     def size(self, key: str) -> int | None:
         """Bytes of the object, or None where there is none."""

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.storage.store import LedgerRow, RunRow, message_of
 from blocktrain.errors import BlocktrainError
-from blocktrain.training.merge import replay_merge
+from blocktrain.training.merge import assembled, replay_merge
 from blocktrain.training.snapshot import Tensors, from_safetensors, snapshot_hash
-from blocktrain.wire.codec import CodecSpec, Schema, decode
+from blocktrain.wire.codec import CodecSpec, Frame, Schema, held
 from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, chain_hash, content_hash
 from blocktrain.wire.identity import Identity, verify
 from blocktrain.wire.messages import BlockLayout, LedgerEntry, MergeRecord, Outcome, Receipt
@@ -239,7 +240,7 @@ class _Replay:
         block, schema = record.block, self._schemas[record.block]
         if record.base_hash != self.heads[block]:
             raise _Broken(f"merges into {record.base_hash}, the head is {self.heads[block]}")
-        decoded, bases = {}, {}
+        updates, bases = {}, {}
         for one in record.inputs:
             if self._unmerged.pop(one.update_id, None) != one.weight:
                 raise _Broken(f"update {one.update_id} is merged twice, or not as its verdict said")
@@ -248,16 +249,16 @@ class _Replay:
             payload = self._fetch_payload(one.payload_hash)
             if content_hash(payload) != one.payload_hash:
                 raise _Broken(f"the stored payload {one.payload_hash} has other contents")
-            decoded[one.payload_hash] = decode(self._codec, schema, payload)
+            updates[one.payload_hash] = Frame(self._codec, schema, np.frombuffer(payload, np.uint8)).read
             # A dense payload is whole weights, so the change it makes is measured from its own base.
             if self._codec.sends_weights and one.base_hash != record.base_hash:
-                bases[one.base_hash] = self._load(block, one.base_hash)
+                bases[one.base_hash] = held(self._load(block, one.base_hash))
         if self._fetch_payload is not None:
-            tensors = replay_merge(record, self._tensors[block], decoded, bases)
-            result = snapshot_hash(tensors)
+            bands = replay_merge(record, schema, held(self._tensors[block]), updates, bases)
+            self._tensors[block] = assembled(schema, bands)
+            result = snapshot_hash(self._tensors[block])
             if result != record.result_hash:
                 raise _Broken(f"its inputs give {result}, not {record.result_hash}")
-            self._tensors[block] = tensors
         self.heads[block], self.versions[block] = record.result_hash, record.version
         self._published.add((block, record.version, record.result_hash))
         self.merges += 1

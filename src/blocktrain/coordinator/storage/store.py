@@ -10,8 +10,9 @@ something. Knows nothing of what the rows mean to training.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -270,6 +271,10 @@ class Store:
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         # Rows stay readable after their transaction: answers are made from them outside of it.
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
+        # SQLite lets writers wait by sleeping and trying again, up to 0.1 s each time and in no order: with
+        # 200 workers a heartbeat took 0.4 s in the median and 11 s at its 99th percentile. A lock wakes the
+        # next one at once. PostgreSQL has locks of its own.
+        self._writing: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -279,7 +284,7 @@ class Store:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """One transaction: committed at the end, rolled back on any exception."""
-        with _translated(), self._sessions() as session, session.begin():
+        with _translated(), self._writing, self._sessions() as session, session.begin():
             session.connection(execution_options={"sqlite_begin": "IMMEDIATE"})
             yield session
 

@@ -11,12 +11,12 @@ delete leaves that one payload behind until the next start, which looks at the l
 from __future__ import annotations
 
 from collections import deque
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import select
 
 from blocktrain.coordinator.states import UpdateState
-from blocktrain.coordinator.storage.blobs import Blobs, payload_key
+from blocktrain.coordinator.storage.blobs import DRAFTS, Blobs, payload_key
 from blocktrain.coordinator.storage.queries import lock_run
 from blocktrain.coordinator.storage.store import Store, UpdateRow
 
@@ -62,6 +62,8 @@ class UnneededPayloads:
         return True
 
     def sweep_uploads(self, now: float) -> None:
-        """Objects that were put at an upload place and never spoken of again."""
+        """Objects that were put at an upload place and never spoken of again, and drafts of dead merges."""
+        # By the disk's own clock, as a draft's age is; no merge takes as long.
+        self._blobs.delete_older(f"{DRAFTS}/", datetime.now(UTC) - timedelta(seconds=UPLOAD_SECONDS))
         if self._blobs.shared:
             self._blobs.delete_older("uploads/", datetime.fromtimestamp(now - UPLOAD_SECONDS, UTC))

@@ -1,13 +1,16 @@
 """Snapshots and decoded updates in memory, least recently used first to go, bounded in bytes.
 
-Payloads are decoded as they arrive, so that closing a round costs only the mean, the hash and the write;
-anything that was dropped, or lost in a restart, is read from the blobs again.
+What a judge needs is held whole: a head, and the updates that it will score. A merge takes what is held, and
+reads the rest from the blobs band by band, so that a run without a judge holds no block at all.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from numpy import float32
 from numpy.typing import NDArray
@@ -15,8 +18,8 @@ from numpy.typing import NDArray
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
 from blocktrain.errors import StorageError
-from blocktrain.training.snapshot import from_safetensors, snapshot_hash
-from blocktrain.wire.codec import decode
+from blocktrain.training.snapshot import SnapshotFile, from_safetensors, snapshot_hash
+from blocktrain.wire.codec import Frame, Values, held
 from blocktrain.wire.hashing import content_hash
 
 Weights = dict[str, NDArray[float32]]
@@ -34,24 +37,51 @@ class WeightCache:
         self._lock = threading.Lock()
 
     def snapshot(self, block: int, wanted: str) -> Weights:
-        held = self._held_weights(block, wanted)
-        if held is None:
-            held = from_safetensors(self._blobs.get(snapshot_key(wanted)), self._run.schemas[block])
+        weights = self._held_weights(block, wanted)
+        if weights is None:
+            weights = from_safetensors(self._blobs.get(snapshot_key(wanted)), self._run.schemas[block])
             # The blobs are the operator's to lose, not to change: weights are used only under their own hash.
-            if snapshot_hash(held) != wanted:
-                raise StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
-            self.keep(block, wanted, held)
-        return held
+            if snapshot_hash(weights) != wanted:
+                raise changed_snapshot(wanted)
+            self.keep(block, wanted, weights)
+        return weights
 
     def update(self, block: int, payload_hash: str) -> Weights:
-        held = self._held_weights(block, payload_hash)
-        if held is None:
-            payload = self._blobs.get(payload_key(payload_hash))
-            if content_hash(payload) != payload_hash:
+        weights = self._held_weights(block, payload_hash)
+        if weights is None:
+            with self.opened_update(block, payload_hash) as values:
+                weights = {
+                    name: values(name, slice(0, math.prod(shape))).reshape(shape)
+                    for name, shape in self._run.schemas[block].tensors
+                }
+            self.keep(block, payload_hash, weights)
+        return weights
+
+    @contextmanager
+    def opened_snapshot(self, block: int, wanted: str, *, checked: bool = False) -> Iterator[Values]:
+        """The snapshot's values, from memory or from its file. `checked`: the caller compares the hash of
+        what it read with `wanted`; else the whole file is hashed first."""
+        weights = self._held_weights(block, wanted)
+        if weights is not None:
+            yield held(weights)
+            return
+        with self._blobs.opened(snapshot_key(wanted)) as source:
+            file = SnapshotFile(source, self._run.schemas[block])
+            if not checked and file.hash() != wanted:
+                raise changed_snapshot(wanted)
+            yield file.read
+
+    @contextmanager
+    def opened_update(self, block: int, payload_hash: str) -> Iterator[Values]:
+        """The update's values, from memory or decoded band by band."""
+        weights = self._held_weights(block, payload_hash)
+        if weights is not None:
+            yield held(weights)
+            return
+        with self._blobs.opened(payload_key(payload_hash)) as source:
+            if content_hash(source) != payload_hash:
                 raise StorageError(f"payload {payload_hash} in the blob store has other contents; restore it")
-            held = decode(self._run.codec, self._run.schemas[block], payload)
-            self.keep(block, payload_hash, held)
-        return held
+            yield Frame(self._run.codec, self._run.schemas[block], source).read
 
     def keep(self, block: int, name: str, weights: Weights) -> None:
         with self._lock:
@@ -77,6 +107,10 @@ class WeightCache:
         weights = self._held.pop(key, None)
         if weights is not None:
             self._bytes -= _num_bytes(weights)
+
+
+def changed_snapshot(wanted: str) -> StorageError:
+    return StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
 
 
 def _num_bytes(weights: Weights) -> int:
