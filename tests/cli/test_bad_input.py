@@ -25,8 +25,8 @@ BAD_FLAGS = {
     "a learned codebook one block at a time": ("objective.codebook=learned", "training.order"),
     "a missing file": ("data.corpus=/no/such/file.txt", "no text at /no/such/file.txt"),
     "a dataset without the extra": ("data.corpus=hf:wikitext", ".[datasets]"),
-    "a batch longer than the text": ("training.batch=2000", "fewer than one batch needs"),
-    "a context longer than the text": ("model.context=8000", "fewer than one batch needs"),
+    "a batch longer than the text": ("training.batch=21000", "fewer than one batch needs"),
+    "a context longer than the text": ("model.context=21000", "fewer than one batch needs"),
 }
 
 
