@@ -86,10 +86,18 @@ def test_what_is_no_json_is_refused(quiet_page: Watched) -> None:
 
 def test_losses_of_a_run_with_tokens_are_shown_per_byte(quiet_page: Watched) -> None:
     scored = {"bytes_per_token": 4.0, "consensus_ce": 6.0, "block_ce": [6.0, 8.0]}
-    status = {"evaluations": [scored], "references": [{"name": "bigram counts", "ce": 10.0}], "name": "a"}
+    status = {
+        "evaluations": [scored],
+        "references": [{"name": "bigram counts", "ce": 10.0}],
+        "reports": [{"mean_loss": 8.0}, {"mean_loss": None}],
+        "workers": [{"loss": 4.0}],
+        "name": "a",
+    }
     shown = quiet_page.page.evaluate(PER_BYTE, status)
     assert shown["evaluations"] == [{**scored, "consensus_ce": 1.5, "block_ce": [1.5, 2.0]}]
     assert shown["references"] == [{"name": "bigram counts", "ce": 2.5}]
+    assert shown["reports"] == [{"mean_loss": 2.0}, {"mean_loss": None}]
+    assert shown["workers"] == [{"loss": 1.0}]
     assert (shown["per_token"], shown["name"]) == (6.0, "a")
     status["evaluations"] = [{**scored, "bytes_per_token": 1.0}]
     assert quiet_page.page.evaluate(PER_BYTE, status) == {**status, "per_token": None}
