@@ -31,6 +31,7 @@ def test_without_lm_eval_the_script_says_what_to_install(checkpoint: Path, tmp_p
     hidden = (
         "import importlib.util, runpy, sys; find = importlib.util.find_spec;"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest);"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r});"  # as Python does where a script is run
         f"sys.argv = ['harness.py', {str(checkpoint)!r}, '--text', {str(tmp_path)!r}];"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     )
