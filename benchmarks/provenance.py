@@ -42,12 +42,17 @@ def provenance(kind: str, seeds: Sequence[int] = (), *, now: datetime.datetime |
         kind=kind,
         commit=described.removesuffix("-dirty") or None,
         clean=bool(described) and not described.endswith("-dirty"),
-        command=shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        command=shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_named, sys.argv[1:])]),
         hardware=hardware(),
         versions=library_versions(),
         seeds=list(seeds),
         date=(now or datetime.datetime.now(datetime.UTC)).date().isoformat(),
     )
+
+
+def _named(argument: str) -> str:
+    """Without the folders of one machine, which mean nothing on another and are nobody's business."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def hardware() -> str:

@@ -24,10 +24,10 @@ from blocktrain.wire import codec as codec_module
 from blocktrain.wire.byte_source import FileBytes
 from blocktrain.wire.codec import (
     CodecSpec,
-    Frame,
     FrameError,
     FrameReason,
     Schema,
+    UpdateFrame,
     decode,
     encode,
     frame_length,
@@ -286,7 +286,9 @@ def test_bands_decoded_alone_are_the_tensors_decoded_whole(
     whole = decode(codec, schema, payload)
     (tmp_path / "payload").write_bytes(payload)
     with (tmp_path / "payload").open("rb") as file:
-        frames = [Frame(codec, schema, one) for one in (np.frombuffer(payload, np.uint8), FileBytes(file))]
+        frames = [
+            UpdateFrame(codec, schema, one) for one in (np.frombuffer(payload, np.uint8), FileBytes(file))
+        ]
         seen = dict.fromkeys(whole, 0)
         for name, band in schema.bands():
             assert band.start == seen[name]

@@ -28,7 +28,7 @@ from blocktrain.training.snapshot import (
     to_safetensors,
 )
 from blocktrain.training.update import Weights
-from blocktrain.wire.codec import Frame, FrameError, Schema, held
+from blocktrain.wire.codec import FrameError, Schema, UpdateFrame, held
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import MergeRecord
 
@@ -207,7 +207,7 @@ class Snapshots:
                 payloads = {one.payload_hash: self._payload(layout, one.payload_hash) for one in merge.inputs}
                 # Band by band: decoded whole, four updates would take four times the block's memory.
                 updates = {
-                    name: Frame(layout.codec, layout.schema, np.frombuffer(payload, np.uint8)).read
+                    name: UpdateFrame(layout.codec, layout.schema, np.frombuffer(payload, np.uint8)).read
                     for name, payload in payloads.items()
                 }
                 bands = replay_merge(merge, layout.schema, held(base.weights), updates, known)

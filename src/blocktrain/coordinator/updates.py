@@ -49,7 +49,7 @@ from blocktrain.validation.ruling import (
     reveal_ruling,
 )
 from blocktrain.wire.byte_source import ByteSource
-from blocktrain.wire.codec import Frame, FrameError, FrameReason, Values, decode, held
+from blocktrain.wire.codec import FrameError, FrameReason, UpdateFrame, Values, decode, held
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (
@@ -284,7 +284,7 @@ class Updates:
         tensors: Weights = {}
         try:
             with ExitStack() as stack:
-                values: Values = Frame(run.codec, schema, payload).read
+                values: Values = UpdateFrame(run.codec, schema, payload).read
                 # Only a judge needs the update whole; its norm is taken band by band.
                 if judged:
                     tensors = decode(run.codec, schema, payload[0 : len(payload)].data)

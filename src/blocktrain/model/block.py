@@ -8,6 +8,7 @@ vocabulary and P hinted sequences, the first P of the batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -121,7 +122,7 @@ def call_layer(layer: nn.Module, *arguments: object) -> Tensor:
     return y
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """What every family's block can do."""
 
     context: int
@@ -145,10 +146,11 @@ class Block(nn.Module):
     def new_cache(self) -> Cache:
         return Cache([LayerCache() for _ in range(self.num_layers)])
 
+    @abstractmethod
     def matrices(self) -> set[str]:
         """Names of the layers' matrices, which Muon trains; AdamW trains the rest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(
         self,
         tokens_BT: Tensor,
@@ -159,7 +161,6 @@ class Block(nn.Module):
         both_ways: int = 0,
     ) -> BlockOutput:
         """`both_ways`: how many of the first sequences attend to later positions too (see sweep.py)."""
-        raise NotImplementedError
 
     def run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         if not torch.is_grad_enabled():

@@ -53,7 +53,7 @@ __all__ = [
     "MAX_HALF",
     "TILE_SIDE",
     "CodecSpec",
-    "Frame",
+    "UpdateFrame",
     "FrameError",
     "FrameReason",
     "Schema",
@@ -155,7 +155,7 @@ def encode(codec: CodecSpec, schema: Schema, tensors: Tensors) -> bytes:
     return frame.tobytes()
 
 
-class Frame:
+class UpdateFrame:
     """A frame whose bands are decoded when they are asked for, every byte of them checked, or FrameError."""
 
     def __init__(self, codec: CodecSpec, schema: Schema, source: ByteSource) -> None:
@@ -182,7 +182,7 @@ class Frame:
 
 def decode(codec: CodecSpec, schema: Schema, payload: bytes | bytearray | memoryview) -> dict[str, Floats]:
     """The tensors of a frame, every byte of it checked, or FrameError."""
-    frame = Frame(codec, schema, np.frombuffer(payload, np.uint8))
+    frame = UpdateFrame(codec, schema, np.frombuffer(payload, np.uint8))
     return {
         name: frame.read(name, slice(0, math.prod(shape))).reshape(shape) for name, shape in schema.tensors
     }

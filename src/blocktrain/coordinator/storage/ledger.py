@@ -25,7 +25,7 @@ from blocktrain.coordinator.storage.store import LedgerRow, RunRow, message_of
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import assembled, replay_merge
 from blocktrain.training.snapshot import Tensors, from_safetensors, snapshot_hash
-from blocktrain.wire.codec import CodecSpec, Frame, Schema, held
+from blocktrain.wire.codec import CodecSpec, Schema, UpdateFrame, held
 from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, chain_hash, content_hash
 from blocktrain.wire.identity import Identity, verify
 from blocktrain.wire.messages import BlockLayout, LedgerEntry, MergeRecord, Outcome, Receipt
@@ -249,7 +249,9 @@ class _Replay:
             payload = self._fetch_payload(one.payload_hash)
             if content_hash(payload) != one.payload_hash:
                 raise _Broken(f"the stored payload {one.payload_hash} has other contents")
-            updates[one.payload_hash] = Frame(self._codec, schema, np.frombuffer(payload, np.uint8)).read
+            updates[one.payload_hash] = UpdateFrame(
+                self._codec, schema, np.frombuffer(payload, np.uint8)
+            ).read
             # A dense payload is whole weights, so the change it makes is measured from its own base.
             if self._codec.sends_weights and one.base_hash != record.base_hash:
                 bases[one.base_hash] = held(self._load(block, one.base_hash))

@@ -19,7 +19,7 @@ from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
 from blocktrain.errors import StorageError
 from blocktrain.training.snapshot import SnapshotFile, from_safetensors, snapshot_hash
-from blocktrain.wire.codec import Frame, Values, held
+from blocktrain.wire.codec import UpdateFrame, Values, held
 from blocktrain.wire.hashing import content_hash
 
 Weights = dict[str, NDArray[float32]]
@@ -81,7 +81,7 @@ class WeightCache:
         with self._blobs.opened(payload_key(payload_hash)) as source:
             if content_hash(source) != payload_hash:
                 raise StorageError(f"payload {payload_hash} in the blob store has other contents; restore it")
-            yield Frame(self._run.codec, self._run.schemas[block], source).read
+            yield UpdateFrame(self._run.codec, self._run.schemas[block], source).read
 
     def keep(self, block: int, name: str, weights: Weights) -> None:
         with self._lock:
