@@ -26,7 +26,7 @@ def gateway(trained: tuple[Path, object]) -> Iterator[str]:
 def test_an_address_without_a_scheme_is_misuse(verb: tuple[str, ...]) -> None:
     outcome = run_main(*verb, "foo")
     assert outcome.code == 2
-    assert "'foo' is no address of a coordinator; expected http(s)://HOST[:PORT]" in outcome.complaint
+    assert "'foo' is not the address of a coordinator; expected http(s)://HOST[:PORT]" in outcome.complaint
 
 
 def test_the_status_of_a_gateway_is_refused_in_words(gateway: str) -> None:

@@ -40,7 +40,7 @@ def test_a_link_says_what_it_carries_and_needs_no_quotes_in_a_shell(link: RunLin
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("10.0.0.5:8420", "is no address of a coordinator"),
+        ("10.0.0.5:8420", "is not the address of a coordinator"),
         ("http://h:1#invite", "damaged"),
         ("http://h:1#invite=a,invite=b", "damaged"),
         ("https://h:1#pin=abc", "64 hex digits"),

@@ -41,6 +41,18 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
+def test_looking_at_a_run_does_not_load_torch() -> None:
+    """It is two seconds of every `blocktrain status`."""
+    script = (
+        "import sys\nfrom blocktrain.cli.main import main\n"
+        "sys.argv = ['blocktrain', 'status', 'http://127.0.0.1:1']\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code == 1\n"
+        "print('torch' in sys.modules)"
+    )
+    done = run_python(script)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_help_takes_less_than_the_promised_processor_time() -> None:
     """The best of three, since other processes on the core cost time too."""
 
