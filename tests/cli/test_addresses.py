@@ -14,6 +14,7 @@ import pytest
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
 from tests.cli.program import ENVIRONMENT, command, run_main, run_program
+from tests.forked import quick_python
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def test_ctrl_c_before_joining_ends_a_worker_with_130(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     options = ("--coordinator", url, "--data-dir", tmp_path / "worker")
-    with subprocess.Popen(command("worker", *options), env=ENVIRONMENT, stderr=subprocess.PIPE) as worker:
+    words = command("worker", *options, python=quick_python())
+    with subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE) as worker:
         assert worker.stderr is not None
         line = worker.stderr.readline().decode()
         while "no answer from" not in line:

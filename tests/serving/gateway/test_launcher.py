@@ -63,7 +63,7 @@ def test_a_port_in_use_is_told_in_a_sentence() -> None:
 
 
 @pytest.fixture
-def launched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Launcher, Served]]:
+def launched(checkpoint: Path, tmp_path: Path, quick_children: None) -> Iterator[tuple[Launcher, Served]]:
     launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0, logs=tmp_path))
     stop = threading.Event()
     try:
@@ -77,6 +77,7 @@ def launched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Launcher, Serve
         launcher.end()
 
 
+@pytest.mark.usefixtures("quick_children")
 def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path, tmp_path: Path) -> None:
     config = LaunchConfig(checkpoint=checkpoint, num_stages=1, port=0, logs=tmp_path)
     launcher, stop = Launcher(config), threading.Event()
