@@ -94,6 +94,9 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
         {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
     ),
+    "unequal": Kind(
+        "unequal*.json", (*TRAINING, "benchmarks/unequal.py"), {"pools": dict, "gain": NUMBER, "blocks": list}
+    ),
     "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
 }
 """First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""
