@@ -174,13 +174,21 @@ class ModelConfig:
             self.heads % (self.kv_heads or self.heads) == 0,
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
-        _require(self.rope_theta > 1, "model.rope_theta must be above 1")
-        _require(0 < self.norm_eps < 1, "model.norm_eps must be between 0 and 1")
+        _require(self.rope_theta > 1, f"model.rope_theta must be above 1, found {self.rope_theta}")
+        _require(0 < self.norm_eps < 1, f"model.norm_eps must be between 0 and 1, found {self.norm_eps}")
         if self.rope_scaling is not None:
             RopeScaling.parse(self.rope_scaling)
-        _require(self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}")
-        _require(self.condition_width >= 2, "model.condition_width must be at least 2")
-        _require(0 <= self.convolution <= 16, "model.convolution must be between 0 and 16 taps")
+        _require(
+            self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}, found {self.context}"
+        )
+        _require(
+            self.condition_width >= 2,
+            f"model.condition_width must be at least 2, found {self.condition_width}",
+        )
+        _require(
+            0 <= self.convolution <= 16,
+            f"model.convolution must be between 0 and 16 taps, found {self.convolution}",
+        )
         for key in PER_BLOCK:
             numbers = getattr(self, key)
             _require(
@@ -260,7 +268,10 @@ class ObjectiveConfig:
             f"objective.sigma_min ({self.sigma_min}) must be above 0 and below objective.sigma_max "
             f"({self.sigma_max})",
         )
-        _require(0.0 <= self.hint_probability <= 1.0, "objective.hint_probability must be between 0 and 1")
+        _require(
+            0.0 <= self.hint_probability <= 1.0,
+            f"objective.hint_probability must be between 0 and 1, found {self.hint_probability}",
+        )
         _require(
             0.0 <= self.sweep_probability <= self.hint_probability,
             f"objective.sweep_probability ({self.sweep_probability}) must be between 0 and "
@@ -275,9 +286,12 @@ class ObjectiveConfig:
             'objective.codebook = "own" leaves no common targets that could be noised: set '
             'objective.hint_probability = 0 and objective.loss = "ce"',
         )
-        _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
+        _require(
+            0.0 <= self.overlap < 1.0,
+            f"objective.overlap must be at least 0 and below 1, found {self.overlap}",
+        )
         for key in ("sigma_data", "p_std", "logit_scale"):
-            _require(getattr(self, key) > 0, f"objective.{key} must be above 0")
+            _require(getattr(self, key) > 0, f"objective.{key} must be above 0, found {getattr(self, key)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,8 +324,14 @@ class DataConfig:
                 f"data.mirrors: expected http:// or https:// addresses with spaces between, found {mirror!r}",
             )
         _require(len(self.mirror_addresses) <= MAX_MIRRORS, f"data.mirrors: at most {MAX_MIRRORS} addresses")
-        _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
-        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
+        _require(
+            0 < self.valid_fraction <= 0.5,
+            f"data.valid_fraction must be above 0 and at most 0.5, found {self.valid_fraction}",
+        )
+        _require(
+            self.max_bytes is None or self.max_bytes > 0,
+            f"data.max_bytes must be above 0, found {self.max_bytes}",
+        )
 
     @property
     def mirror_addresses(self) -> list[str]:
@@ -374,7 +394,10 @@ class TrainingConfig:
         for key in ("reference_matrix_lr", "reference_other_lr"):
             rate = getattr(self, key)
             _require(rate is None or rate > 0, f"training.{key} must be above 0, found {rate}")
-        _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
+        _require(
+            self.frozen_host_bytes >= 1,
+            f"training.frozen_host_bytes must be at least 1, found {self.frozen_host_bytes}",
+        )
         _require(
             self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
             f"training.micro_batch must be at least 1, or `auto`, found {self.micro_batch}",
@@ -383,9 +406,13 @@ class TrainingConfig:
             self.momentum == "float32" or self.optimizer == "muon",
             'training.momentum = "bfloat16" is for training.optimizer = "muon"; AdamW keeps fp32',
         )
-        _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
-        _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
-        _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
+        _require(
+            self.warmup_steps >= 0, f"training.warmup_steps must not be negative, found {self.warmup_steps}"
+        )
+        _require(0 <= self.final_lr <= 1, f"training.final_lr must be between 0 and 1, found {self.final_lr}")
+        _require(
+            self.weight_decay >= 0, f"training.weight_decay must not be negative, found {self.weight_decay}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,10 +430,20 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         for key in ("noise_draws", "batch"):
-            _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
-        _require(self.pooling_bytes >= 2, "evaluation.pooling_bytes must be at least 2")
-        _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
-        _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
+            _require(
+                getattr(self, key) >= 1, f"evaluation.{key} must be at least 1, found {getattr(self, key)}"
+            )
+        _require(
+            self.pooling_bytes >= 2,
+            f"evaluation.pooling_bytes must be at least 2, found {self.pooling_bytes}",
+        )
+        _require(
+            self.max_bytes is None or self.max_bytes > 1,
+            f"evaluation.max_bytes must be above 1, found {self.max_bytes}",
+        )
+        _require(
+            self.sample_bytes >= 0, f"evaluation.sample_bytes must not be negative, found {self.sample_bytes}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,14 +497,26 @@ class SwarmConfig:
         for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
             _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
         CodecSpec.parse(self.codec)
-        _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
-        _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
-        _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")
-        _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
-        _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
-        _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
-        _require(0 <= self.stand_in <= 1, "swarm.stand_in must be between 0 and 1")
-        _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
+        _require(
+            0 <= self.error_feedback <= 1,
+            f"swarm.error_feedback must be between 0 and 1, found {self.error_feedback}",
+        )
+        _require(
+            0 < self.outer_lr <= 10, f"swarm.outer_lr must be above 0 and at most 10, found {self.outer_lr}"
+        )
+        _require(0 <= self.max_age <= 100, f"swarm.max_age must be between 0 and 100, found {self.max_age}")
+        _require(
+            0 < self.age_decay <= 1, f"swarm.age_decay must be above 0 and at most 1, found {self.age_decay}"
+        )
+        _require(
+            0 < self.deadline_quantile <= 1,
+            f"swarm.deadline_quantile must be above 0 and at most 1, found {self.deadline_quantile}",
+        )
+        _require(0 <= self.run_ahead <= 1, f"swarm.run_ahead must be between 0 and 1, found {self.run_ahead}")
+        _require(0 <= self.stand_in <= 1, f"swarm.stand_in must be between 0 and 1, found {self.stand_in}")
+        _require(
+            self.deadline_slack >= 1, f"swarm.deadline_slack must be at least 1, found {self.deadline_slack}"
+        )
         _require(
             0 < self.min_deadline_seconds <= self.max_deadline_seconds,
             "swarm.min_deadline_seconds must be above 0 and at most swarm.max_deadline_seconds",
@@ -521,14 +570,25 @@ class TrustConfig:
     """Length of such a ban."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.stamp_bits <= 32, "trust.stamp_bits must be between 0 and 32")
-        _require(0 < self.compute_share <= 1, "trust.compute_share must be in (0, 1]")
+        _require(
+            0 <= self.stamp_bits <= 32, f"trust.stamp_bits must be between 0 and 32, found {self.stamp_bits}"
+        )
+        _require(
+            0 < self.compute_share <= 1,
+            f"trust.compute_share must be above 0 and at most 1, found {self.compute_share}",
+        )
         _require(
             0 <= self.norm_low < 1 < self.norm_high,
             "trust.norm_low must be below 1 and trust.norm_high above",
         )
-        _require(self.probation_verdicts >= 0, "trust.probation_verdicts must not be negative")
-        _require(0 <= self.ban_below < 0.5, "trust.ban_below must be in [0, 0.5)")
+        _require(
+            self.probation_verdicts >= 0,
+            f"trust.probation_verdicts must not be negative, found {self.probation_verdicts}",
+        )
+        _require(
+            0 <= self.ban_below < 0.5,
+            f"trust.ban_below must be at least 0 and below 0.5, found {self.ban_below}",
+        )
         for key in ("max_workers_per_address", "max_workers_per_block"):
             _require(getattr(self, key) >= 1, f"trust.{key} must be at least 1, found {getattr(self, key)}")
         for key in ("judge_lease_seconds", "judge_patience_seconds", "ban_seconds"):
@@ -550,7 +610,7 @@ class Recipe:
     trust: TrustConfig = field(default_factory=TrustConfig)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
+        _require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2^63, found {self.seed}")
         _require(
             self.objective.codebook != "learned" or self.training.order == "turns",
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '

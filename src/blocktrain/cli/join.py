@@ -60,7 +60,7 @@ def join(
     if hours is not None:
         parse_hours(hours)  # a mistake is told before a plan is
     limits = {
-        "{} threads for each worker": threads,
+        "threads for each worker: {}": threads,
         "other programs first (nice {})": nice or None,
         "{} Mbit/s up": max_up,
         "{} Mbit/s down": max_down,

@@ -134,7 +134,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / 'config.json'} is not a {FORMAT}")
     if config.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} is checkpoint version {config.get('version')}; this program reads {FORMAT_VERSION}"
+            f"{path} is checkpoint version {config.get('version')}; this program reads {FORMAT_VERSION}: "
+            "use a newer blocktrain"
         )
     return config
 

@@ -267,8 +267,7 @@ class Worker:
         else:
             # NaN in the weights spreads to every merge: take the snapshot again, with fresh optimizer state.
             self.view.line(f"diverged block={update.block} round={update.round}; starting over")
-            with contextlib.suppress(BlocktrainError):
-                self.client.hand_back(update.assignment_id)
+            self.client.let_go(update.assignment_id)
             self.logic.cancel(update)
             training.begin(progress, assignment.total_steps)
 
