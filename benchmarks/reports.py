@@ -94,6 +94,20 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
         {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
     ),
+    "unequal": Kind(
+        "unequal*.json", (*TRAINING, "benchmarks/unequal.py"), {"pools": dict, "gain": NUMBER, "blocks": list}
+    ),
+    "gap": Kind(
+        "gap-*.json", (*TRAINING, "benchmarks/gap.py"), {"gaps": list, "trials": list, "steps": dict}
+    ),
+    **{
+        name: Kind(
+            f"{name}.json",
+            (*TRAINING, "benchmarks/noise_tables.py", "recipes/litepaper.toml"),
+            {"row": dict, "ce": NUMBER, "consensus": NUMBER},
+        )
+        for name in ("t1", "t2", "t3")
+    },
     "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
 }
 """First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""
