@@ -47,8 +47,15 @@ PROMPTS = ("The function returns", "## Installation\n\n", "To use this")
 GREEDY_TOKENS = 48
 TWO_SHARE = 0.8
 """Of the rounds that must have merged two updates: a worker that is late once is no failure."""
-TINY = ("model.width=64", "model.heads=4", "model.kv_heads=2", "model.feedforward_width=160")
-TINY += ("model.layers_per_block=2", "model.context=64", "evaluation.max_bytes=20000")
+TINY = (
+    "model.width=64",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.feedforward_width=160",
+    "model.layers_per_block=2",
+    "model.context=64",
+    "evaluation.max_bytes=20000",
+)
 
 
 def settings(options: argparse.Namespace) -> list[str]:
