@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
+# The tests start hundreds of programs. Where this is set, as in many containers, each compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test lint slow docs reports audit clean
 
 demo: $(VENV)/.ready

@@ -7,10 +7,17 @@ it imports first: everything that is forked comes through here.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
+import shutil
+import socket
 import sys
+import tempfile
 from pathlib import Path
+
+from tests import zygote
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.forked_preload"])
@@ -18,6 +25,21 @@ processes.set_forkserver_preload(["tests.forked_preload"])
 ForkedProcess = multiprocessing.context.ForkServerProcess
 OTHER_BUILTIN = "TEST_OTHER_BUILTIN"
 """In a program's environment: its Python comes with other documentation."""
+
+
+@functools.cache
+def quick_python() -> str:
+    """A `python` for whose `-m blocktrain` a process is forked; everything else is left to the real one.
+    A `blocktrain` stands beside it."""
+    folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    zygote.write_shims(folder, folder / "zygote")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "zygote"))
+        listener.listen(64)
+        shim = str(folder / "python")
+        processes.Process(target=zygote.serve, args=(listener, shim), daemon=True).start()
+    return shim
 
 
 def start_blocktrain(
@@ -28,14 +50,21 @@ def start_blocktrain(
     environment: dict[str, str] | None = None,
 ) -> ForkedProcess:
     """`blocktrain ARGUMENTS...` in `folder`; what it prints is added to `out` and `err`."""
-    values = (arguments, out.absolute(), err.absolute(), folder or Path.cwd(), environment or {})
+    values = (
+        arguments,
+        out.absolute(),
+        err.absolute(),
+        folder or Path.cwd(),
+        environment or {},
+        quick_python(),
+    )
     process = processes.Process(target=_run_blocktrain, args=values)
     process.start()
     return process
 
 
 def _run_blocktrain(
-    arguments: list[str], out: Path, err: Path, folder: Path, environment: dict[str, str]
+    arguments: list[str], out: Path, err: Path, folder: Path, environment: dict[str, str], python: str
 ) -> None:
     os.chdir(folder)
     for stream, path in ((1, out), (2, err)):
@@ -49,6 +78,6 @@ def _run_blocktrain(
         from blocktrain.data import corpora
 
         corpora.builtin_text = lambda: b"the documentation of another Python. " * 20_000
-    sys.argv = ["blocktrain", *arguments]
+    sys.argv, sys.executable = ["blocktrain", *arguments], python
     with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
         main()

@@ -132,7 +132,7 @@ def evaluate(model: Checkpoint, text: str | bytes, *, draws: int | None = None) 
     """Score a text with each block and both compositions; `draws` is how often euler's noise is drawn."""
     content = text.encode() if isinstance(text, str) else text
     if len(content) < 2:
-        raise DataError(f"the text has {len(content)} byte; scoring needs at least two")
+        raise DataError(f"the text has {len(content)} byte(s); scoring needs at least 2: give a longer one")
     config = model.recipe.evaluation
     config = dataclasses.replace(config, noise_draws=draws or config.noise_draws)
     evaluator = Evaluator(model.objective, model.codebook_VD, config, seed=model.recipe.seed)

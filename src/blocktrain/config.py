@@ -61,6 +61,12 @@ ONLY_OTHERS = (
     "tied",
     "padded_vocabulary",
 )
+PER_BLOCK: Mapping[str, str] = {
+    "block_layers": "layers_per_block",
+    "block_widths": "width",
+    "block_heads": "heads",
+}
+"""Lists of [model] with a number for each block, and the setting whose place they take."""
 OTHER_FAMILIES_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     # A plain causal model knows no hints, and its loss has no weight of 4 to clip for.
     "objective": {"hint_probability": 0.0},
@@ -107,7 +113,14 @@ class ModelConfig:
     blocks: int = 4
     """Number of blocks (B), each trained alone."""
     layers_per_block: int = 3
-    """Layers in one block (L_b); the end-to-end reference has blocks * layers_per_block."""
+    """Layers in one block (L_b); the end-to-end reference has the layers of all blocks."""
+    block_layers: tuple[int, ...] | None = None
+    """Layers of each block where they differ, as in [3, 3, 3, 12]; then `layers_per_block` does not count."""
+    block_widths: tuple[int, ...] | None = None
+    """Width of each block where they differ; needs `objective.codebook = "own"`, `llama` or `qwen3`, whose
+    blocks have an output map of their own. The reference has `width`."""
+    block_heads: tuple[int, ...] | None = None
+    """Attention heads of each block where they differ."""
     context: int = 512
     """Tokens a block sees at once (T)."""
     feedforward: int = 4
@@ -161,17 +174,55 @@ class ModelConfig:
             self.heads % (self.kv_heads or self.heads) == 0,
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
-        _require(self.rope_theta > 1, "model.rope_theta must be above 1")
-        _require(0 < self.norm_eps < 1, "model.norm_eps must be between 0 and 1")
+        _require(self.rope_theta > 1, f"model.rope_theta must be above 1, found {self.rope_theta}")
+        _require(0 < self.norm_eps < 1, f"model.norm_eps must be between 0 and 1, found {self.norm_eps}")
         if self.rope_scaling is not None:
             RopeScaling.parse(self.rope_scaling)
-        _require(self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}")
-        _require(self.condition_width >= 2, "model.condition_width must be at least 2")
-        _require(0 <= self.convolution <= 16, "model.convolution must be between 0 and 16 taps")
+        _require(
+            self.context <= MAX_CONTEXT, f"model.context must be at most {MAX_CONTEXT}, found {self.context}"
+        )
+        _require(
+            self.condition_width >= 2,
+            f"model.condition_width must be at least 2, found {self.condition_width}",
+        )
+        _require(
+            0 <= self.convolution <= 16,
+            f"model.convolution must be between 0 and 16 taps, found {self.convolution}",
+        )
+        for key in PER_BLOCK:
+            numbers = getattr(self, key)
+            _require(
+                numbers is None or len(numbers) == self.blocks,
+                f"model.{key} must have a number for each of the {self.blocks} blocks (model.blocks), found "
+                f"{0 if numbers is None else len(numbers)}",
+            )
+        if given := [key for key in PER_BLOCK if getattr(self, key) is not None]:
+            for block in range(self.blocks):
+                try:
+                    self.of_block(block)
+                except RecipeError as error:
+                    raise RecipeError(f"block {block} of model.{' and '.join(given)}: {error}") from None
 
     @property
     def channels_per_head(self) -> int:
         return self.head_width or self.width // self.heads
+
+    def of_block(self, block: int) -> ModelConfig:
+        """The model as this one block has it: its own layers, width and heads, as if all were like it."""
+        own: dict[str, Any] = {}
+        for key, setting in PER_BLOCK.items():
+            numbers = getattr(self, key)
+            own |= {} if numbers is None else {setting: numbers[block], key: None}
+        return dataclasses.replace(self, **own) if own else self
+
+    def step_cost(self, block: int) -> float:
+        """A step of this block costs as much as one of so many layers of `width`."""
+        own = self.of_block(block)
+        return own.layers_per_block * (own.width / self.width) ** 2
+
+    def layers_before(self, block: int) -> int:
+        """Layers of the blocks before this one; of `blocks`, those of all."""
+        return sum(self.of_block(one).layers_per_block for one in range(block))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +268,10 @@ class ObjectiveConfig:
             f"objective.sigma_min ({self.sigma_min}) must be above 0 and below objective.sigma_max "
             f"({self.sigma_max})",
         )
-        _require(0.0 <= self.hint_probability <= 1.0, "objective.hint_probability must be between 0 and 1")
+        _require(
+            0.0 <= self.hint_probability <= 1.0,
+            f"objective.hint_probability must be between 0 and 1, found {self.hint_probability}",
+        )
         _require(
             0.0 <= self.sweep_probability <= self.hint_probability,
             f"objective.sweep_probability ({self.sweep_probability}) must be between 0 and "
@@ -232,9 +286,12 @@ class ObjectiveConfig:
             'objective.codebook = "own" leaves no common targets that could be noised: set '
             'objective.hint_probability = 0 and objective.loss = "ce"',
         )
-        _require(0.0 <= self.overlap < 1.0, "objective.overlap must be in [0, 1)")
+        _require(
+            0.0 <= self.overlap < 1.0,
+            f"objective.overlap must be at least 0 and below 1, found {self.overlap}",
+        )
         for key in ("sigma_data", "p_std", "logit_scale"):
-            _require(getattr(self, key) > 0, f"objective.{key} must be above 0")
+            _require(getattr(self, key) > 0, f"objective.{key} must be above 0, found {getattr(self, key)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +324,14 @@ class DataConfig:
                 f"data.mirrors: expected http:// or https:// addresses with spaces between, found {mirror!r}",
             )
         _require(len(self.mirror_addresses) <= MAX_MIRRORS, f"data.mirrors: at most {MAX_MIRRORS} addresses")
-        _require(0 < self.valid_fraction <= 0.5, "data.valid_fraction must be in (0, 0.5]")
-        _require(self.max_bytes is None or self.max_bytes > 0, "data.max_bytes must be above 0")
+        _require(
+            0 < self.valid_fraction <= 0.5,
+            f"data.valid_fraction must be above 0 and at most 0.5, found {self.valid_fraction}",
+        )
+        _require(
+            self.max_bytes is None or self.max_bytes > 0,
+            f"data.max_bytes must be above 0, found {self.max_bytes}",
+        )
 
     @property
     def mirror_addresses(self) -> list[str]:
@@ -331,7 +394,10 @@ class TrainingConfig:
         for key in ("reference_matrix_lr", "reference_other_lr"):
             rate = getattr(self, key)
             _require(rate is None or rate > 0, f"training.{key} must be above 0, found {rate}")
-        _require(self.frozen_host_bytes >= 1, "training.frozen_host_bytes must be at least 1")
+        _require(
+            self.frozen_host_bytes >= 1,
+            f"training.frozen_host_bytes must be at least 1, found {self.frozen_host_bytes}",
+        )
         _require(
             self.micro_batch is None or self.micro_batch == "auto" or self.micro_batch >= 1,
             f"training.micro_batch must be at least 1, or `auto`, found {self.micro_batch}",
@@ -340,9 +406,13 @@ class TrainingConfig:
             self.momentum == "float32" or self.optimizer == "muon",
             'training.momentum = "bfloat16" is for training.optimizer = "muon"; AdamW keeps fp32',
         )
-        _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
-        _require(0 <= self.final_lr <= 1, "training.final_lr must be between 0 and 1")
-        _require(self.weight_decay >= 0, "training.weight_decay must not be negative")
+        _require(
+            self.warmup_steps >= 0, f"training.warmup_steps must not be negative, found {self.warmup_steps}"
+        )
+        _require(0 <= self.final_lr <= 1, f"training.final_lr must be between 0 and 1, found {self.final_lr}")
+        _require(
+            self.weight_decay >= 0, f"training.weight_decay must not be negative, found {self.weight_decay}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,10 +430,20 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         for key in ("noise_draws", "batch"):
-            _require(getattr(self, key) >= 1, f"evaluation.{key} must be at least 1")
-        _require(self.pooling_bytes >= 2, "evaluation.pooling_bytes must be at least 2")
-        _require(self.max_bytes is None or self.max_bytes > 1, "evaluation.max_bytes must be above 1")
-        _require(self.sample_bytes >= 0, "evaluation.sample_bytes must not be negative")
+            _require(
+                getattr(self, key) >= 1, f"evaluation.{key} must be at least 1, found {getattr(self, key)}"
+            )
+        _require(
+            self.pooling_bytes >= 2,
+            f"evaluation.pooling_bytes must be at least 2, found {self.pooling_bytes}",
+        )
+        _require(
+            self.max_bytes is None or self.max_bytes > 1,
+            f"evaluation.max_bytes must be above 1, found {self.max_bytes}",
+        )
+        _require(
+            self.sample_bytes >= 0, f"evaluation.sample_bytes must not be negative, found {self.sample_bytes}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,14 +497,26 @@ class SwarmConfig:
         for key in ("steps_per_round", "rounds", "replicas", "max_lead"):
             _require(getattr(self, key) >= 1, f"swarm.{key} must be at least 1, found {getattr(self, key)}")
         CodecSpec.parse(self.codec)
-        _require(0 <= self.error_feedback <= 1, "swarm.error_feedback must be between 0 and 1")
-        _require(0 < self.outer_lr <= 10, "swarm.outer_lr must be in (0, 10]")
-        _require(0 <= self.max_age <= 100, "swarm.max_age must be between 0 and 100")
-        _require(0 < self.age_decay <= 1, "swarm.age_decay must be in (0, 1]")
-        _require(0 < self.deadline_quantile <= 1, "swarm.deadline_quantile must be in (0, 1]")
-        _require(0 <= self.run_ahead <= 1, "swarm.run_ahead must be between 0 and 1")
-        _require(0 <= self.stand_in <= 1, "swarm.stand_in must be between 0 and 1")
-        _require(self.deadline_slack >= 1, "swarm.deadline_slack must be at least 1")
+        _require(
+            0 <= self.error_feedback <= 1,
+            f"swarm.error_feedback must be between 0 and 1, found {self.error_feedback}",
+        )
+        _require(
+            0 < self.outer_lr <= 10, f"swarm.outer_lr must be above 0 and at most 10, found {self.outer_lr}"
+        )
+        _require(0 <= self.max_age <= 100, f"swarm.max_age must be between 0 and 100, found {self.max_age}")
+        _require(
+            0 < self.age_decay <= 1, f"swarm.age_decay must be above 0 and at most 1, found {self.age_decay}"
+        )
+        _require(
+            0 < self.deadline_quantile <= 1,
+            f"swarm.deadline_quantile must be above 0 and at most 1, found {self.deadline_quantile}",
+        )
+        _require(0 <= self.run_ahead <= 1, f"swarm.run_ahead must be between 0 and 1, found {self.run_ahead}")
+        _require(0 <= self.stand_in <= 1, f"swarm.stand_in must be between 0 and 1, found {self.stand_in}")
+        _require(
+            self.deadline_slack >= 1, f"swarm.deadline_slack must be at least 1, found {self.deadline_slack}"
+        )
         _require(
             0 < self.min_deadline_seconds <= self.max_deadline_seconds,
             "swarm.min_deadline_seconds must be above 0 and at most swarm.max_deadline_seconds",
@@ -478,14 +570,25 @@ class TrustConfig:
     """Length of such a ban."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.stamp_bits <= 32, "trust.stamp_bits must be between 0 and 32")
-        _require(0 < self.compute_share <= 1, "trust.compute_share must be in (0, 1]")
+        _require(
+            0 <= self.stamp_bits <= 32, f"trust.stamp_bits must be between 0 and 32, found {self.stamp_bits}"
+        )
+        _require(
+            0 < self.compute_share <= 1,
+            f"trust.compute_share must be above 0 and at most 1, found {self.compute_share}",
+        )
         _require(
             0 <= self.norm_low < 1 < self.norm_high,
             "trust.norm_low must be below 1 and trust.norm_high above",
         )
-        _require(self.probation_verdicts >= 0, "trust.probation_verdicts must not be negative")
-        _require(0 <= self.ban_below < 0.5, "trust.ban_below must be in [0, 0.5)")
+        _require(
+            self.probation_verdicts >= 0,
+            f"trust.probation_verdicts must not be negative, found {self.probation_verdicts}",
+        )
+        _require(
+            0 <= self.ban_below < 0.5,
+            f"trust.ban_below must be at least 0 and below 0.5, found {self.ban_below}",
+        )
         for key in ("max_workers_per_address", "max_workers_per_block"):
             _require(getattr(self, key) >= 1, f"trust.{key} must be at least 1, found {getattr(self, key)}")
         for key in ("judge_lease_seconds", "judge_patience_seconds", "ban_seconds"):
@@ -507,7 +610,7 @@ class Recipe:
     trust: TrustConfig = field(default_factory=TrustConfig)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
+        _require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2^63, found {self.seed}")
         _require(
             self.objective.codebook != "learned" or self.training.order == "turns",
             'objective.codebook = "learned" shares one table between the blocks, so they must train side '
@@ -537,6 +640,24 @@ class Recipe:
                 f'"objective.{{}}" does not apply to model.family = "{self.model.family}", which is trained '
                 "by plain cross entropy; leave it out",
             )
+        # Blocks of other widths share no vectors: neither the rows of a codebook nor features.
+        _require(
+            self.model.block_widths is None
+            or self.model.family != "blocktrain"
+            or self.objective.codebook == "own",
+            "model.block_widths needs blocks with an output map of their own: set objective.codebook = "
+            f'"own", or leave it out and give the blocks other layers; found {self.objective.codebook!r}',
+        )
+        _require(
+            self.model.block_widths is None or self.objective.kind == "denoise",
+            f"objective.kind = {self.objective.kind!r} hands features from block to block, which must then "
+            "have one width: leave model.block_widths out",
+        )
+        _require(
+            self.model.block_heads is None or self.objective.kind != "serial",
+            'objective.kind = "serial" makes one model of its parts, which has the same heads in every '
+            "layer: leave model.block_heads out",
+        )
         _require(
             self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
             f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
@@ -809,6 +930,13 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if any(value in typing.get_args(arm) for arm in words):
             return value
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None) and arm not in words)
+    if hint == tuple[int, ...]:
+        _require(
+            isinstance(value, list | tuple)
+            and all(isinstance(one, int) and not isinstance(one, bool) for one in value),
+            f"{where} must be a list of integers such as [3, 3, 12], found {value!r}",
+        )
+        return tuple(value)
     # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

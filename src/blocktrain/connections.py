@@ -44,7 +44,8 @@ MAX_CONNECTIONS = 2000
 OTHER_FILES = 200
 """Open files that are no connections: database, blobs, bodies being received."""
 LOGGED_PER_MINUTE = 10
-"""How often one asyncio message is logged. A server out of descriptors wrote 136 MB of them in a minute."""
+"""How often one message is logged. A server out of descriptors wrote 136 MB of asyncio's in a minute, a
+coordinator on a full disk 5 to 10 lines a second of its own."""
 
 Connection = TypeVar("Connection")
 Explain = Callable[[int, str], str]
@@ -273,19 +274,25 @@ class LimitedConnection(H11Protocol):
 
 
 class LogRate(logging.Filter):
-    """Lets a message through LOGGED_PER_MINUTE times a minute, whatever its arguments."""
+    """Lets a message of this level or above through LOGGED_PER_MINUTE times a minute, whatever its
+    arguments; the last one says so."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, level: int = logging.NOTSET, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock, self._minute, self._seen = clock, 0, Counter[str]()
+        self._level, self._clock = level, clock
+        self._minute, self._seen = 0, Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < self._level:
+            return True
         minute = int(self._clock() // 60)
         if minute != self._minute:
             self._minute, self._seen = minute, Counter()
-        # asyncio's own messages are few and fixed; the text before the first line break is the template.
+        # Messages are few and fixed; the text before the first line break is the template.
         words = str(record.msg).partition("\n")[0][:80]
         self._seen[words] += 1
+        if self._seen[words] == LOGGED_PER_MINUTE:
+            record.msg = f"{record.msg} (more of these are left out until the next minute)"
         return self._seen[words] <= LOGGED_PER_MINUTE
 
 

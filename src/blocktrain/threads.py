@@ -85,10 +85,12 @@ class Threads:
         """Call `step` until `stop` is set, with a pause after each that had nothing to do; a change ends it.
 
         No failure ends the thread, whatever it is (torch raises RuntimeError for anything, out of memory
-        included): it is logged, `failed` counts it, and the step is tried again a little later.
+        included): it is logged, `failed` counts it, and the step is tried again a little later. That it works
+        again is logged too.
         """
 
         def work() -> None:
+            failures = 0
             if low_priority:
                 lower_priority()
             while not self.stop.is_set():
@@ -101,11 +103,15 @@ class Threads:
                 except Exception:
                     log.exception("%s failed, tries again", name)
                 else:
+                    if failures:
+                        log.warning("%s works again after %d failures", name, failures)
+                        failures = 0
                     if not busy and changes is not None:
                         changes.wait(seen, pause_seconds)
                     elif not busy:
                         self.stop.wait(pause_seconds)
                     continue
+                failures += 1
                 failed(name)
                 self.stop.wait(RETRY_SECONDS)
 

@@ -335,11 +335,19 @@ def test_what_is_no_tls_is_closed_and_the_server_goes_on(tmp_path: Path, certifi
 
 def test_one_message_of_asyncio_is_logged_a_few_times_a_minute() -> None:
     now = 0.0
-    rate = LogRate(lambda: now)
-    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "socket.accept() out of system", (), None)
-    assert sum(rate.filter(record) for _ in range(1000)) == connections.LOGGED_PER_MINUTE
+    rate = LogRate(logging.ERROR, lambda: now)
+
+    def shown(level: int, count: int) -> list[str]:
+        words = "socket.accept() out of system"
+        records = [logging.LogRecord("asyncio", level, "", 0, words, (), None) for _ in range(count)]
+        return [record.getMessage() for record in records if rate.filter(record)]
+
+    errors = shown(logging.ERROR, 1000)
+    assert len(errors) == connections.LOGGED_PER_MINUTE
+    assert errors[-1].endswith("(more of these are left out until the next minute)")
+    assert len(shown(logging.INFO, 1000)) == 1000
     now = 61.0
-    assert rate.filter(record)
+    assert shown(logging.ERROR, 1) == ["socket.accept() out of system"]
 
 
 def test_a_server_asks_for_descriptors_for_all_its_connections() -> None:

@@ -121,10 +121,10 @@ def test_an_answer_that_nobody_reads_gives_its_places_back(checkpoint: Path) -> 
         (CompletionRequest, "prompt", [{}] * MANY),
         (CompletionRequest, "prompt", [[-1] * MANY]),
         (CompletionRequest, "stop", [0] * MANY),
-        (CompletionRequest, "logit_bias", {str(number): "x" for number in range(MANY)}),
+        (CompletionRequest, "logit_bias", dict.fromkeys(map(str, range(MANY)), "x")),
         (ChatRequest, "messages", [0] * MANY),
         (ChatRequest, "messages", [{"role": "user", "content": [0] * MANY}]),
-        (ChatRequest, "messages", [{str(number): 0 for number in range(MANY)}]),
+        (ChatRequest, "messages", [dict.fromkeys(map(str, range(MANY)), 0)]),
     ],
     ids=lambda value: None if isinstance(value, list | dict) else str(value),
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import blocktrain
 from blocktrain.cli.main import main
+from tests.forked import quick_python
 
 SOURCE = Path(blocktrain.__file__).parents[1]
 ENVIRONMENT = {
@@ -60,13 +61,12 @@ def run_main(*arguments: Any) -> Outcome:
     return Outcome(code, captured[0], captured[1].decode())
 
 
-def command(*arguments: Any) -> list[bytes]:
-    return [os.fsencode(sys.executable), b"-m", b"blocktrain", *(os.fsencode(str(a)) for a in arguments)]
+def command(*arguments: Any, python: str = sys.executable) -> list[bytes]:
+    return [os.fsencode(python), b"-m", b"blocktrain", *(os.fsencode(str(a)) for a in arguments)]
 
 
-def run_program(*arguments: Any, **options: Any) -> Outcome:
-    """The real thing, to its end."""
-    ended = subprocess.run(
-        command(*arguments), env=ENVIRONMENT, capture_output=True, check=False, timeout=120, **options
-    )
+def run_program(*arguments: Any, python: str = "") -> Outcome:
+    """A process of its own, to its end; forked, unless its start is what matters."""
+    words = command(*arguments, python=python or quick_python())
+    ended = subprocess.run(words, env=ENVIRONMENT, capture_output=True, check=False, timeout=120)
     return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(errors="replace"))

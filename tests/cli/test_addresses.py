@@ -14,6 +14,7 @@ import pytest
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
 from tests.cli.program import ENVIRONMENT, command, run_main, run_program
+from tests.forked import quick_python
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def gateway(trained: tuple[Path, object]) -> Iterator[str]:
 def test_an_address_without_a_scheme_is_misuse(verb: tuple[str, ...]) -> None:
     outcome = run_main(*verb, "foo")
     assert outcome.code == 2
-    assert "'foo' is no address of a coordinator; expected http(s)://HOST[:PORT]" in outcome.complaint
+    assert "'foo' is not the address of a coordinator; expected http(s)://HOST[:PORT]" in outcome.complaint
 
 
 def test_the_status_of_a_gateway_is_refused_in_words(gateway: str) -> None:
@@ -65,7 +66,8 @@ def test_ctrl_c_before_joining_ends_a_worker_with_130(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     options = ("--coordinator", url, "--data-dir", tmp_path / "worker")
-    with subprocess.Popen(command("worker", *options), env=ENVIRONMENT, stderr=subprocess.PIPE) as worker:
+    words = command("worker", *options, python=quick_python())
+    with subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE) as worker:
         assert worker.stderr is not None
         line = worker.stderr.readline().decode()
         while "no answer from" not in line:

@@ -17,17 +17,20 @@ TINY = {
     "MODEL_HEADS": "2",
     "MODEL_LAYERS_PER_BLOCK": "1",
     "MODEL_CONTEXT": "64",
+    "TRAINING_BATCH": "8",
     "TRAINING_WARMUP_STEPS": "2",
-    "DATA_MAX_BYTES": "1000000",
-    "EVALUATION_MAX_BYTES": "8192",
-    "EVALUATION_POOLING_BYTES": "8192",
+    "DATA_MAX_BYTES": "300000",
+    "EVALUATION_MAX_BYTES": "4096",
+    "EVALUATION_POOLING_BYTES": "4096",
+    "EVALUATION_NOISE_DRAWS": "1",
     "SWARM_ROUNDS": "4",
     "SWARM_STEPS_PER_ROUND": "12",
     "SWARM_CODEC": "sparse:1024",
-    "SWARM_EVALUATE_EVERY_SECONDS": "2",
+    "SWARM_EVALUATE_EVERY_SECONDS": "600",
 }
 
 
+@pytest.mark.usefixtures("quick_children")
 def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

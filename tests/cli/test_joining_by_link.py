@@ -18,6 +18,7 @@ from blocktrain.listening import lan_address, open_port, url_for_others
 from blocktrain.wire.messages import StatusAnswer
 from tests.cli.program import ENVIRONMENT, command, run_main, run_program
 from tests.cli.servers import coordinator_at, make_certificate
+from tests.forked import quick_python
 from tests.tiny import prose, tiny_recipe
 
 TOKEN = "eyJ.c2ln-_"
@@ -40,7 +41,7 @@ def test_a_link_says_what_it_carries_and_needs_no_quotes_in_a_shell(link: RunLin
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("10.0.0.5:8420", "is no address of a coordinator"),
+        ("10.0.0.5:8420", "is not the address of a coordinator"),
         ("http://h:1#invite", "damaged"),
         ("http://h:1#invite=a,invite=b", "damaged"),
         ("https://h:1#pin=abc", "64 hex digits"),
@@ -157,7 +158,11 @@ def test_a_coordinator_for_everybody_names_its_address_on_the_network(tmp_path: 
         "model.heads=2",
     )
     started = subprocess.Popen(
-        command(*arguments, *more), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments, *more, python=quick_python()),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert started.stdout is not None
     assert started.stderr is not None

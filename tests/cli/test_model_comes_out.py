@@ -113,7 +113,7 @@ def test_a_place_that_holds_neither_a_model_nor_a_run_is_misuse(verb: str, tmp_p
     assert "expected a" in outcome.complaint
     wrong = run_main(verb, "ftp://run.example:8420", *more)
     assert wrong.code == 2
-    assert "'ftp://run.example:8420' is no address of a coordinator" in wrong.complaint
+    assert "'ftp://run.example:8420' is not the address of a coordinator" in wrong.complaint
 
 
 def test_weights_that_are_not_those_of_the_ledger_do_not_become_a_model(
@@ -134,4 +134,4 @@ def test_a_folder_that_is_in_use_is_not_overwritten(
 ) -> None:
     outcome = run_main("checkpoint", half_trained[0].url, "--to", half_trained[1])
     assert outcome.code == 2
-    assert "is there already; choose a new folder" in outcome.complaint
+    assert "already exists; choose a new folder" in outcome.complaint

@@ -46,7 +46,7 @@ def test_a_plain_copy_is_the_file_with_its_comments_and_overwrites_nothing(tmp_p
     original = find_recipe("demo").read_text(encoding="utf-8")
     assert mine.read_text(encoding="utf-8") == original.replace('name = "demo"', 'name = "mine"')
     again = run_main("recipe", "copy", "demo", mine)
-    assert (again.code, "is there already" in again.complaint) == (2, True)
+    assert (again.code, "already exists" in again.complaint) == (2, True)
 
 
 def test_show_prints_what_a_run_would_take(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from blocktrain.local.crew import Crew, Member, folder_names, named_devices, res
 from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution, Shifts, Terms
 from tests.cli.program import ENVIRONMENT, command, run_main
 from tests.cli.servers import coordinator_at
+from tests.forked import quick_python
 from tests.tiny import prose, tiny_recipe
 
 
@@ -88,6 +89,9 @@ def test_one_that_crashes_comes_back_and_what_each_gave_is_summed_up(tmp_path: P
     assert (crash.given + fine.given).verdicts == Counter(accepted=5)
     assert "cpu: ended with exit code -9; starting it again" in said
     assert said.count("cpu: 0.1.0") == 3
+    for one in (crash, fine):
+        assert one.child is not None
+        one.child.kill()  # closes its stdin
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_two_workers_join_by_one_link_and_one_ctrl_c_ends_both(invited: str, tmp
     link = run_main(*invite).out.split()[-1]
     crew = command(
         "worker", "--coordinator", link, "--data-dir", tmp_path / "anna", "--devices", "cpu,cpu",
-        "--label", "anna", "--max-up", "50", "--corpus", tmp_path / "text.txt",
+        "--label", "anna", "--max-up", "50", "--corpus", tmp_path / "text.txt", python=quick_python(),
     )  # fmt: skip
     started = subprocess.Popen(crew, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None
@@ -122,7 +126,8 @@ def test_two_workers_join_by_one_link_and_one_ctrl_c_ends_both(invited: str, tmp
     said += started.communicate(timeout=60)[1].splitlines()
     assert started.returncode == 0, "".join(said)
     assert re.match(r"2 workers contributed \d+ updates \(\d+ accepted", said[-1])
-    workers = public_client(invited).workers().workers
+    with public_client(invited) as client:
+        workers = client.workers().workers
     assert sorted(one.label for one in workers) == ["anna cpu", "anna cpu-1"]
     assert (tmp_path / "anna" / "cpu" / "key.pem").read_bytes() != (
         tmp_path / "anna" / "cpu-1" / "key.pem"

@@ -41,12 +41,24 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
+def test_looking_at_a_run_does_not_load_torch() -> None:
+    """It is two seconds of every `blocktrain status`."""
+    script = (
+        "import sys\nfrom blocktrain.cli.main import main\n"
+        "sys.argv = ['blocktrain', 'status', 'http://127.0.0.1:1']\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code == 1\n"
+        "print('torch' in sys.modules)"
+    )
+    done = run_python(script)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_help_takes_less_than_the_promised_processor_time() -> None:
     """The best of three, since other processes on the core cost time too."""
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run_program("--help").code == 0
+        assert run_program("--help", python=sys.executable).code == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -54,8 +66,8 @@ def test_help_takes_less_than_the_promised_processor_time() -> None:
 
 
 def test_the_version_is_an_option_too_and_shells_complete() -> None:
-    assert run_program("--version").out.strip() == blocktrain.__version__
-    assert "--install-completion" in run_program("--help").out
+    assert run_program("--version", python=sys.executable).out.strip() == blocktrain.__version__
+    assert "--install-completion" in run_program("--help", python=sys.executable).out
 
 
 def test_ctrl_c_while_a_module_loads_ends_with_one_line(tmp_path: Path) -> None:

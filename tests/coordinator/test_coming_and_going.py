@@ -6,7 +6,7 @@ from collections import Counter
 
 from sqlalchemy import select
 
-from blocktrain.coordinator.storage.store import UpdateRow
+from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow
 from blocktrain.wire.messages import LedgerAnswer, Outcome
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
@@ -103,6 +103,47 @@ def test_without_workers_the_run_waits_and_goes_on_with_the_next_one(local: Plac
         assert (state.begun, state.workers) == (running.clock.now, 1)
         assert comer.deliver(assignment, 5).outcome == Outcome.ACCEPTED
         running.wait_for_version(0, 2)
+
+
+def test_a_worker_that_was_away_is_not_sent_to_a_snapshot_on_which_it_has_voted(place: Place) -> None:
+    with place.serve(tiny_recipe(blocks=1, replicas=2, rounds=50, min_deadline_seconds=1)) as running:
+        steady, sleeper = running.peer(), running.peer()
+        old = sleeper.lend()
+        for round_ in range(2):
+            steady.deliver(steady.lend(), round_)
+            running.advance(1000)
+            head = running.wait_for_version(0, round_ + 1)
+        # As a worker does that wakes up: its round's work, formed against the newest snapshot.
+        assert sleeper.deliver(old, 7, base_hash=head).outcome == Outcome.ACCEPTED
+        following = sleeper.lend(after=old.assignment_id)
+        assert following.round == 3, "a commit for round 2 would be refused: already_committed"
+        steady.deliver(steady.lend(), 8)
+        head = running.wait_for_version(0, 3)
+        assert sleeper.deliver(following, 9, base_hash=head).outcome == Outcome.ACCEPTED
+
+
+def states(running: Running, peer: Peer) -> list[str]:
+    """Of the worker's assignments, oldest first."""
+    of_worker = AssignmentRow.worker_id == peer.identity.worker_id
+    with running.coordinator.resources.store.read() as session:
+        return list(
+            session.scalars(select(AssignmentRow.state).where(of_worker).order_by(AssignmentRow.round))
+        )
+
+
+def test_no_lease_stays_open_after_its_round_has_passed(local: Place) -> None:
+    with local.serve(tiny_recipe(blocks=1, replicas=2, rounds=50, max_age=1)) as running:
+        steady, sleeper, restarted = running.peer(), running.peer(), running.peer()
+        late, lost = sleeper.lend(), restarted.lend()
+        for round_ in range(2):
+            steady.deliver(steady.lend(), round_)
+            running.advance(1000)
+            running.wait_for_version(0, round_ + 1)
+        assert sleeper.heartbeat(late).cancel
+        assert sleeper.hand_back(late)
+        assert restarted.lend().round == 2
+        assert states(running, sleeper) == ["recalled"], "not given up: ten of those cost a bad mark"
+        assert (lost.round, states(running, restarted)) == (0, ["recalled", "leased"])
 
 
 def test_the_wait_before_a_second_try_does_not_make_rounds_longer(local: Place) -> None:

@@ -232,42 +232,30 @@ def test_a_frame_that_breaks_the_layout_gets_a_verdict_and_no_merge(running: Run
     assert peer.deliver(again).outcome == Outcome.ACCEPTED
 
 
-def test_a_late_update_is_carried_at_a_decayed_weight(local: Place) -> None:
-    with local.serve(tiny_recipe(blocks=1, replicas=2, rounds=9, max_age=2)) as running:
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_a_late_update_is_carried_at_a_decayed_weight_and_stays_late(local: Place, weight: float) -> None:
+    recipe = tiny_recipe(blocks=1, replicas=2, rounds=9, max_age=2, age_decay=weight)
+    with local.serve(recipe) as running:
         fast, slow = running.peer(), running.peer()
         stale = slow.lend()
         fast.deliver(fast.lend(), seed=1)
         running.advance(1000)
         running.wait_for_version(0, 1)
         verdict = slow.deliver(stale, seed=2)
-        assert (verdict.outcome, verdict.weight, verdict.head_version) == (Outcome.LATE, 0.5, 1)
+        assert (verdict.outcome, verdict.weight, verdict.head_version) == (Outcome.LATE, weight, 1)
         assert slow.block(0).round.late == 1
         fast.deliver(fast.lend(), seed=3)
         running.advance(1000)
         running.wait_for_version(0, 2)
         merged = fast.merges(0, since=1).merges[0].inputs
-        assert sorted(one.weight for one in merged) == [0.5, 1.0]
+        assert sorted(one.weight for one in merged) == [weight, 1.0]
         assert check_ledger(fast) == 2
-        assert running.coordinator.status().ages == {"0": 2, "1": 1}
-
-
-def test_a_late_update_of_full_weight_is_still_late_once_it_is_merged(local: Place) -> None:
-    with local.serve(tiny_recipe(blocks=1, replicas=2, rounds=9, max_age=2, age_decay=1.0)) as running:
-        fast, slow = running.peer(), running.peer()
-        stale = slow.lend()
-        fast.deliver(fast.lend(), seed=1)
-        running.advance(1000)
-        running.wait_for_version(0, 1)
-        verdict = slow.deliver(stale, seed=2)
-        assert (verdict.outcome, verdict.weight) == (Outcome.LATE, 1.0)
-        fast.deliver(fast.lend(), seed=3)
-        running.advance(1000)
-        running.wait_for_version(0, 2)
         again = slow.commit(stale, slow.payload(0, seed=2)).verdict
         assert again is not None
         assert again.outcome == Outcome.LATE
         report = running.coordinator.status().reports[-1]
         assert (report.on_time, report.late) == (1, 1)
+        assert running.coordinator.status().ages == {"0": 2, "1": 1}
 
 
 def test_an_update_that_is_too_old_is_refused_with_the_head_in_the_answer(local: Place) -> None:

@@ -129,6 +129,6 @@ def test_a_receiver_that_never_answers_costs_no_round_and_is_given_up(
 
 def test_a_webhook_that_is_no_address_is_told_before_a_run_is_made(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    with pytest.raises(UserError, match="is no address of a webhook"):
+    with pytest.raises(UserError, match="is not the address of a webhook"):
         run_coordinator(Path("recipes/demo.toml"), data_dir=folder, webhook="hooks.example.org/x")
     assert not folder.exists()

@@ -8,29 +8,14 @@ from typing import Any
 
 import pytest
 import requests
-import schemathesis
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from blocktrain.coordinator.http.app import API
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
-
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +28,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def api(target: Running) -> Any:
+    import schemathesis  # 1.6 s of processor time, in the one process that needs it
+
     return schemathesis.openapi.from_url(f"{target.url}/openapi.json")
 
 
@@ -52,7 +39,6 @@ def sign(case: Any, peer: Peer) -> dict[str, str]:
     wanted = ("method", "url", "params", "data", "json", "headers", "cookies", "files")
     request = requests.Request(**{key: arguments[key] for key in wanted if key in arguments}).prepare()
     body = request.body or b""
-    assert isinstance(body, str | bytes)
     assert isinstance(body, str | bytes)
     raw = body.encode() if isinstance(body, str) else body
     return sign_request(
@@ -80,14 +66,12 @@ def routes() -> list[tuple[str, str]]:
 
 
 every_route = pytest.mark.parametrize(("method", "path"), routes())
-every_mode = pytest.mark.parametrize("mode", list(GenerationMode))
+every_mode = pytest.mark.parametrize("mode", ["positive", "negative"])
 
 
 @every_mode
 @every_route
-def test_every_answer_is_documented(
-    api: Any, target: Running, method: str, path: str, mode: GenerationMode
-) -> None:
+def test_every_answer_is_documented(api: Any, target: Running, method: str, path: str, mode: str) -> None:
     check_answers(api, target, method, path, mode, examples=8)
 
 
@@ -95,26 +79,34 @@ def test_every_answer_is_documented(
 @every_mode
 @every_route
 def test_every_answer_of_many_is_documented(
-    api: Any, target: Running, method: str, path: str, mode: GenerationMode
+    api: Any, target: Running, method: str, path: str, mode: str
 ) -> None:
     check_answers(api, target, method, path, mode, examples=500)
 
 
-def check_answers(
-    api: Any, target: Running, method: str, path: str, mode: GenerationMode, examples: int
-) -> None:
+def check_answers(api: Any, target: Running, method: str, path: str, mode: str, examples: int) -> None:
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    every_check = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    ]
     peer = target.peers[0]
     fixed: dict[str, Any] = {}
-    if "assignment_id" in path and mode == GenerationMode.POSITIVE:
+    if "assignment_id" in path and mode == "positive":
         fixed["path_parameters"] = {"assignment_id": peer.lend().assignment_id}
 
-    @given(case=api[path][method].as_strategy(generation_mode=mode, **fixed))
+    @given(case=api[path][method].as_strategy(generation_mode=GenerationMode(mode), **fixed))
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def check(case: Any) -> None:
         if method != "GET":
-            case.call_and_validate(checks=CHECKS)
+            case.call_and_validate(checks=every_check)
             case.headers = {**(case.headers or {}), **sign(case, peer)}
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=every_check)
 
     try:
         check()

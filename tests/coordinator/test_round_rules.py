@@ -96,6 +96,14 @@ def test_a_deadline_is_set_again_only_while_there_is_nothing_to_merge() -> None:
         assert state(now=125.0, **something).deadline == 110.0
 
 
+def test_where_everybody_was_refused_they_may_try_again_after_the_shortest_round() -> None:
+    assert state(now=107.0, live="a", refused="a").period_began == 106.0
+    assert state(now=107.0, live="a", refused="a").deadline == 110.0
+    alone: dict[str, Any] = {"live": "a", "refused": "a"}
+    for somebody in ({"live": "ab"}, {"judging": (106.0,)}, {"on_time": "b"}):
+        assert state(now=107.0, **{**alone, **somebody}).period_began == 100.0
+
+
 @given(now=st.floats(100, 1e6), begun=st.floats(0, 100), slowest=st.floats(0.01, 1e4))
 def test_without_updates_the_deadline_is_never_behind(now: float, begun: float, slowest: float) -> None:
     deadline = state(now=now, begun=begun, history=[slowest]).deadline

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from blocktrain.coordinator.service import KEY_FILE
 from blocktrain.wire.messages import Assignment, Finished
+from tests.cli.program import run_main
 from tests.coordinator.conftest import Clock, served, tiny_recipe
 from tests.coordinator.peer import Peer
 from tests.coordinator.test_life_of_an_update import check_ledger
@@ -53,3 +54,17 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres_url: str) -> No
                 for given in merge.inputs
             ]
             assert len(merged) == len(set(merged)) >= 8
+
+
+def test_the_ledger_of_a_run_in_postgresql_is_verified_by_its_address(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    with served(tmp_path, tiny_recipe(blocks=1), database_url=postgres_url) as running:
+        peer = running.peer()
+        peer.deliver(peer.lend())
+        running.wait_for_version(0, 1)
+        verified = run_main("ledger", "verify", running.url)
+        assert (verified.code, "1 merges replayed" in verified.out) == (0, True), verified.out
+        folder = run_main("ledger", "verify", tmp_path)
+    assert folder.code == 2
+    assert "where the run is kept by --database, give the coordinator's address instead" in folder.complaint

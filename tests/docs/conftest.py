@@ -1,4 +1,4 @@
-"""A small `demo` recipe for the documentation's commands, a zygote that starts them, and what they need."""
+"""A small `demo` recipe for the documentation's commands, and what they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.coordinator.conftest import postgres, postgres_url, s3  # noqa: F401
 from tests.docs.pages import ROOT, Fence, Runner, environment_of, free_ports
-from tests.docs.zygote import running_zygote, write_shims
+from tests.forked import quick_python
 from tests.tiny import prose
 
 SMALL = {
@@ -38,19 +38,14 @@ SMALL = {
 
 
 @pytest.fixture(scope="session")
-def command_environment(
-    tmp_path_factory: pytest.TempPathFactory, text_folder: Path
-) -> Iterator[dict[str, str]]:
+def command_environment(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
-    environment = environment_of(folder, folder / "bin")
+    environment = environment_of(folder, Path(quick_python()).parent)
     environment["PYTHONPATH"] = str(ROOT / "src")
     environment["OMP_NUM_THREADS"] = "1"
     for name, value in SMALL.items():
         environment[f"BLOCKTRAIN_{name}"] = str(text_folder) if value == "TEXT" else value
-    address = folder / "zygote"
-    write_shims(folder / "bin", address)
-    with running_zygote(address, folder / "bin", environment):
-        yield environment
+    return environment
 
 
 @pytest.fixture(scope="session")

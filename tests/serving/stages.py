@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,8 @@ from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.transport import Address, FrameStream, connect
 from blocktrain.wire.frame_metadata import Hello, encode_metadata
 from blocktrain.wire.frames import Frame, FrameLimits, FrameType, Header, encode_frame
+from tests.forked import quick_python
 from tests.waiting import PATIENCE_SECONDS
-
-RUN_STAGE = """
-import sys, typer
-from blocktrain.cli.main import app, main
-from blocktrain.cli.stage import stage
-if 'stage' not in {c.name or c.callback.__name__ for c in app.registered_commands}:
-    app.command()(stage)
-main()
-"""
 
 
 async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
@@ -77,7 +68,7 @@ class StageProcess:
 
 
 def spawn(path: Path, blocks: str, *flags: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN_STAGE, "stage", str(path), "--blocks", blocks, "--listen", listen]
+    command = [quick_python(), "-m", "blocktrain", "stage", str(path), "--blocks", blocks, "--listen", listen]
     return subprocess.Popen(
         [*command, "--threads", "1", *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

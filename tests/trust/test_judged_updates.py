@@ -132,6 +132,30 @@ def test_a_refused_round_may_be_tried_again_after_its_deadline(tmp_path: Path) -
         running.wait_for_version(0, 1)
 
 
+def test_a_worker_that_is_alone_and_refused_does_not_wait_for_the_deadline(tmp_path: Path) -> None:
+    """One waited 306 s in a small judged run."""
+    recipe = judged_recipe({"max_deadline_seconds": 600.0})
+    with judged(tmp_path, recipe) as running:
+        worker = Trainer(running, recipe)
+        lease = worker.peer.lend()
+        running.advance(300)
+        assert worker.send(lease, worker.train(lease)).outcome is Outcome.ACCEPTED
+        running.wait_for_version(0, 1)
+        lease = worker.peer.lend()
+        running.advance(10)
+        assert worker.send(lease, flipped(worker.train(lease))).outcome is Outcome.REFUSED
+        assert worker.peer.block(0).round.deadline == running.clock.now - 10 + 600
+        running.advance(recipe.swarm.min_deadline_seconds)
+        again = worker.peer.lend(after=lease.assignment_id)
+        assert (again.round, again.shard != lease.shard) == (1, True)
+        # The second try is under way: what is trained ahead of it is not called off for the first one's sake.
+        ahead = worker.peer.lend(after=again.assignment_id)
+        running.advance(recipe.swarm.min_deadline_seconds)
+        assert (ahead.round, worker.peer.heartbeat(ahead).cancel) == (2, False)
+        assert worker.send(again, worker.train(again)).outcome is Outcome.ACCEPTED
+        running.wait_for_version(0, 2)
+
+
 def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates that help alone and harm together cannot be had on demand: the finding is forced here."""
     recipe = judged_recipe()

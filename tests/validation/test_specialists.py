@@ -103,24 +103,22 @@ def test_an_honest_specialist_counts(scorer: Scorer, dataset: Dataset, base: Wei
     assert found.own.windows + found.rest.windows == found.held_out.windows
 
 
-def test_who_poisons_the_block_s_own_cluster_is_refused(
-    scorer: Scorer, base: Weights, deltas: tuple[Weights, Weights]
+@pytest.mark.parametrize(
+    ("own_cluster", "share", "named"), [(True, 0.5, "its own cluster"), (False, 0.2, "other clusters")]
+)
+def test_who_poisons_a_cluster_and_gains_more_in_the_mean_is_refused(
+    scorer: Scorer,
+    base: Weights,
+    deltas: tuple[Weights, Weights],
+    own_cluster: bool,
+    share: float,
+    named: str,
 ) -> None:
-    prose, numbers = deltas
-    found, ruling = judged(scorer, base, less(numbers, prose, 0.5))
+    gained, harmed = reversed(deltas) if own_cluster else deltas
+    found, ruling = judged(scorer, base, less(gained, harmed, share))
     assert ruling.reason is VerdictReason.HARMFUL
-    assert "its own cluster" in ruling.sentence
+    assert named in ruling.sentence
     assert found.held_out.mean > 0, "so much is gained elsewhere that the mean hides it"
-
-
-def test_who_poisons_another_cluster_is_refused(
-    scorer: Scorer, base: Weights, deltas: tuple[Weights, Weights]
-) -> None:
-    prose, numbers = deltas
-    found, ruling = judged(scorer, base, less(prose, numbers, 0.2))
-    assert ruling.reason is VerdictReason.HARMFUL
-    assert "other clusters" in ruling.sentence
-    assert found.held_out.mean > 0, "so much is gained at home that the mean hides it"
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_bytes_are_counted_with_headers_and_by_kind(served: Served) -> None:
 
 @pytest.mark.parametrize("url", ["foo", "foo:8420", "ftp://host", "http://", "http://host:port", "//host"])
 def test_what_is_no_address_is_refused_before_anything_is_sent(url: str) -> None:
-    with pytest.raises(UserError, match="is no address of a coordinator"):
+    with pytest.raises(UserError, match="is not the address of a coordinator"):
         CoordinatorClient(url, Identity.generate(), Traffic(), threading.Event(), lambda _: None)
 
 

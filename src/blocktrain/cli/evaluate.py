@@ -31,7 +31,7 @@ def evaluate(
 
     content = read_text(text, "--text names a file to score, any UTF-8 text")
     if len(content) < 2:  # before a model is fetched from far away
-        raise DataError(f"{text} has {len(content)} byte; scoring needs at least two")
+        raise DataError(f"{text} has {len(content)} byte(s); scoring needs at least 2: name a longer one")
     result = api.evaluate(api.load(checkpoint, device=device, tell=to_stderr), content, draws=draws).to_dict()
     if json_:
         print(json.dumps(result, indent=2))

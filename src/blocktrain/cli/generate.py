@@ -49,7 +49,7 @@ def generate(
         return
     if mode is not None or passes is not None:
         raise UserError(
-            "--mode and --passes say how a gateway writes, and there is none: leave them out, or start "
+            "--mode and --passes are for a gateway, and this command uses none: leave them out, or start "
             "`blocktrain serve CHECKPOINT` and give its --url"
         )
     assert checkpoint is not None

@@ -112,4 +112,8 @@ def to_stderr(line: str) -> None:
 
 
 def log_to_stderr(form: str = "%(levelname)s %(message)s") -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    from blocktrain.connections import LogRate
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LogRate(logging.ERROR))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format=form)

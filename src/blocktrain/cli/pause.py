@@ -34,5 +34,5 @@ def pause_file(data_dir: Path) -> Path:
 
     folder = data_dir.expanduser()
     if not folder.is_dir():
-        raise UserError(f"no worker has been in {data_dir}; name its folder with --data-dir")
+        raise UserError(f"no worker has used {data_dir}; name the folder of the worker with --data-dir")
     return folder / PAUSE_FILE

@@ -62,7 +62,7 @@ def copy_recipe(
 ) -> None:
     """Write a recipe to a file of yours, under the file's name, to be changed and used like a shipped one."""
     if to.exists():
-        raise UserError(f"{to} is there already; choose another name, or remove it")
+        raise UserError(f"{to} already exists; choose another name, or remove it")
     try:
         # Under its own name: a page that calls a changed run "demo" would say something else than it is.
         name = f"name = {as_toml(to.stem)}"
@@ -131,7 +131,7 @@ def _takes(hint: Any) -> str:
         return ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return ", ".join("none" if arm is type(None) else _takes(arm) for arm in typing.get_args(hint))
-    return TYPE_WORDS[hint]
+    return "list of integers" if typing.get_origin(hint) is tuple else TYPE_WORDS[hint]
 
 
 def as_toml(value: Any) -> str:

@@ -56,35 +56,44 @@ def serve(
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
     from blocktrain.local.launcher import LaunchConfig, Launcher
+    from blocktrain.local.processes import ChildError
     from blocktrain.serving.gateway.main import gateway_config
+    from blocktrain.training.device import find_device
 
     log_to_stderr()
-    gateway_config(keys, limit, overflow, origin)  # a mistake is told here, not in a child's log
+    # A mistake is told here, not in a child's log.
+    gateway_config(keys, limit, overflow, origin)
+    find_device(device)
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
     options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
-    # Not removed at the end: the logs are what is left when something went wrong.
     folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
-    with opened_model(checkpoint) as model_folder, stopping() as stop:
-        config = LaunchConfig(
-            checkpoint=model_folder,
-            num_stages=stages,
-            logs=folder,
-            host=host,
-            port=port,
-            gateway_options=tuple(options),
-            stage_options=("--device", device),
-        )
-        launcher = Launcher(config)
-        try:
-            url, model = launcher.start(stop), launcher.model
-            if host in ("0.0.0.0", "::"):  # the address that others can use too
-                url = url.replace("127.0.0.1", lan_address() or "127.0.0.1")
-            told = f"serving {model} at {url} (gateway pid {launcher.gateway_pid}; Ctrl-C ends everything)"
-            print("\n".join((told, "", *lines_to_try(url, model, keys is not None))))
-            print(f"\n  logs are in {folder}", flush=True)
-            launcher.watch(stop)
-        finally:
-            launcher.end()
-    if logs is None:  # only after an end that was asked for: a failure's message points to its logs
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with opened_model(checkpoint) as model_folder, stopping() as stop:
+            config = LaunchConfig(
+                checkpoint=model_folder,
+                num_stages=stages,
+                logs=folder,
+                host=host,
+                port=port,
+                gateway_options=tuple(options),
+                stage_options=("--device", device),
+            )
+            launcher = Launcher(config)
+            try:
+                url, model = launcher.start(stop), launcher.model
+                if host in ("0.0.0.0", "::"):  # the address that others can use too
+                    url = url.replace("127.0.0.1", lan_address() or "127.0.0.1")
+                pid = launcher.gateway_pid
+                told = f"serving {model} at {url} (gateway pid {pid}; Ctrl-C ends everything)"
+                print("\n".join((told, "", *lines_to_try(url, model, keys is not None))))
+                print(f"\n  logs are in {folder}", flush=True)
+                launcher.watch(stop)
+            finally:
+                launcher.end()
+    except ChildError:
+        logs = folder  # its message points there, so they stay
+        raise
+    finally:
+        if logs is None:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,7 @@ def checked_url(url: str, program: str = "a coordinator") -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise UserError(f"{url!r} is no address of {program}; expected http(s)://HOST[:PORT]")
+        raise UserError(f"{url!r} is not the address of {program}; expected http(s)://HOST[:PORT]")
     return url.rstrip("/")
 
 
@@ -46,7 +46,9 @@ class RunLink:
         for part in rest.split(",") if rest else ():
             name, _, value = part.partition("=")
             if name not in ("invite", "pin") or not value or name in found:
-                raise UserError(f"the link is damaged behind its #: {part[:40]!r}; copy the whole line again")
+                raise UserError(
+                    f"the part of the link after # is damaged: {part[:40]!r}; copy the whole line again"
+                )
             found[name] = value
         link = cls(url, found.get("invite"), found.get("pin"))
         if link.pin is not None and not re.fullmatch(r"[0-9a-f]{64}", link.pin):

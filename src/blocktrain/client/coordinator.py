@@ -7,6 +7,7 @@ Every route is safe to repeat. What the coordinator declines comes out as `Reque
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -21,7 +22,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.client.address import RunLink, port_of
 from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
-from blocktrain.errors import UserError, WireError
+from blocktrain.errors import BlocktrainError, UserError, WireError
 from blocktrain.threads import Stopped
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
@@ -179,6 +180,11 @@ class CoordinatorClient:
         # Twice and no longer: a worker that is leaving should leave, and the lease ends by itself.
         content = self._request("DELETE", f"/v1/assignments/{assignment_id}", attempts=2)
         return _parsed(ReturnAnswer.model_validate_json, content)
+
+    def let_go(self, assignment_id: str) -> None:
+        """Hand it back if that can be done: only a courtesy, as a lease ends by itself."""
+        with contextlib.suppress(BlocktrainError):
+            self.hand_back(assignment_id)
 
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:
         return self._ask("POST", f"/v1/assignments/{assignment_id}/commit", CommitAnswer, request)
@@ -345,7 +351,8 @@ class CoordinatorClient:
                 if self.stop.is_set() and attempts is None:
                     raise Stopped("the program is stopping") from None
                 if attempts is not None and attempt >= attempts:
-                    raise WireError(f"{self.url} did not answer: {why}") from None
+                    hint = f"; {what_may_be_wrong(self.url, error)}" if self._may_hint else ""
+                    raise WireError(f"{self.url} did not answer: {why}{hint}") from None
                 if self._silent_since is None:
                     self._silent_since = time.monotonic()
                     self.report(f"no answer from {self.url} ({why}); trying again")

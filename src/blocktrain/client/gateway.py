@@ -19,7 +19,7 @@ READ_SECONDS = 120.0
 
 
 class GatewayError(BlocktrainError):
-    """The gateway refused, broke off or cannot be reached."""
+    """The gateway refused, ended its answer early, or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             continue
         content = json.loads(data)
         if "error" in content:
-            raise GatewayError(f"the gateway broke off: {content['error'].get('message')}")
+            raise GatewayError(f"the gateway ended its answer early: {content['error'].get('message')}")
         yield content
     # Without [DONE] the text may look whole and be cut.
-    raise GatewayError("the gateway broke off before the end of its answer")
+    raise GatewayError("the gateway closed the connection before the end of its answer; ask again")

@@ -35,7 +35,7 @@ from blocktrain.coordinator.reputation_rows import (
     standing_of,
 )
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change
+from blocktrain.coordinator.states import COUNTED, LIVE, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.ledger import receipt_of
 from blocktrain.coordinator.storage.queries import (
     block_paces,
@@ -134,7 +134,8 @@ class Assignments:
             after = None if request.after is None else own_assignment(session, worker_id, request.after)
 
             # A worker that asks with nothing in hand has lost what it committed (a new disk, another folder):
-            # its rounds are free again. The first three such commits cost it nothing.
+            # its rounds are free again. The first three such commits cost it nothing. Leases of rounds that
+            # have passed are lost with it, and end too.
             withheld = select(UpdateRow).where(
                 UpdateRow.worker_id == worker_id, UpdateRow.state == UpdateState.COMMITTED
             )
@@ -145,9 +146,20 @@ class Assignments:
                 assert assignment is not None
                 self._end_assignment(session, assignment, AssignmentState.WITHHELD, now)
                 self._mark_giving_up(session, worker, now)
+            passed = (
+                select(AssignmentRow)
+                .join(BlockRow, BlockRow.block == AssignmentRow.block)
+                .where(
+                    AssignmentRow.worker_id == worker_id,
+                    AssignmentRow.state == AssignmentState.LEASED,
+                    AssignmentRow.round < BlockRow.version,
+                )
+            )
+            for assignment in session.scalars(passed).all() if after is None else ():
+                self._end_assignment(session, assignment, AssignmentState.RECALLED, now)
 
-            # A round that passed its deadline with nothing to merge may be tried again by a worker that it
-            # refused: nobody else has brought anything, and the block must not stop (small judged runs did,
+            # A round with nothing to merge may be tried again by a worker that it refused, once its deadline
+            # has passed or nobody else is at it: the block must not stop (small judged runs did,
             # docs/experiments.md, "judged runs that stall").
             refused = session.execute(
                 select(AssignmentRow, UpdateRow.revealed, BlockRow)
@@ -217,7 +229,7 @@ class Assignments:
         run = self._resources.run
         others = seats(session, run.swarm, now, without=worker.worker_id)
         used: dict[int, set[int]] = {block: set() for block in versions}
-        rows = session.execute(
+        lent = (
             select(AssignmentRow.block, AssignmentRow.round)
             .join(BlockRow, BlockRow.block == AssignmentRow.block)
             .where(
@@ -226,7 +238,18 @@ class Assignments:
                 AssignmentRow.round >= BlockRow.version,
             )
         )
-        for block, round_ in rows:
+        # A worker that was away brings an older round's update on today's head: its one vote on that is
+        # given, and a commit of this round would be refused as a second one.
+        voted = (
+            select(UpdateRow.block, UpdateRow.base_version)
+            .join(BlockRow, BlockRow.block == UpdateRow.block)
+            .where(
+                UpdateRow.worker_id == worker.worker_id,
+                UpdateRow.state.in_((UpdateState.COMMITTED, UpdateState.JUDGING, *COUNTED)),
+                UpdateRow.base_version >= BlockRow.version,
+            )
+        )
+        for block, round_ in (*session.execute(lent), *session.execute(voted)):
             used[block].add(round_)
         return [
             BlockView(
@@ -344,11 +367,17 @@ class Assignments:
             state = open_round(session, self._resources.run, block, now)
             by_age = age_ruling(block.version - row.round, swarm, finished=block.version >= swarm.rounds)
             cancel, reason = not by_age.counts, by_age.sentence
-            refused_before = select(UpdateRow.revealed).where(
-                UpdateRow.worker_id == row.worker_id,
-                UpdateRow.block == row.block,
-                UpdateRow.round == block.version,
-                UpdateRow.state == UpdateState.REFUSED,
+            # Refused, and not lent again yet: then the second try is under way.
+            refused_before = (
+                select(UpdateRow.revealed)
+                .join(AssignmentRow, AssignmentRow.assignment_id == UpdateRow.assignment_id)
+                .where(
+                    UpdateRow.worker_id == row.worker_id,
+                    UpdateRow.block == row.block,
+                    UpdateRow.round == block.version,
+                    UpdateRow.state == UpdateState.REFUSED,
+                    AssignmentRow.state == AssignmentState.COMMITTED,
+                )
             )
             if row.state not in LIVE:
                 cancel, reason = True, f"the assignment was {row.state}"
@@ -380,8 +409,13 @@ class Assignments:
             row = own_assignment(session, worker_id, assignment_id)
             if row.state != AssignmentState.LEASED:
                 return ReturnAnswer(returned=False)
-            self._end_assignment(session, row, AssignmentState.RETURNED, now)
-            self._mark_giving_up(session, worker, now)
+            # A heartbeat's answer has called off what is too old: that is not the worker giving up.
+            version, swarm = block_row(session, row.block).version, self._resources.run.swarm
+            if age_ruling(version - row.round, swarm, finished=version >= swarm.rounds).counts:
+                self._end_assignment(session, row, AssignmentState.RETURNED, now)
+                self._mark_giving_up(session, worker, now)
+            else:
+                self._end_assignment(session, row, AssignmentState.RECALLED, now)
             if _open_lease(session, worker_id, None) is None:
                 worker.block = None
         self._resources.changes.notify()

@@ -121,35 +121,36 @@ def run_coordinator(
         tls.context()
     if webhook is not None:
         checked_url(webhook, "a webhook")
-    listener = open_port(host, port)
-    text = open_text(recipe)
-    setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
-    first = None if start is None else starting_blocks(start, setup)[0]
-    display = make_display(gateway, reference, text.sha256)
-    with opened(
-        recipe,
-        text,
-        data_dir,
-        database_url=database_url,
-        blobs_url=blobs_url,
-        display=display,
-        start=first,
-    ) as coordinator:
-        scheme = "http" if tls is None else "https"
-        url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
-        display.pin = pin
-        shared = url_for_others(listener, scheme)
+    with open_port(host, port) as listener:
+        text = open_text(recipe)
+        setup = Setup.of_swarm(recipe, text.manifest.vocabulary)
+        first = None if start is None else starting_blocks(start, setup)[0]
+        display = make_display(gateway, reference, text.sha256)
+        with opened(
+            recipe,
+            text,
+            data_dir,
+            database_url=database_url,
+            blobs_url=blobs_url,
+            display=display,
+            start=first,
+        ) as coordinator:
+            scheme = "http" if tls is None else "https"
+            url, pin = url_of(listener, scheme), None if tls is None else tls.pin()
+            display.pin = pin
+            shared = url_for_others(listener, scheme)
 
-        def ready() -> None:
-            keep_address(data_dir, shared, pin)
-            admission, link = coordinator.resources.run.recipe.trust.admission, str(RunLink(shared, pin=pin))
-            for line in opening_lines(coordinator.status(), admission, data_dir, link):
-                print(line, file=sys.stderr)
-            print(f"coordinator ready url={url}", flush=True)
+            def ready() -> None:
+                keep_address(data_dir, shared, pin)
+                admission = coordinator.resources.run.recipe.trust.admission
+                link = str(RunLink(shared, pin=pin))
+                for line in opening_lines(coordinator.status(), admission, data_dir, link):
+                    print(line, file=sys.stderr)
+                print(f"coordinator ready url={url}", flush=True)
 
-        server = make_server(coordinator, ready, tls)
-        with watched(coordinator, watch), notified(coordinator, webhook):
-            server.run(sockets=[listener])
+            server = make_server(coordinator, ready, tls)
+            with watched(coordinator, watch), notified(coordinator, webhook):
+                server.run(sockets=[listener])
 
 
 @contextmanager

@@ -87,6 +87,7 @@ class Coordinator:
         # SQLite's lock file says that no other process serves this run; on PostgreSQL claims may be alive.
         if self.resources.store.is_sqlite:
             self.rounds.forget_claims()
+            self.updates.give_up_lost()
         repeat = partial(self._threads.repeat, failed=self.metrics.failed, pause_seconds=POLL_SECONDS)
         changes, judge = self.resources.changes, self.resources.run.recipe.trust.judge
         if judge == "coordinator":
@@ -170,7 +171,7 @@ def opened(
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}") from None
+        raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}; name another folder") from None
     alone = locked_file(
         data_dir / LOCK_FILE,
         f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "

@@ -21,16 +21,17 @@ from blocktrain.coordinator.decisions.rounds import own_share
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
-from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change, merged_outcome
+from blocktrain.coordinator.states import LIVE, WAITING, AssignmentState, UpdateState, change, merged_outcome
 from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
 from blocktrain.coordinator.storage.ledger import receipt_of
-from blocktrain.coordinator.storage.queries import block_row, open_round, running_median
+from blocktrain.coordinator.storage.queries import block_row, inputs_of_merge, open_round, running_median
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
     MergeRow,
     SnapshotRow,
     UpdateRow,
+    WorkerRow,
     message_of,
 )
 from blocktrain.coordinator.storage.weights import Weights
@@ -348,6 +349,28 @@ class Updates:
         if session.scalars(earlier_try.limit(1)).first() is not None:
             begun = max(begun, assignment.made)  # the wait between two tries is no measure of work
         return max(0.0, now - begun) * own_share(assignment.stand_in_steps, self._resources.run.swarm)
+
+    def give_up_lost(self) -> None:
+        """On start, where this process is the only one: refuse what waits and whose payload is not stored.
+
+        A backup of a running coordinator copies the database first. A payload that was refused and deleted
+        before the copy came to it is missing, and its block would wait for it without end.
+        """
+        resources, now = self._resources, self._resources.clock()
+        with resources.store.write() as session:
+            waiting = select(UpdateRow).where(UpdateRow.state.in_((UpdateState.JUDGING, *WAITING)))
+            for row in session.scalars(waiting).all():
+                if resources.blobs.size(payload_key(row.payload_hash)) is not None:
+                    continue
+                # A merge that was begun with it begins anew without it.
+                if row.merge_version is not None:
+                    block = block_row(session, row.block)
+                    block.closing_version = block.claim_until = None
+                    for one in inputs_of_merge(session, row.block, row.merge_version):
+                        one.merge_version = one.scale = None
+                sentence = "its payload is not stored; a backup may have been put back"
+                ruling = Ruling.refuse(VerdictReason.REMOVED, sentence, mark=None)
+                settle(resources, session, session.get(WorkerRow, row.worker_id), row, ruling, now)
 
     def verdict(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
         """The verdict on a payload, as far as there is one."""

@@ -71,7 +71,7 @@ def settle(
         setattr(worker, counter, getattr(worker, counter) + 1)
 
     # Without a judge only malformed and outdated updates are refused: the worker may try again at once. With
-    # one, it must wait until the round's deadline passes (assignments.ask), or it could try until it passes.
+    # one, it must wait (assignments.ask), or it could try until it passes.
     if before is UpdateState.COMMITTED and not ruling.counts and trust.judge == "off":
         assignment = session.get(AssignmentRow, row.assignment_id)
         assert assignment is not None

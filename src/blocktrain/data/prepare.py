@@ -128,7 +128,7 @@ def prepare(options: PrepareOptions, out: Path, *, processes: int, watch: Watch)
         )
     work = out / WORK
     if out.exists() and not work.exists() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty and no begun dataset; choose another --out")
+        raise DataError(f"{out} is not empty and holds no unfinished dataset; choose another --out")
     with writing(out):
         work.mkdir(parents=True, exist_ok=True)
     taken = f"another preparation is writing {out}; stop it, or choose another --out"

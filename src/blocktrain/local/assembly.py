@@ -52,7 +52,7 @@ def checked_run(source: Source, tokenizer: Tokenizer) -> tuple[Setup, Verificati
     report = verify_ledger(source.entries, None, source.snapshot)
     if not source.entries or not report.ok:
         reason = report.reason if source.entries else "it is empty"
-        raise WireError(f"the ledger of {source.name} does not hold: {reason}; do not use its model")
+        raise WireError(f"the ledger of {source.name} does not verify: {reason}; do not use its model")
     setup = run_setup(source.recipe(), tokenizer.vocabulary)
     count = setup.recipe.model.blocks
     if sorted(report.heads) != list(range(count)):
@@ -66,7 +66,9 @@ def head_blocks(source: Source, setup: Setup, report: VerificationReport) -> Ite
         block = setup.initial(index)
         tensors = from_safetensors(source.snapshot(wanted), schema_of(block))
         if snapshot_hash(tensors) != wanted:
-            raise WireError(f"{source.name} gave other weights of block {index} than its ledger names")
+            raise WireError(
+                f"{source.name} gave other weights of block {index} than its ledger names; do not use them"
+            )
         load_into(block, tensors)
         yield block
 
@@ -113,7 +115,7 @@ def checkpoint_at(place: str, tell: Callable[[str], None]) -> Iterator[Path]:
 def save_model(place: str, out: Path) -> SavedModel:
     """The model of an address or data folder, in a new folder that stays."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--to {out} is there already; choose a new folder, or remove it")
+        raise UserError(f"--to {out} already exists; choose a new folder, or remove it")
     if "://" not in place and (Path(place).expanduser() / "config.json").exists():
         raise UserError(f"{place} is a checkpoint already: use it as it is, or copy the folder")
     with open_source(place) as source:

@@ -60,7 +60,7 @@ def clear_earlier_demo(out: Path, name: str) -> None:
         return
     # Only a folder that says it is a demo: `--out .` must not cost anybody their work.
     if not any(recipe_name(out / marker) == name for marker in (MARKER, "run.json")):
-        raise UserError(f"{out} holds something that is not a demo; choose another --out")
+        raise UserError(f"{out} is in use and holds no demo; choose another --out")
     for folder in (*(out / result for result in RESULTS), *out.glob("worker-*")):
         shutil.rmtree(folder, ignore_errors=True)
     for result in FILES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.markup import escape
@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.client.durations import duration
-from blocktrain.training.report import TrainingReport
 from blocktrain.wire.messages import StatusAnswer, WorkerState, WorkerSummary
+
+if TYPE_CHECKING:  # it loads torch, two seconds that `status` does not need
+    from blocktrain.training.report import TrainingReport
 
 SHORT_ID = 8
 

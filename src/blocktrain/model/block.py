@@ -163,9 +163,13 @@ class Block(nn.Module, ABC):
         """`both_ways`: how many of the first sequences attend to later positions too (see sweep.py)."""
 
     def run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
+        # Never compiled without gradients: a cache is longer with each token, and each new shape would be
+        # compiled again.
         if not torch.is_grad_enabled():
             return call_layer(layer, *arguments)
         if self.recompute:
+            # The reentrant form loses a layer's gradients where none of its inputs needs one: the first layer
+            # behind frozen features.
             y: Tensor = checkpoint(self.call_layer, layer, *arguments, use_reentrant=False)
             return y
         return self.call_layer(layer, *arguments)

@@ -34,18 +34,23 @@ def chunked_cross_entropy(
     return total, ce_N
 
 
+# A function of its own, because autograd keeps what each chunk's backward pass needs, its logits among it,
+# and in the end holds them all. The loss is one number, so its gradients are known here already, but for the
+# factor that arrives in `backward`.
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z_ND: Tensor, map_VD: Tensor, targets_N: Tensor, weight_N: Tensor, compiled: bool
     ) -> tuple[Tensor, Tensor]:
         row_losses = compiled_rows() if compiled else _row_losses
+        # The map in the features' dtype once, and not again in each chunk.
         rows, narrow_VD = rows_at_once(len(map_VD)), map_VD.to(z_ND.dtype)
         need_z, need_map = ctx.needs_input_grad[:2]
         grad_z_ND = torch.empty_like(z_ND) if need_z else None
         # In fp32 over the chunks, each of which the matrix units add up in fp32 themselves.
         grad_map_VD = torch.zeros_like(map_VD) if need_map else None
         ce_N = torch.empty(len(z_ND), dtype=torch.float32, device=z_ND.device)
+        # The dtypes are chosen above; autocast would choose again, for the gradients' products too.
         with torch.autocast(z_ND.device.type, enabled=False):
             for start in range(0, len(z_ND), rows):
                 part = slice(start, start + rows)
@@ -56,6 +61,7 @@ class _Chunked(torch.autograd.Function):
                 if grad_map_VD is not None:
                     grad_map_VD += grad_logits.T @ z_ND[part]
         ctx.save_for_backward(grad_z_ND, grad_map_VD)
+        # For reports. A gradient through it would need the logits again.
         ctx.mark_non_differentiable(ce_N)
         return (ce_N * weight_N).sum(), ce_N
 
@@ -70,6 +76,7 @@ def _row_losses(logits_CV: Tensor, targets_C: Tensor, weight_C: Tensor) -> tuple
     # In fp32: in bf16 logits of 12 come in steps of 1/16, too coarse for a loss of 1 nat.
     log_probs_CV = F.log_softmax(logits_CV.float(), dim=-1)
     ce_C = -log_probs_CV.gather(1, targets_C[:, None])[:, 0]
+    # A comparison and not a scatter: torch.compile fuses it into the pass that reads the logits.
     is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
     grad_CV = (log_probs_CV.exp() - is_target_CV.float()) * weight_C[:, None]
     return ce_C, grad_CV.to(logits_CV.dtype)

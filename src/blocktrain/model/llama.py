@@ -36,6 +36,9 @@ def llama_rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 def stretched(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's frequencies: a wave longer than the old context is slowed by `factor`, a short one kept."""
+    # In Llama 3.1's numbers: a wave that turns less than once in the context of pretraining was never seen
+    # whole, so beyond it the model must meet angles that it knows. One that turns four times or more tells
+    # neighbours apart, and repeats anyway. A ramp between them: waves almost alike stay almost alike.
     turns = scaling.original_context * frequency / (2 * math.pi)
     kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
     kept = kept.clamp(0, 1)
@@ -62,6 +65,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_width = config.channels_per_head
         queries = config.heads * self.head_width
+        # Fewer heads of keys than of queries: the cache of a served text shrinks by the same factor.
         keys = (config.kv_heads or config.heads) * self.head_width
         self.q_proj = nn.Linear(config.width, queries, bias=False)
         self.k_proj = nn.Linear(config.width, keys, bias=False)
@@ -73,6 +77,7 @@ class LlamaAttention(nn.Module):
         shape = (batch, length, -1, self.head_width)
         q_BHTK, k_BGTK = self.queries_and_keys(self.q_proj(x_BTD).view(shape), self.k_proj(x_BTD).view(shape))
         v_BGTK = self.v_proj(x_BTD).view(shape).transpose(1, 2)
+        # Rotated in fp32, as the tables are, then back: the kernel wants all three in one dtype.
         q_BHTK, k_BGTK = (rotate(part, *rotary).to(v_BGTK.dtype) for part in (q_BHTK, k_BGTK))
         attend = causal_attention if cache is None else cache.attend
         y_BHTK = attend(q_BHTK, k_BGTK, v_BGTK)
@@ -87,6 +92,8 @@ class LlamaAttention(nn.Module):
 class GatedFeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        # Published models round this width as their makers liked (Llama 2 7B: 11,008 for a width of 4,096),
+        # so a factor alone cannot name it.
         inner = config.feedforward_width or config.feedforward * config.width
         self.gate_proj = nn.Linear(config.width, inner, bias=False)
         self.up_proj = nn.Linear(config.width, inner, bias=False)
@@ -116,6 +123,8 @@ class OutputMap(nn.Module):
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
+        # Rows and no nn.Linear: the product is the caller's, who needs it for some positions only, or chunk
+        # by chunk (cross_entropy.py).
         # Zero: a block starts at the uniform distribution.
         self.weight = nn.Parameter(torch.zeros(rows, width))
 
@@ -151,6 +160,8 @@ class LlamaBlock(Block):
         super().__init__()
         self.context, self.vocabulary = config.context, vocabulary
         self.num_layers = num_layers or config.layers_per_block
+        # Published tables are padded (Qwen3's to 151,936 rows). Kept, so that an exported folder has the
+        # shapes of the imported one.
         rows = config.padded_vocabulary or vocabulary
         assert rows >= vocabulary, "the rows beyond the tokens are padding"
         # `model` and `lm_head` are the names in the files that others load.
@@ -171,6 +182,8 @@ class LlamaBlock(Block):
         return {
             name
             for name, parameter in self.named_parameters()
+            # Not the embedding or the output map: a step sees few of their rows, and Muon would move all of
+            # them.
             if name.startswith("model.layers.") and parameter.ndim == 2
         }
 
@@ -199,9 +212,12 @@ class LlamaBlock(Block):
             x_BTD = self.run_layer(layer, x_BTD, rotary, cache.layer(i) if cache is not None else None)
         if cache is not None:
             cache.advance(length)
+        # An inner part hands on the residual stream as it is, so that the parts in a row are the whole model,
+        # bit by bit.
         if self.model.norm is None:
             return BlockOutput(x_BTD, None, None, x_BTD, self.vocabulary)
         output_map = self.lm_head if self.lm_head is not None else embedding
         assert output_map is not None
+        # Padding was never trained to be unlikely: it would take probability from tokens that exist.
         rows_VD = output_map.weight[: self.vocabulary]
         return BlockOutput(self.model.norm(x_BTD), rows_VD, None, x_BTD, self.vocabulary)

@@ -28,7 +28,9 @@ from torch import Tensor
 DECAYS = (0.9, 0.98, 0.998)
 """One decay of 0.98 gave 0.5633 nats per byte where all three gave 0.5619, and none 0.5656: decision 0014."""
 FIRST_TAU = 0.02
+# A fitted weight may round to 0, and with a logarithm of minus infinity a subset of blocks has no weights.
 LEAST_WEIGHT = 1e-30
+# They are read from checkpoints, which strangers write, and each costs a sum for every position.
 MAX_DECAYS = 16
 
 
@@ -82,9 +84,12 @@ def past_log_likelihood(tokens_NT: Tensor, log_probs: Sequence[Tensor], decays: 
     """Decayed sums [D, B, N, T] of what each block gave the tokens that a position sees, but for the first,
     which nothing predicts."""
     rates_D11 = torch.tensor(decays, device=tokens_NT.device)[:, None, None]
+    # What position s gave to token s + 1 counts from s + 1 on, where that token is visible: no weight sees
+    # its own target.
     next_N1 = tokens_NT[:, 1:, None]
     seen_BNT = torch.stack([part[:, :-1].gather(-1, next_N1)[..., 0].float() for part in log_probs])
     sums = [torch.zeros(len(decays), *seen_BNT.shape[:2], device=tokens_NT.device)]
+    # Step by step: as a cumulative sum scaled by d^-t, a decay of 0.9 leaves fp32 after 842 positions.
     for t in range(seen_BNT.shape[-1]):
         sums.append(rates_D11 * sums[-1] + seen_BNT[..., t])
     return torch.stack(sums, dim=-1)
@@ -113,10 +118,12 @@ class TrackRecord:
         # The first token of a text has nothing before it that could predict it.
         told = torch.tensor(ids if base else ids[1:], dtype=torch.int64, device=log_probs_TV.device)
         rows_TV = torch.cat([before_TV, log_probs_TV[:-1]])
+        # What stands beyond `base` belongs to a draft that was rejected.
         past = self._past_TD[:base] or [np.zeros(len(self._decays))]
         for one in rows_TV.gather(-1, told[:, None])[:, 0].double().cpu().numpy():
             past.append(self._decays * past[-1] + one)
         self._past_TD = past
+        # A copy: a view would hold the log-probs of the whole pass, 262 MB for 2,000 tokens over 32,768.
         self._first_row, self._rows_TV = base + len(ids) - keep, log_probs_TV[-keep:].clone()
         return np.array(past[base:])
 

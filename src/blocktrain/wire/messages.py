@@ -437,7 +437,7 @@ class VerdictReason(StrEnum):
     GUARD = "guard"
     """The merge made held-out loss rise, and this was its worst contributor."""
     REMOVED = "removed"
-    """Its worker was banned or removed before it was merged."""
+    """Its worker was banned or removed before it was merged, or its payload is lost."""
 
 
 def verdict_word(outcome: str, held_against: bool) -> str:

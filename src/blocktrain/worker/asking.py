@@ -8,13 +8,12 @@ another asked for. Heartbeats run beside, so that a long download does not cost 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 
 from blocktrain.client.coordinator import CoordinatorClient, RequestRefused
 from blocktrain.client.snapshots import Base
-from blocktrain.errors import BlocktrainError, WireError
+from blocktrain.errors import WireError
 from blocktrain.wire.messages import Assignment, ErrorReason, Finished, HeartbeatRequest, Wait
 from blocktrain.worker.block_progress import PendingState, PendingUpdate
 from blocktrain.worker.joining import Membership
@@ -149,12 +148,10 @@ class Asking:
             self._declined += 1
             if self._declined >= MAX_DECLINED:
                 raise WireError(
-                    f"{what}; that was so {MAX_DECLINED} times: ask the operator to restore the snapshots"
+                    f"{what}; this happened {MAX_DECLINED} times: ask the operator to restore the snapshots"
                 ) from None
             self.view.line(f"declined {what}; asking for another assignment")
-            # Only a courtesy: an assignment that is not handed back lapses with its lease.
-            with contextlib.suppress(BlocktrainError):
-                self.client.hand_back(assignment.assignment_id)
+            self.client.let_go(update.assignment_id)
             self.logic.cancel(update)
         self.logic.prepared(update)
 
@@ -180,3 +177,4 @@ class Asking:
                     cancel, reason = True, str(refusal)
                 if cancel and logic.cancel(update):
                     self.view.line(f"cancelled block={update.block} round={update.round} reason={reason!r}")
+                    self.client.let_go(update.assignment_id)

@@ -95,6 +95,8 @@ class Sending:
             except RequestRefused as refusal:
                 if refusal.reason != ErrorReason.NOT_JOINED:
                     self.view.judged(update.block, update.round, "refused", 0, str(refusal))
+                    # What was trained returns to error feedback below, so this lease is done with.
+                    self.client.let_go(update.assignment_id)
                     break
                 self.membership.join()
         progress.judged(update, verdict)

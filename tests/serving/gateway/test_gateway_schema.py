@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
-from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.app import GatewayConfig
@@ -22,6 +20,8 @@ from .conftest import serve_engine
 
 @pytest.fixture(scope="session")
 def api(checkpoint: Path) -> Iterator[Any]:
+    import schemathesis  # 1.6 s of processor time, in the one process that needs it
+
     limits = GatewayLimits(max_tokens=32, max_choices=4)
     with serve_engine(LocalEngine(checkpoint), GatewayConfig(limits=limits)) as served:
         with served.http() as client:
@@ -35,8 +35,11 @@ def api(checkpoint: Path) -> Iterator[Any]:
 
 def try_out(api: Any, examples: int, **options: Any) -> None:
     """Every operation with valid and with invalid requests; schemathesis checks status, headers and shape."""
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import positive_data_acceptance
+
     for result in api.get_all_operations():
-        for mode in schemathesis.GenerationMode:
+        for mode in GenerationMode:
 
             @given(case=result.ok().as_strategy(generation_mode=mode))
             @settings(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from blocktrain.errors import UserError
+from blocktrain.errors import DeviceError, UserError
 from blocktrain.listening import open_port
 from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups
 from blocktrain.local.processes import restart_pause
@@ -63,7 +63,7 @@ def test_a_port_in_use_is_told_in_a_sentence() -> None:
 
 
 @pytest.fixture
-def launched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Launcher, Served]]:
+def launched(checkpoint: Path, tmp_path: Path, quick_children: None) -> Iterator[tuple[Launcher, Served]]:
     launcher = Launcher(LaunchConfig(checkpoint=checkpoint, num_stages=2, port=0, logs=tmp_path))
     stop = threading.Event()
     try:
@@ -77,6 +77,7 @@ def launched(checkpoint: Path, tmp_path: Path) -> Iterator[tuple[Launcher, Serve
         launcher.end()
 
 
+@pytest.mark.usefixtures("quick_children")
 def test_a_launch_that_is_stopped_leaves_no_process(checkpoint: Path, tmp_path: Path) -> None:
     config = LaunchConfig(checkpoint=checkpoint, num_stages=1, port=0, logs=tmp_path)
     launcher, stop = Launcher(config), threading.Event()
@@ -158,9 +159,9 @@ def is_ready(remote: Served) -> bool:
 
 
 @contextmanager
-def verb(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def verb(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "blocktrain", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "blocktrain", *arguments], stdout=subprocess.PIPE, text=True, **options
     )
     try:
         yield process
@@ -174,6 +175,36 @@ def output(*arguments: str, text: str = "") -> str:
     command = [sys.executable, "-m", "blocktrain", *arguments]
     done = subprocess.run(command, input=text.encode(), capture_output=True, check=True, timeout=120)
     return done.stdout.decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_serve_that_is_ended_while_it_starts_leaves_no_folder_behind(
+    checkpoint: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with verb("serve", str(checkpoint), "--stages", "1", "--port", "0", env=environment) as process:
+        logs = until("its children have logs", lambda: list(tmp_path.glob("blocktrain-serve-*/stage-0.log")))
+        assert logs
+        process.send_signal(stop)
+        process.wait(60)
+    assert list(tmp_path.glob("blocktrain-serve-*")) == []
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "generate"])
+def test_a_device_that_is_not_here_is_misuse_and_leaves_no_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    prompt = ["--prompt", "x"] if name == "generate" else []
+    failure = CliRunner().invoke(app, [name, str(checkpoint), "--device", "cuda:99", *prompt]).exception
+    assert isinstance(failure, DeviceError)
+    assert failure.exit_code == 2
+    assert "device 'cuda:99' does not exist here" in str(failure)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -230,7 +261,7 @@ def test_a_mode_without_a_gateway_is_refused_instead_of_ignored(checkpoint: Path
 
     failure = CliRunner().invoke(app, ["generate", str(checkpoint), "--prompt", "x", *option]).exception
     assert isinstance(failure, UserError)
-    assert "say how a gateway writes" in str(failure)
+    assert "are for a gateway, and this command uses none" in str(failure)
 
 
 def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
@@ -241,7 +272,7 @@ def test_a_gateway_that_is_not_there_is_told_in_a_sentence() -> None:
     with GatewayClient(url) as client, pytest.raises(GatewayError, match="no answer from the gateway"):
         client.model()
     free.close()
-    with pytest.raises(UserError, match="no address of a gateway"):
+    with pytest.raises(UserError, match="not the address of a gateway"):
         GatewayClient("127.0.0.1:8000")
 
 

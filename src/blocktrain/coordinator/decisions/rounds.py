@@ -74,7 +74,8 @@ class OpenRound:
     """None while the round has not begun."""
     deadline_reason: str
     period_began: float | None
-    """Beginning of the round, or of its last re-set deadline: a refusal before it may be tried again."""
+    """Beginning of the round, or of its last re-set deadline: what was refused before it may be tried
+    again."""
     close: bool
     reason: str
 
@@ -120,6 +121,12 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
             deadline_reason += f"; re-set {often}, as nothing had arrived"
         period_began = facts.begun + seconds * resets
         deadline = facts.begun + seconds * (1 + resets)
+        # Where everybody at the block was refused nobody is waited for, and they may try again soon: one
+        # worker alone waited 306 s in a small judged run. Not at once, or who sends noise could try as often
+        # as it takes.
+        if nothing and facts.live <= facts.refused:
+            shortest = swarm.min_deadline_seconds
+            period_began = max(period_began, now - (now - facts.begun) % shortest)
 
     def state(close: bool, reason: str) -> OpenRound:
         return OpenRound(

@@ -80,7 +80,9 @@ class WeightCache:
             return
         with self._blobs.opened(payload_key(payload_hash)) as source:
             if content_hash(source) != payload_hash:
-                raise StorageError(f"payload {payload_hash} in the blob store has other contents; restore it")
+                raise StorageError(
+                    f"payload {payload_hash} in the blob store is not what was written; put back a backup"
+                )
             yield UpdateFrame(self._run.codec, self._run.schemas[block], source).read
 
     def keep(self, block: int, name: str, weights: Weights) -> None:
@@ -110,7 +112,7 @@ class WeightCache:
 
 
 def changed_snapshot(wanted: str) -> StorageError:
-    return StorageError(f"snapshot {wanted} in the blob store has other contents; restore it")
+    return StorageError(f"snapshot {wanted} in the blob store is not what was written; put back a backup")
 
 
 def _num_bytes(weights: Weights) -> int:

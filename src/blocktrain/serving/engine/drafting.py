@@ -30,9 +30,12 @@ READ_FIRST = 32
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
-    """The first blocks that have no others upstream; block 0 never has."""
-    alone = [block for block in range(objective.model.blocks) if not objective.upstream(block)]
-    return alone[: max(1, most)]
+    """The first of the smallest blocks that have no others upstream; block 0 never has."""
+    model = objective.model
+    alone = [block for block in range(model.blocks) if not objective.upstream(block)]
+    # A draft pays by being cheaper than what it foretells, and blocks of one shape take each step together.
+    shape = model.of_block(min(alone, key=model.step_cost))
+    return [block for block in alone if model.of_block(block) == shape][: max(1, most)]
 
 
 @dataclass(eq=False)

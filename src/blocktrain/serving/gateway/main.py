@@ -109,15 +109,15 @@ def run_gateway(
     """The verb `gateway`: returns when the last answer is given after SIGTERM. Without stages, all
     blocks are held in this process."""
     # The port first: loading takes seconds, and a port that is taken should be said before them.
-    opened = open_port(host, port)
-    engine: TextEngine
-    if stages:
-        addresses = [Address.parse(stage) for stage in stages]
-        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
-    else:
-        engine = LocalEngine(checkpoint)
-    server = new_server(engine, config or GatewayConfig())
-    asyncio.run(serve_gateway(engine, server, opened, announce))
+    with open_port(host, port) as opened:
+        engine: TextEngine
+        if stages:
+            addresses = [Address.parse(stage) for stage in stages]
+            engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
+        else:
+            engine = LocalEngine(checkpoint)
+        server = new_server(engine, config or GatewayConfig())
+        asyncio.run(serve_gateway(engine, server, opened, announce))
 
 
 @contextmanager
@@ -140,6 +140,7 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
     thread.start()
     opened_up.wait()
     if failures:
+        opened.close()
         raise failures[0]
     try:
         yield url_of(opened)

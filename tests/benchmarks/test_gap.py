@@ -1,0 +1,51 @@
+"""The gap to end to end: at equal operations, and with its error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import gap
+import pytest
+import tune
+
+from blocktrain.config import resolve_recipe
+from blocktrain.training.cost import forward_flops_per_token
+from blocktrain.training.setup import Setup
+
+
+def test_end_to_end_gets_the_operations_of_all_blocks_together() -> None:
+    recipe = resolve_recipe(
+        {
+            "model": {"width": 32, "heads": 2, "blocks": 3, "layers_per_block": 1, "context": 16},
+            "training": {"steps": 1000},
+        }
+    )
+    steps, setup = gap.reference_steps(recipe, 256), Setup.of(recipe)
+    block = forward_flops_per_token(recipe.model, setup.initial(0), 256)
+    whole = forward_flops_per_token(recipe.model, setup.initial_reference(), 256)
+    assert steps * whole == pytest.approx(1000 * 3 * block, rel=1e-3)
+
+
+def test_the_mean_gap_comes_with_its_standard_error() -> None:
+    gaps = [gap.Gap(0, 1.02, 1.0), gap.Gap(1, 1.04, 1.0), gap.Gap(2, 1.03, 1.0)]
+    mean, error = gap.mean_and_error(gaps)
+    assert mean == pytest.approx(0.03)
+    assert error == pytest.approx(0.01 / math.sqrt(3))
+    assert gap.lines_of(gaps)[-1] == "gap +0.0300, standard error 0.0058, 3 seeds"
+
+
+def test_one_seed_has_no_error() -> None:
+    assert math.isnan(gap.mean_and_error([gap.Gap(0, 1.0, 1.0)])[1])
+
+
+def test_a_search_that_was_cut_off_is_taken_up_only_with_the_same_recipe(tmp_path: Path) -> None:
+    recipe, path = resolve_recipe({"name": "one"}), tmp_path / "tune.json"
+    assert tune.tried_before(path, recipe) == []
+    trial = tune.Trial("block", 3e-3, 1e-3, 1.5)
+    path.write_text(json.dumps({"recipe": recipe.to_dict(), "trials": [dataclasses.asdict(trial)]}))
+    assert tune.tried_before(path, recipe) == [trial]
+    with pytest.raises(SystemExit, match="another recipe"):
+        tune.tried_before(path, resolve_recipe({"name": "two"}))

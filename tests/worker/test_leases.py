@@ -1,0 +1,63 @@
+"""A worker lets go of what it will not deliver: no lease of its stays open behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import select
+
+from blocktrain.client.snapshots import Base
+from blocktrain.coordinator.storage.store import AssignmentRow
+from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.messages import Assignment, JoinRequest
+from blocktrain.worker.block_progress import PendingState, PendingUpdate
+from blocktrain.worker.joining import Membership
+from blocktrain.worker.sending import Sending
+from tests.coordinator.conftest import CORPUS, Running, served
+from tests.waiting import PATIENCE_SECONDS, until
+from tests.worker.test_frozen_snapshots import RECIPE, Bench, WallClock, advance
+
+
+def state_of(running: Running, assignment: Assignment) -> str:
+    named = AssignmentRow.assignment_id == assignment.assignment_id
+    with running.coordinator.resources.store.read() as session:
+        return session.scalars(select(AssignmentRow.state).where(named)).one()
+
+
+def test_an_assignment_that_was_called_off_is_handed_back(tmp_path: Path) -> None:
+    with served(tmp_path / "coordinator", RECIPE, WallClock()) as running:
+        sleeper = running.peer()
+        old = sleeper.lend(prefer_block=0)
+        steady = running.peer()
+        assert steady.lend(prefer_block=1).block == 1
+        bench = Bench(running, tmp_path / "worker", sleeper.identity)
+        update = bench.logic.lent(old)
+        assert update is not None
+        advance(running, running.peer(), old.round + RECIPE.swarm.max_age + 1)
+        bench.threads.start("heartbeats", bench.asking().run_heartbeats)
+        until("it is handed back", lambda: state_of(running, old) == "recalled")
+        assert update.state is PendingState.GONE
+        bench.stop.set()
+        bench.threads.join(PATIENCE_SECONDS)
+
+
+def test_an_assignment_whose_commit_is_refused_is_handed_back(tmp_path: Path) -> None:
+    with served(tmp_path / "coordinator", RECIPE, WallClock()) as running:
+        peer = running.peer()
+        lease = peer.lend()
+        bench = Bench(running, tmp_path / "worker", peer.identity)
+        update = PendingUpdate.of(lease)
+        update.payload = peer.payload(lease.block)
+        update.payload_hash = content_hash(update.payload)
+        update.base, update.loss, update.state = Base(0, "ab" * 32, {}), 2.0, PendingState.FORMED
+        bench.snapshots.keep_payload(update.payload_hash, update.payload)
+        bench.state.save_feedback(lease.block, None, [update])
+        membership = Membership(
+            bench.client, JoinRequest(corpus_sha256=CORPUS.sha256), bench.state, bench.view
+        )
+        sending = Sending(bench.logic, bench.client, membership, bench.snapshots, bench.state, bench.view)
+        sending.deliver_leftovers(lease.block)
+        assert "is no snapshot of block" in bench.said.getvalue()
+        assert state_of(running, lease) == "returned"
+        feedback, left = bench.state.load_feedback(lease.block)
+        assert (feedback is not None, left) == (True, []), "the work itself is kept"
