@@ -13,7 +13,6 @@ not tuned. The gap itself is a finding and no claim.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from provenance import check_claims, write_report
 from torch import Tensor
-from tune import SIDES, Trial, best_of, on_the_edge, rates, search, train_unit, with_rates
+from tune import SIDES, Trial, best_of, on_the_edge, rates, search, train_unit, tried_before, with_rates
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.data.corpora import open_text
@@ -123,19 +122,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tuned_before(path: Path) -> list[Trial]:
-    return [Trial(**trial) for trial in json.loads(path.read_text(encoding="utf-8"))["trials"]]
-
-
 def main() -> int:
     options, began = parse(), time.monotonic()
     base = load_recipe(find_recipe(options.recipe), options.set)
-    shared = (options.recipe, options.set, options.device, options.jobs)
-    trials = tuned_before(options.tuned) if options.tuned else search(*shared, options.matrix, options.other)
+    shared = (options.recipe, options.set, options.device, options.jobs, options.matrix, options.other)
+    numbers: dict[str, Any] = {"recipe": base.to_dict()}
+    trials: list[Trial] = []
+    for trials in [tried_before(options.tuned, base)] if options.tuned else search(*shared):
+        numbers["trials"] = [asdict(trial) for trial in trials]
+        write_report(options.json, "gap", numbers, options.seeds)
     best = {side: best_of(trials, side) for side in SIDES}
     for side, trial in best.items():
         print(f"{side}: matrix_lr={trial.matrix_lr:g} other_lr={trial.other_lr:g} {trial.ce:.4f}", flush=True)
-    numbers: dict[str, Any] = {"recipe": base.to_dict(), "trials": [asdict(trial) for trial in trials]}
     steps = reference_steps(base, open_text(base).manifest.vocabulary)
     numbers["steps"] = {"block": base.training.steps, "reference": steps}
     of_side = {

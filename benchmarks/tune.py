@@ -4,16 +4,18 @@
 
 Every pair of `--matrix` and `--other` is tried once for block 0 and once for the reference, with the recipe's
 steps and seed. The loss that chooses is that on pooling text, which nobody trains on and no report scores.
-Prints both grids and the settings to write into the recipe. A best rate on the edge of the grid is not a best
-rate: the run then exits 1 and says which side to widen.
+Prints both grids and the settings to write into the recipe. Trials that are in the report (--json) already
+are not made again. A best rate on the edge of the grid is not a best rate: the run then exits 1 and says
+which side to widen.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -118,17 +120,31 @@ def search(
     jobs: int,
     matrix: Sequence[float],
     other: Sequence[float],
-) -> list[Trial]:
-    """Every pair of rates, for both sides."""
+    known: Sequence[Trial] = (),
+) -> Iterator[list[Trial]]:
+    """Every pair of rates for both sides. Yields all trials so far, again and again: a search that is cut off
+    can be gone on with."""
+    tried = {(one.side, one.matrix_lr, one.other_lr) for one in known}
     # The reference takes four times as long: begun first, it does not run alone at the end.
-    wanted = [Trial(side, *pair) for side in reversed(SIDES) for pair in product(matrix, other)]
-    trials, began = [], time.monotonic()
+    wanted = [(side, *pair) for side in reversed(SIDES) for pair in product(matrix, other)]
+    trials, began = list(known), time.monotonic()
+    yield trials
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(run_trial, recipe, settings, device, trial) for trial in wanted]
-        for future in as_completed(waiting):
+        left = [Trial(*key) for key in wanted if key not in tried]
+        for future in as_completed([pool.submit(run_trial, recipe, settings, device, one) for one in left]):
             trials.append(future.result())
             print(f"{time.monotonic() - began:.0f} s {trials[-1]}", file=sys.stderr, flush=True)
-    return trials
+            yield trials
+
+
+def tried_before(path: Path | None, recipe: Recipe) -> list[Trial]:
+    """The trials in a report; none where there is no report yet."""
+    if path is None or not path.exists():
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report["recipe"] != json.loads(json.dumps(recipe.to_dict())):
+        sys.exit(f"{path} is of another recipe or other settings; name another file")
+    return [Trial(**trial) for trial in report["trials"]]
 
 
 def rates(text: str) -> list[float]:
@@ -148,18 +164,19 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     recipe: Recipe = load_recipe(find_recipe(options.recipe), options.set)
-    trials = search(options.recipe, options.set, options.device, options.jobs, options.matrix, options.other)
+    shared = (options.recipe, options.set, options.device, options.jobs, options.matrix, options.other)
+    trials: list[Trial] = []
+    numbers: dict[str, Any] = {}
+    for trials in search(*shared, tried_before(options.json, recipe)):
+        numbers = {"recipe": recipe.to_dict(), "trials": [asdict(trial) for trial in trials]}
+        write_report(options.json, "tune", numbers, [recipe.seed])
     best = {side: best_of(trials, side) for side in SIDES}
     for side in SIDES:
         print("\n".join(["", *grid_lines(trials, side, options.matrix, options.other)]))
     print(f"\nmatrix_lr = {best['block'].matrix_lr:g}\nother_lr = {best['block'].other_lr:g}")
     print(f"reference_matrix_lr = {best['reference'].matrix_lr:g}")
     print(f"reference_other_lr = {best['reference'].other_lr:g}")
-    numbers: dict[str, Any] = {
-        "recipe": recipe.to_dict(),
-        "trials": [asdict(trial) for trial in trials],
-        "best": {side: asdict(trial) for side, trial in best.items()},
-    }
+    numbers["best"] = {side: asdict(trial) for side, trial in best.items()}
     write_report(options.json, "tune", numbers, [recipe.seed])
     edges = [edge for trial in best.values() for edge in on_the_edge(trial, options.matrix, options.other)]
     print("\n".join(edges), file=sys.stderr)

@@ -61,6 +61,12 @@ ONLY_OTHERS = (
     "tied",
     "padded_vocabulary",
 )
+PER_BLOCK: Mapping[str, str] = {
+    "block_layers": "layers_per_block",
+    "block_widths": "width",
+    "block_heads": "heads",
+}
+"""Lists of [model] with a number for each block, and the setting whose place they take."""
 OTHER_FAMILIES_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     # A plain causal model knows no hints, and its loss has no weight of 4 to clip for.
     "objective": {"hint_probability": 0.0},
@@ -107,7 +113,14 @@ class ModelConfig:
     blocks: int = 4
     """Number of blocks (B), each trained alone."""
     layers_per_block: int = 3
-    """Layers in one block (L_b); the end-to-end reference has blocks * layers_per_block."""
+    """Layers in one block (L_b); the end-to-end reference has the layers of all blocks."""
+    block_layers: tuple[int, ...] | None = None
+    """Layers of each block where they differ, as in [3, 3, 3, 12]; then `layers_per_block` does not count."""
+    block_widths: tuple[int, ...] | None = None
+    """Width of each block where they differ; needs `objective.codebook = "own"`, `llama` or `qwen3`, whose
+    blocks have an output map of their own. The reference has `width`."""
+    block_heads: tuple[int, ...] | None = None
+    """Attention heads of each block where they differ."""
     context: int = 512
     """Tokens a block sees at once (T)."""
     feedforward: int = 4
@@ -176,10 +189,40 @@ class ModelConfig:
             0 <= self.convolution <= 16,
             f"model.convolution must be between 0 and 16 taps, found {self.convolution}",
         )
+        for key in PER_BLOCK:
+            numbers = getattr(self, key)
+            _require(
+                numbers is None or len(numbers) == self.blocks,
+                f"model.{key} must have a number for each of the {self.blocks} blocks (model.blocks), found "
+                f"{0 if numbers is None else len(numbers)}",
+            )
+        if given := [key for key in PER_BLOCK if getattr(self, key) is not None]:
+            for block in range(self.blocks):
+                try:
+                    self.of_block(block)
+                except RecipeError as error:
+                    raise RecipeError(f"block {block} of model.{' and '.join(given)}: {error}") from None
 
     @property
     def channels_per_head(self) -> int:
         return self.head_width or self.width // self.heads
+
+    def of_block(self, block: int) -> ModelConfig:
+        """The model as this one block has it: its own layers, width and heads, as if all were like it."""
+        own: dict[str, Any] = {}
+        for key, setting in PER_BLOCK.items():
+            numbers = getattr(self, key)
+            own |= {} if numbers is None else {setting: numbers[block], key: None}
+        return dataclasses.replace(self, **own) if own else self
+
+    def step_cost(self, block: int) -> float:
+        """A step of this block costs as much as one of so many layers of `width`."""
+        own = self.of_block(block)
+        return own.layers_per_block * (own.width / self.width) ** 2
+
+    def layers_before(self, block: int) -> int:
+        """Layers of the blocks before this one; of `blocks`, those of all."""
+        return sum(self.of_block(one).layers_per_block for one in range(block))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,6 +640,24 @@ class Recipe:
                 f'"objective.{{}}" does not apply to model.family = "{self.model.family}", which is trained '
                 "by plain cross entropy; leave it out",
             )
+        # Blocks of other widths share no vectors: neither the rows of a codebook nor features.
+        _require(
+            self.model.block_widths is None
+            or self.model.family != "blocktrain"
+            or self.objective.codebook == "own",
+            "model.block_widths needs blocks with an output map of their own: set objective.codebook = "
+            f'"own", or leave it out and give the blocks other layers; found {self.objective.codebook!r}',
+        )
+        _require(
+            self.model.block_widths is None or self.objective.kind == "denoise",
+            f"objective.kind = {self.objective.kind!r} hands features from block to block, which must then "
+            "have one width: leave model.block_widths out",
+        )
+        _require(
+            self.model.block_heads is None or self.objective.kind != "serial",
+            'objective.kind = "serial" makes one model of its parts, which has the same heads in every '
+            "layer: leave model.block_heads out",
+        )
         _require(
             self.training.batch > 1 or self.objective.hint_probability in (0.0, 1.0),
             f"objective.hint_probability = {self.objective.hint_probability} needs sequences with a hint and "
@@ -869,6 +930,13 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if any(value in typing.get_args(arm) for arm in words):
             return value
         (hint,) = (arm for arm in typing.get_args(hint) if arm is not type(None) and arm not in words)
+    if hint == tuple[int, ...]:
+        _require(
+            isinstance(value, list | tuple)
+            and all(isinstance(one, int) and not isinstance(one, bool) for one in value),
+            f"{where} must be a list of integers such as [3, 3, 12], found {value!r}",
+        )
+        return tuple(value)
     # `lr = 1` in TOML is an int and means 1.0; a bool is an int in Python and means neither.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from pathlib import Path
 
 import gap
 import pytest
+import tune
 
 from blocktrain.config import resolve_recipe
 from blocktrain.training.cost import forward_flops_per_token
@@ -35,3 +39,13 @@ def test_the_mean_gap_comes_with_its_standard_error() -> None:
 
 def test_one_seed_has_no_error() -> None:
     assert math.isnan(gap.mean_and_error([gap.Gap(0, 1.0, 1.0)])[1])
+
+
+def test_a_search_that_was_cut_off_is_taken_up_only_with_the_same_recipe(tmp_path: Path) -> None:
+    recipe, path = resolve_recipe({"name": "one"}), tmp_path / "tune.json"
+    assert tune.tried_before(path, recipe) == []
+    trial = tune.Trial("block", 3e-3, 1e-3, 1.5)
+    path.write_text(json.dumps({"recipe": recipe.to_dict(), "trials": [dataclasses.asdict(trial)]}))
+    assert tune.tried_before(path, recipe) == [trial]
+    with pytest.raises(SystemExit, match="another recipe"):
+        tune.tried_before(path, resolve_recipe({"name": "two"}))

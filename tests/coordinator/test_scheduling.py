@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,16 @@ def test_a_block_that_does_not_fit_the_memory_is_not_offered() -> None:
     decision = next_assignment(WorkerView(memory_bytes=10**9), views[:1], SWARM)
     assert isinstance(decision, Pause)
     assert "16.0 GB" in decision.reason
+
+
+def test_a_large_worker_begins_with_the_large_block() -> None:
+    sizes = (1, 1, 4, 1)
+    views = [BlockView(block=b, version=0, seats=0, training_bytes=size) for b, size in enumerate(sizes)]
+    assert offered(WorkerView(memory_bytes=4), views) == (2, 0)
+    assert offered(WorkerView(memory_bytes=2), views) == (0, 0)
+    # It stays there, though others are done sooner with theirs.
+    views = [replace(view, seats=view.block != 2, version=5 * (view.block != 2)) for view in views]
+    assert offered(WorkerView(current_block=2, memory_bytes=4), views) == (2, 0)
 
 
 @given(

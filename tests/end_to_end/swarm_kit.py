@@ -57,6 +57,8 @@ def write_recipe(recipe: Recipe, path: Path) -> Path:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return repr(list(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -24,6 +24,26 @@ from tests.tiny import shaken
 MODEL = {"width": 32, "heads": 4, "kv_heads": 2, "layers_per_block": 1, "blocks": 3, "context": 48}
 CASES: dict[str, tuple[dict[str, Any], Pooling, tuple[tuple[int, ...], ...]]] = {
     "independent": ({"model": {"family": "qwen3"}}, Pooling((0.5, 0.3, 0.2)), ((0,), (1, 2))),
+    "unequal": (
+        {
+            "model": {
+                "family": "qwen3",
+                "block_layers": (2, 1, 1),
+                "block_widths": (64, 32, 32),
+                "block_heads": (4, 2, 4),
+            }
+        },
+        Pooling((0.5, 0.3, 0.2)),
+        ((0,), (1, 2)),
+    ),
+    "unequal, ours": (
+        {
+            "model": {"kv_heads": None, "block_layers": (2, 1, 1), "block_heads": (4, 2, 4)},
+            "objective": {"hint_probability": 0.0},
+        },
+        Pooling((0.5, 0.3, 0.2)),
+        ((0,), (1, 2)),
+    ),
     "serial": (
         {"model": {"family": "llama"}, "objective": {"kind": "serial"}},
         Pooling((0.0, 0.0, 1.0)),

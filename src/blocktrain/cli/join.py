@@ -22,6 +22,7 @@ from blocktrain.cli.worker import (
     LabelOption,
     MaxHoursOption,
     MaxRoundsOption,
+    MemoryOption,
     UpOption,
     WorkerFolderOption,
     chosen_devices,
@@ -39,6 +40,7 @@ def join(
     cache_gb: CacheOption = 4.0,
     max_up: UpOption = None,
     max_down: DownOption = None,
+    max_memory: MemoryOption = None,
     hours: HoursOption = None,
     max_hours: MaxHoursOption = None,
     max_rounds: MaxRoundsOption = None,
@@ -62,6 +64,7 @@ def join(
         "other programs first (nice {})": nice or None,
         "{} Mbit/s up": max_up,
         "{} Mbit/s down": max_down,
+        "blocks within {} GB": max_memory,
         "only at {} o'clock": hours,
         "leaves after {} h": max_hours,
         "leaves after {} updates": max_rounds,
@@ -82,5 +85,5 @@ def join(
     worker(
         coordinator=link, device=device, devices=devices, data_dir=data_dir, corpus=corpus, label=label,
         cache_gb=cache_gb, max_up=max_up, max_down=max_down, hours=hours, max_hours=max_hours,
-        max_rounds=max_rounds, threads=threads, nice=nice,
+        max_rounds=max_rounds, max_memory=max_memory, threads=threads, nice=nice,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def _takes(hint: Any) -> str:
         return ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return ", ".join("none" if arm is type(None) else _takes(arm) for arm in typing.get_args(hint))
-    return TYPE_WORDS[hint]
+    return "list of integers" if typing.get_origin(hint) is tuple else TYPE_WORDS[hint]
 
 
 def as_toml(value: Any) -> str:

@@ -46,6 +46,15 @@ UpOption = Annotated[
 DownOption = Annotated[
     float | None, typer.Option("--max-down", metavar="MBIT", help="Receive at most so many Mbit/s.", min=0.05)
 ]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-memory",
+        metavar="GB",
+        help="Take only blocks whose training fits into so much device memory.",
+        min=0.001,
+    ),
+]
 HoursOption = Annotated[
     str | None,
     typer.Option(
@@ -77,6 +86,7 @@ def worker(
     cache_gb: CacheOption = 4.0,
     max_up: UpOption = None,
     max_down: DownOption = None,
+    max_memory: MemoryOption = None,
     hours: HoursOption = None,
     max_hours: MaxHoursOption = None,
     max_rounds: MaxRoundsOption = None,
@@ -104,7 +114,7 @@ def worker(
             raise UserError("--key goes with one worker; those of --devices have theirs in --data-dir")
         flags = {
             "--coordinator": RunLink(link.url, pin=link.pin), "--corpus": corpus, "--hours": hours,
-            "--max-hours": max_hours, "--max-rounds": max_rounds,
+            "--max-hours": max_hours, "--max-rounds": max_rounds, "--max-memory": max_memory,
         }  # fmt: skip
         shared = {"--cache-gb": cache_gb, "--max-up": max_up, "--max-down": max_down}
         work_on_devices(devices, folder, flags, shared, tokens, label)
@@ -123,6 +133,7 @@ def worker(
         label=label,
         max_up=max_up and max_up * BYTES_PER_MBIT,
         max_down=max_down and max_down * BYTES_PER_MBIT,
+        max_memory=None if max_memory is None else round(max_memory * 1e9),
     )
     given = Contribution()
     shifts = Shifts(terms, given, lambda stop: run_worker(options, stop, given), to_stderr, folder=folder)

@@ -35,7 +35,7 @@ from blocktrain.data.dataset import RunText
 from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
-from blocktrain.training.memory import training_bytes
+from blocktrain.training.memory import block_needs
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
 from blocktrain.wire.codec import CodecSpec, Schema, frame_length
@@ -162,9 +162,7 @@ def open_run(
         )
     key = identity.public_key.hex()
     shapes = tuple(schemas), tuple(layouts)
-    needs = tuple(
-        training_bytes(recipe, setup.objective, "cuda", block=block) for block in range(len(layouts))
-    )
+    needs = tuple(block_needs(recipe, setup.objective, "cuda"))
     run = Run("", recipe, text.sha256, key, codec, *shapes, setup.objective, needs)
     try:
         _open_row(store, identity, run, now, begins_elsewhere=start is not None)

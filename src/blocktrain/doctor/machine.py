@@ -17,7 +17,7 @@ from blocktrain.config import find_recipe, load_recipe
 from blocktrain.doctor.findings import Device, Disk, Need, Tcp, Versions
 from blocktrain.errors import DeviceError
 from blocktrain.training.device import find_device
-from blocktrain.training.memory import free_memory, number_in, training_bytes
+from blocktrain.training.memory import block_needs, free_memory, number_in
 from blocktrain.training.setup import Setup
 
 MEASURED_RECIPES = ("demo", "wikitext-2", "litepaper", "swarm-t7")
@@ -53,7 +53,8 @@ def shipped_needs() -> list[Need]:
 
 
 def need_of(setup: Setup) -> Need:
-    return Need(setup.recipe.name, training_bytes(setup.recipe, setup.objective))
+    """Of the smallest block: with room for that one a machine can take part."""
+    return Need(setup.recipe.name, min(block_needs(setup.recipe, setup.objective)))
 
 
 def read_disk(folder: Path) -> Disk:

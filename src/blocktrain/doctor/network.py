@@ -142,11 +142,12 @@ def run_need(run: RunAnswer) -> Need:
     """What one block of the run takes."""
     setup = run_setup(run.recipe, run.vocabulary)
     recipe = setup.recipe
-    if recipe.model.layers_per_block > MAX_LAYERS or recipe.model.width > MAX_WIDTH:
-        raise RecipeError(
-            f"the run asks for blocks of {recipe.model.layers_per_block} layers and width "
-            f"{recipe.model.width}; no machine trains that"
-        )
+    for model in map(recipe.model.of_block, range(recipe.model.blocks)):
+        if model.layers_per_block > MAX_LAYERS or model.width > MAX_WIDTH:
+            raise RecipeError(
+                f"the run asks for blocks of {model.layers_per_block} layers and width {model.width}; no "
+                "machine trains that"
+            )
     return need_of(setup)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.doctor.findings import Device, Disk
-from blocktrain.training.memory import training_bytes
+from blocktrain.training.memory import block_needs
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
 
 
@@ -44,11 +44,13 @@ def joining_plan(
         text = "fetched from the coordinator as it is needed, kept within the disk space above"
     else:
         text = f"{setup.recipe.data.corpus}, which must be on this machine"
-    needed = training_bytes(setup.recipe, setup.objective, first.name.partition(":")[0])
+    needs = block_needs(setup.recipe, setup.objective, first.name.partition(":")[0])
+    least, most = _size(min(needs)), _size(max(needs))
+    needed = most if least == most else f"{least} to {most}, as much as fits here"
     return [
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
         f"device   {named}" + (f": {len(devices)} workers" if several else ""),
-        f"memory   about {_size(needed)}{each}{free}, beside the program's own",
+        f"memory   about {needed}{each}{free}, beside the program's own",
         f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
         f"network  each round about {_size(payload)} up and at most {_size(down)} down{each}; to begin "
         f"{_size(snapshot)} down; outbound connections only",

@@ -172,10 +172,10 @@ class ByteProgress:
 
 
 def step_costs(recipe: Recipe) -> dict[str, float]:
-    """Layers that one step of each unit trains: the reference has those of all blocks."""
+    """Layers that one step of each unit costs: the reference has those of all blocks."""
     model = recipe.model
-    costs: dict[str, float] = {f"block {block}": model.layers_per_block for block in range(model.blocks)}
-    return costs | ({"reference": sum(costs.values())} if recipe.training.reference else {})
+    costs = {f"block {block}": model.step_cost(block) for block in range(model.blocks)}
+    return costs | ({"reference": model.layers_before(model.blocks)} if recipe.training.reference else {})
 
 
 def _per_second(num_bytes: float) -> str:

@@ -56,7 +56,7 @@ class Objective:
 
     def build(self, block: int, seed: int) -> Block:
         return build_block(
-            self.model,
+            self.model.of_block(block),
             self.config,
             # One embedding more, for the unknown token; the codebook has no row for it, so it is never
             # predicted.
@@ -76,7 +76,7 @@ class Objective:
             seed=seed,
             # The same layers and bytes as all blocks together: 0.9865 nats per byte beside their 0.9975
             # (docs/experiments.md).
-            num_layers=self.model.blocks * self.model.layers_per_block,
+            num_layers=self.model.layers_before(self.model.blocks),
             hints=False,
         )
 

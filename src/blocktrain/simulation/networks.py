@@ -24,7 +24,7 @@ class Network:
     deadline_seconds: float
     """The fixed deadline (tau) of the policy `drop`; `carry` computes its own."""
     compute_seconds: float = 60.0
-    """What the steps of one round take on the median machine."""
+    """What the steps of one round take on the median machine, of a block with `model.layers_per_block`."""
     compute_spread: float = 0.0
     compute_jitter: float = 0.0
     latency_seconds: float = 0.0

@@ -115,7 +115,9 @@ class TimedSteps:
         assert update.assignment is not None
         self.site, self.update = site, update
         self.allowed = 0
-        self._seconds = site.machine.compute_seconds() / own_steps(update.assignment)
+        model = site.training.setup.recipe.model
+        cost = model.step_cost(update.block) / model.layers_per_block
+        self._seconds = cost * site.machine.compute_seconds() / own_steps(update.assignment)
         self._since, self._taken_then = site.clock.now, 0
         site.training.start(update, update.frozen)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from blocktrain.config import ModelConfig
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import UserError
 from blocktrain.training.checkpoint import Description
@@ -64,15 +65,22 @@ def _front_matter(described: Description, scores: Rows) -> list[str]:
     return [*lines, "---", ""]
 
 
+def _shapes(model: ModelConfig) -> str:
+    """The blocks' layers and widths: once where they are alike."""
+    found = [model.of_block(block) for block in range(model.blocks)]
+    told = [f"{one.layers_per_block} layers of width {one.width}" for one in found]
+    return f"{told[0]} each" if len(set(told)) == 1 else ", ".join(told)
+
+
 def _body(described: Description, report: AnyReport | None, scores: Rows) -> list[str]:
     recipe, model = described.recipe, described.recipe.model
     unit = "byte" if isinstance(described.tokenizer, ByteTokenizer) else "token"
     lines = [
         f"# {one_line(recipe.name)}",
         "",
-        f"A {unit}-level language model of {model.blocks} blocks with {model.layers_per_block} layers of "
-        f"width {model.width} each, context {model.context}. Every block was trained alone with BlockTrain; "
-        f"composed, they predict the next {unit}.",
+        f"A {unit}-level language model of {model.blocks} blocks with {_shapes(model)}, context "
+        f"{model.context}. Every block was trained alone with BlockTrain; composed, they predict the next "
+        f"{unit}.",
         "",
         "```",
         "blocktrain import FOLDER --to checkpoint",

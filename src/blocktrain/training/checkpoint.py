@@ -185,7 +185,7 @@ def load_checkpoint(path: Path, device: torch.device, only: Sequence[int] | None
         tensors, _ = read_tensors(file)
         found = {name: kind(tensor) for name, tensor in tensors.items()}
         # First: building the block that a stranger's recipe describes could take all memory.
-        check_layers(recipe.model.layers_per_block, found, str(file))
+        check_layers(recipe.model.of_block(index).layers_per_block, found, str(file))
         check_kinds(block_kinds(objective, index), found, f"block {index} ({file})")
         if index >= len(described.block_sha256):
             raise CheckpointError(f"{path / 'config.json'} is damaged: no sha256 of block {index}")

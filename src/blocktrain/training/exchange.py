@@ -135,7 +135,7 @@ def _config(
         "dtype": "float32",
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
-        "num_hidden_layers": model.blocks * model.layers_per_block,
+        "num_hidden_layers": model.layers_before(model.blocks),
         "max_position_embeddings": model.context,
         "vocab_size": described.setup().vocabulary,
         MODEL_TYPE: own,
@@ -259,7 +259,7 @@ def _expected_kinds(
         )
     expected = {}
     for block, name in enumerate(names[:-1]):
-        check_layers(model.layers_per_block, shards[name], str(folder / name))
+        check_layers(model.of_block(block).layers_per_block, shards[name], str(folder / name))
         kinds = block_kinds(objective, block)
         expected[name] = {tensor_prefix(block) + tensor: kind for tensor, kind in kinds.items()}
     expected[names[-1]] = {CODEBOOK_TENSOR: codebook_kind(objective)}

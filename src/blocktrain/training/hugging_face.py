@@ -87,9 +87,9 @@ def export_folder(checkpoint: Path, to: Path, card: str) -> None:
             _write_model(folder, described, _joined(checkpoint, recipe.model))
             return
         names = [f"block-{block:02d}" for block in range(recipe.model.blocks)]
-        alone = replace(recipe, model=replace(recipe.model, blocks=1))
-        one = replace(described, recipe=alone, pooling=Pooling((1.0,)))
         for block, name in enumerate(names):
+            alone = replace(recipe, model=replace(recipe.model.of_block(block), blocks=1))
+            one = replace(described, recipe=alone, pooling=Pooling((1.0,)))
             (folder / name).mkdir()
             _write_model(folder / name, one, _tensors_in(checkpoint / block_file(block)))
         pool: dict[str, Any] = {
@@ -117,7 +117,7 @@ def _joined(checkpoint: Path, model: ModelConfig) -> LazyTensors:
     """The parts of a serial model, or the only block, under the names of the whole model."""
     parts = [_tensors_in(checkpoint / block_file(block)) for block in range(model.blocks)]
     place = {
-        whole_name(name, block * model.layers_per_block): (block, name)
+        whole_name(name, model.layers_before(block)): (block, name)
         for block, part in enumerate(parts)
         for name in part
     }
@@ -186,7 +186,7 @@ def hugging_face_config(described: Description) -> dict[str, Any]:
         "vocab_size": model.padded_vocabulary or tokenizer.vocabulary,
         "hidden_size": model.width,
         "intermediate_size": model.feedforward_width or model.feedforward * model.width,
-        "num_hidden_layers": model.blocks * model.layers_per_block,
+        "num_hidden_layers": model.layers_before(model.blocks),
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": model.channels_per_head,
@@ -242,10 +242,10 @@ def _import_pool(folder: Path, to: Path) -> Recipe:
     # By number and not by the names in the file, which a stranger wrote.
     folders = [folder / f"block-{block:02d}" for block in range(min(recipe.model.blocks, 1 << 16))]
     tokenizer = _tokenizer_in(folders[0])
-    for one in folders:
+    for block, one in enumerate(folders):
         config = read_json(one / "config.json", MAX_CONFIG_BYTES)
         found, _ = recipe_of(config, one, tokenizer, 1)
-        expected = replace(recipe.model, blocks=1)
+        expected = replace(recipe.model.of_block(block), blocks=1)
         if _shape(found.model, tokenizer) != _shape(expected, tokenizer):
             raise CheckpointError(f"{one / 'config.json'} has another shape than {folder / POOL_FILE} says")
         if _tokenizer_in(one).name != tokenizer.name:
@@ -279,10 +279,11 @@ def _write(
 
     def blocks() -> Iterator[LazyTensors]:
         for block, folder in enumerate(folders):
-            per_block = recipe.model.layers_per_block
-            layers = per_block * recipe.model.blocks if serial else per_block
-            found = FolderTensors(folder, layers, recipe.model.tied)
-            yield found.part(block_kinds(setup.objective, block), block * per_block if serial else 0)
+            model = recipe.model
+            whole = model.layers_before(model.blocks) if serial else model.of_block(block).layers_per_block
+            found = FolderTensors(folder, whole, model.tied)
+            first = model.layers_before(block) if serial else 0
+            yield found.part(block_kinds(setup.objective, block), first)
 
     codebook = torch.zeros(0, recipe.model.width)
     assert codebook_kind(setup.objective) == f"float32 {list(codebook.shape)}"
@@ -370,16 +371,22 @@ def recipe_of(
     """The recipe that a config.json describes; what it was trained with comes back where we wrote it."""
     where = folder / "config.json"
     layers = _number(config, "num_hidden_layers", where)
-    if parts < 1 or layers % parts:
-        choices = [count for count in range(1, min(layers, 1024) + 1) if layers % count == 0]
-        raise UserError(f"--parts {parts} does not divide the {layers} layers of {folder}; choose {choices}")
+    if not 1 <= parts <= layers:
+        raise UserError(f"--parts {parts} must be between 1 and the {layers} layers of {folder}")
     model = _model_section(config, where, tokenizer)
     # A part cannot share a matrix with another: the last one gets its own copy of the embedding.
     tied = model["tied"] and parts == 1
     own = config.get(MODEL_TYPE)
     own = own if isinstance(own, dict) else {}
     values = dict(own["recipe"]) if isinstance(own.get("recipe"), dict) else {"name": folder.resolve().name}
-    values["model"] = {**model, "tied": tied, "blocks": parts, "layers_per_block": layers // parts}
+    shares = [layers // parts + (part < layers % parts) for part in range(parts)]
+    values["model"] = {
+        **model,
+        "tied": tied,
+        "blocks": parts,
+        "layers_per_block": layers // parts,
+        "block_layers": shares if layers % parts else None,
+    }
     values["objective"] = {"kind": "serial" if parts > 1 else "denoise"}
     try:
         recipe = resolve_recipe(values)

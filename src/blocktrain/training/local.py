@@ -40,7 +40,7 @@ from blocktrain.training.cost import (
 from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
 from blocktrain.training.inner import BlockTrainer, Codebook
-from blocktrain.training.memory import check_fits
+from blocktrain.training.memory import block_needs, check_fits, usable_memory
 from blocktrain.training.optimizer import Optimizer
 from blocktrain.training.report import HeldOutScores, TrainingReport
 from blocktrain.training.setup import REFERENCE, Setup
@@ -111,7 +111,8 @@ class LocalRun:
         self.text = open_text(recipe)
         self.setup = setup = Setup.of(recipe, self.text.manifest.vocabulary)
         # First: the units below are as large as the recipe says.
-        check_fits(recipe, setup.objective, device)
+        largest = max(block_needs(recipe, setup.objective, device.type))
+        check_fits(recipe, largest, usable_memory(device), device)
         self.tokenizer, self.objective = self.text.tokenizer(), setup.objective
         self.shards = open_batches(recipe, self.text, device)
         self.codebook: Codebook = setup.codebook().to(device)
@@ -233,7 +234,10 @@ class LocalRun:
 
     def _flops(self, tokens: int) -> dict[str, int | None]:
         model, vocabulary = self.recipe.model, self.setup.vocabulary
-        forward = [forward_flops_per_token(model, block, vocabulary) for block in self.blocks]
+        forward = [
+            forward_flops_per_token(model.of_block(index), block, vocabulary)
+            for index, block in enumerate(self.blocks)
+        ]
         blocks = sum(
             training_flops(own, sum(forward[other] for other in self.objective.upstream(block)), tokens)
             for block, own in enumerate(forward)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from blocktrain.config import ModelConfig, Recipe
+from blocktrain.config import ModelConfig, Recipe, TrainingConfig
 from blocktrain.errors import DeviceError
 from blocktrain.model.cross_entropy import rows_at_once
 from blocktrain.model.families import denoises
@@ -54,9 +54,10 @@ def training_bytes(
     within 10 % of the allocator's peak (tests/training/test_memory_on_cuda.py); ours stays below: bf16 and
     compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
     """
-    model, training = recipe.model, recipe.training
+    block = recipe.model.blocks - 1 if block is None else block
+    model, training = recipe.model.of_block(block), recipe.training
     with torch.device("meta"):
-        built = objective.build(model.blocks - 1 if block is None else block, seed=0)
+        built = objective.build(block, seed=0)
     matrices, rest = (sum(p.numel() for p in part) for part in split_parameters(built))
     if micro_batch is None:
         micro_batch = 1 if training.micro_batch == "auto" else training.micro_batch or training.batch
@@ -65,7 +66,7 @@ def training_bytes(
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
     if device_type == "cuda" and not denoises(model):
-        return state + _compiled_bytes(recipe, objective, built.num_layers, matrices, tokens)
+        return state + _compiled_bytes(model, training, objective.vocabulary, matrices, tokens)
     kept, whole = model.width, _kept_values(model)
     layers = built.num_layers * kept + whole if training.recompute else built.num_layers * whole
     values = tokens * (3 * model.width + layers)
@@ -93,39 +94,49 @@ def _widths(model: ModelConfig) -> tuple[int, int, int]:
     return model.heads * head, (model.kv_heads or model.heads) * head, inner
 
 
-def _compiled_bytes(recipe: Recipe, objective: Objective, num_layers: int, matrices: int, tokens: int) -> int:
+def _compiled_bytes(
+    model: ModelConfig, training: TrainingConfig, vocabulary: int, matrices: int, tokens: int
+) -> int:
     """What a step takes beside its state on CUDA: the largest of its three phases, in bf16."""
-    width, vocabulary = recipe.model.width, objective.vocabulary
-    queries, keys, inner = _widths(recipe.model)
+    width, num_layers = model.width, model.layers_per_block
+    queries, keys, inner = _widths(model)
     # Fitted to four peaks on an H200 (docs/results/large-blocks.json): within 5 % of each.
     whole, gradients = 4 * width + 3 * (queries + keys) + 3 * inner, 2 * inner + 4 * width
-    kept = num_layers * width if recipe.training.recompute else num_layers * whole
-    again = whole if recipe.training.recompute else 0
+    kept = num_layers * width if training.recompute else num_layers * whole
+    again = whole if training.recompute else 0
     backward = 2 * tokens * (kept + again + gradients)
     rows = min(tokens, rows_at_once(vocabulary))
     output = 2 * tokens * (kept + 2 * width) + 8 * rows * vocabulary + 8 * vocabulary * width
-    stack = 20 * min(matrices, STACK_VALUES) if recipe.training.optimizer == "muon" else 0
+    stack = 20 * min(matrices, STACK_VALUES) if training.optimizer == "muon" else 0
     return max(backward, output, stack)
 
 
-def check_fits(recipe: Recipe, objective: Objective, device: torch.device) -> None:
-    """Refuse a block that cannot be trained here. Without this the kernel kills the process some seconds
-    later (exit code 137 and no word), or its neighbours."""
+def block_needs(recipe: Recipe, objective: Objective, device_type: str = "cpu") -> list[int]:
+    """What training each block needs; blocks may differ."""
+    blocks = range(recipe.model.blocks)
+    return [training_bytes(recipe, objective, device_type, block=block) for block in blocks]
+
+
+def usable_memory(device: torch.device, limit: int | None = None) -> int | None:
+    """What training may take of a device: what is free, up to a limit that its owner set."""
     free, _ = free_memory(device)
-    if free is None:
-        return
-    if device.type != "cuda":
+    if free is not None and device.type != "cuda":
         free += meminfo("SwapFree") or 0  # slow, but the user's choice
-    needed = training_bytes(recipe, objective, device.type)
-    if needed > free:
+    return min((one for one in (free, limit) if one is not None), default=None)
+
+
+def check_fits(recipe: Recipe, needed: int, usable: int | None, device: torch.device) -> None:
+    """Refuse to train a block that needs more than there is. Without this the kernel kills the process some
+    seconds later (exit code 137 and no word), or its neighbours."""
+    if usable is not None and needed > usable:
         training = recipe.training
         settings = [] if training.micro_batch in (1, "auto") else ["training.micro_batch = 1"]
         settings += [] if training.recompute else ["training.recompute = true"]
         raise DeviceError(
             f"training one block of {recipe.name} needs about {needed / 1e9:.1f} GB of memory, and "
-            f"{device} has {free / 1e9:.1f} GB free; close other programs, use another machine or --device, "
-            f"or, where the recipe is yours, set {' and '.join([*settings, 'a smaller model.width'])}, "
-            "model.layers_per_block or training.batch"
+            f"{device} has {usable / 1e9:.1f} GB free; close other programs, use another machine or "
+            "--device, or, where the recipe is yours, set "
+            f"{' and '.join([*settings, 'a smaller model.width'])}, model.layers_per_block or training.batch"
         )
 
 

@@ -130,7 +130,7 @@ class Scorer:
         specialised = recipe.data.own_share > 0 and private is None
         self._by_cluster = held_out_by_cluster(text, context) if specialised else []
         # Built once, as building costs as much as some windows, and loaded with each update's weights.
-        self._pairs: dict[Schema, tuple[Block, Block]] = {}
+        self._pairs: dict[tuple[Schema, int], tuple[Block, Block]] = {}
         self._others: dict[int, Block] = {}
 
     def budget(self, frozen: int = 0) -> Budget:
@@ -236,13 +236,14 @@ class Scorer:
 
     def _loaded(self, block: int, base: Tensors, after: Tensors) -> tuple[Block, Block]:
         """The block before and after an update; blocks may differ in shape."""
-        schema = Schema.of(base)
-        if schema not in self._pairs:
+        # Tensors of one shape may belong to other heads.
+        shape = Schema.of(base), self._objective.model.of_block(block).heads
+        if shape not in self._pairs:
             first, second = (self._objective.build(block, 0).to(self.device).eval() for _ in range(2))
-            self._pairs[schema] = first, second
-        for module, weights in zip(self._pairs[schema], (base, after), strict=True):
+            self._pairs[shape] = first, second
+        for module, weights in zip(self._pairs[shape], (base, after), strict=True):
             load_into(module, weights)
-        return self._pairs[schema]
+        return self._pairs[shape]
 
     def _upstream(self, frozen: FrozenBlocks) -> list[Block]:
         """In host memory: each visits the device for its features."""

@@ -33,7 +33,7 @@ from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
 from blocktrain.training.device import device_label
-from blocktrain.training.memory import check_fits
+from blocktrain.training.memory import block_needs, check_fits, free_memory, usable_memory
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -75,6 +75,8 @@ class WorkerOptions:
     max_up: float | None = None
     """Bytes per second that it may send; None has no limit."""
     max_down: float | None = None
+    max_memory: int | None = None
+    """Bytes of device memory that training may take; None has no limit. It takes blocks that fit only."""
 
 
 def run_worker(
@@ -97,7 +99,7 @@ def run_worker(
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
-            check_fits(setup.recipe, setup.objective, options.device)
+            told_memory = memory_to_tell(options, setup)
             folder = options.data_dir / run.run_id[:16]
             cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
             state = StateFolder(folder, view.line, cache)
@@ -107,7 +109,7 @@ def run_worker(
                     text = FetchedText(client, run, cache, view.line)
                 else:
                     text = load_run_text(setup, run, options.corpus)
-                worker = Worker(options, client, view, state, cache, setup, text, run, given)
+                worker = Worker(options, told_memory, client, view, state, cache, setup, text, run, given)
                 try:
                     worker.train()
                 finally:
@@ -128,6 +130,19 @@ def stop_is_an_error(stop: threading.Event, what: str) -> Iterator[None]:
     raise StoppedError(f"stopped before {what}")
 
 
+def memory_to_tell(options: WorkerOptions, setup: Setup) -> int | None:
+    """What the coordinator is told of the device's memory: it lends blocks that fit. None: as much as any
+    block takes. A device that has no room for the smallest is refused here."""
+    device = options.device
+    needs = block_needs(setup.recipe, setup.objective, device.type)
+    usable = usable_memory(device, options.max_memory)
+    check_fits(setup.recipe, min(needs), usable, device)
+    if usable is not None and (usable < max(needs) or options.max_memory is not None):
+        return usable
+    # A GPU's size is of interest on the dashboard too; of the host's memory others have a part.
+    return free_memory(device)[1] if device.type == "cuda" else None
+
+
 def bring_text(recipe: Recipe, text: RunText, assignment: messages.Assignment) -> None:
     """Fetch the text of an assignment, and of the steps in it for another, ahead of its first step."""
     if isinstance(text, FetchedText):
@@ -142,6 +157,7 @@ class Worker:
     def __init__(
         self,
         options: WorkerOptions,
+        told_memory: int | None,
         client: CoordinatorClient,
         view: PlainView,
         state: StateFolder,
@@ -160,13 +176,12 @@ class Worker:
         self.threads = Threads(self.stop)
         layouts = [Layout.of(layout) for layout in run.blocks]
         self.snapshots = Snapshots(client, cache, setup, layouts, view.line)
-        on_gpu = device.type == "cuda"
         request = JoinRequest(
             corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             device=device_label(device),
             label=options.label,
-            memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
+            memory_bytes=told_memory,
             invite=options.invite,
         )
         worker_id = client.identity.worker_id

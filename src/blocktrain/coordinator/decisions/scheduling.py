@@ -112,12 +112,13 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
     if not candidates:
         return Pause(PAUSE_SECONDS, "delivered for every open round; they wait for others, or for the judge")
 
-    # Fewest workers first, then the stalest; equals are told apart by what the worker has and prefers.
-    def priority(one: _Candidate) -> tuple[int, int, bool, bool, int, int]:
+    # Fewest workers first, then the stalest; equals are told apart by what the worker has and prefers, then
+    # by size: a large block fits few workers, and one that fits should not begin with what all can train.
+    def priority(one: _Candidate) -> tuple[int, int, bool, bool, int, int, int]:
         block = one.view.block
         held = worker.holding.get(block, -1)
         elsewhere, other = block != worker.current_block, block != worker.prefer_block
-        return one.view.seats, one.round, elsewhere, other, -held, block
+        return one.view.seats, one.round, elsewhere, other, -held, -one.view.training_bytes, block
 
     best = min(candidates, key=priority)
     own = next((one for one in candidates if one.view.block == worker.current_block), None)

@@ -51,7 +51,7 @@ function recipeLines(run, status) {
   const { model, swarm, training, trust, objective, data } = run.recipe;
   const vocabulary = run.vocabulary ?? 256;
   return [
-    ["Model", `${count(model.blocks, "block", "blocks")} of ${count(model.layers_per_block, "layer", "layers")}, width ${model.width}, ${model.heads} heads, context ${model.context}`],
+    ["Model", `${count(model.blocks, "block", "blocks")} of ${model.block_layers ? `${model.block_layers.join(", ")} layers` : count(model.layers_per_block, "layer", "layers")}, width ${model.block_widths?.join(", ") ?? model.width}, ${model.block_heads?.join(", ") ?? model.heads} heads, context ${model.context}`],
     ["Parameters", `${amount(values(run))} in all blocks`],
     ["Objective", String(objective?.kind ?? "–")],
     // The last part only: where the text lies on the operator's disk is nobody's affair.
