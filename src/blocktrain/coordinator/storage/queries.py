@@ -157,7 +157,9 @@ def inputs_of_merge(session: Session, block: int, version: int | None) -> list[U
 def block_paces(session: Session) -> list[BlockPace]:
     """How fast each block's last rounds closed."""
     rows = session.execute(
-        select(BlockRow.block, BlockRow.version, MergeRow.begun, MergeRow.closed)
+        select(
+            BlockRow.block, BlockRow.version, BlockRow.begun.label("open"), MergeRow.begun, MergeRow.closed
+        )
         .outerjoin(
             MergeRow,
             (MergeRow.block == BlockRow.block) & (MergeRow.version > BlockRow.version - PACE_ROUNDS),
@@ -170,7 +172,9 @@ def block_paces(session: Session) -> list[BlockPace]:
         closed = tuple(row.closed for row in merges if row.closed is not None)
         begun = merges[0].begun
         first = closed[0] - begun if closed and begun is not None else None
-        paces.append(BlockPace(version=merges[0].version, closed=closed, first_seconds=first))
+        paces.append(
+            BlockPace(version=merges[0].version, closed=closed, first_seconds=first, begun=merges[0].open)
+        )
     return paces
 
 
