@@ -237,5 +237,5 @@ def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
 
 def frozen_heads(session: Session, run: Run, block: int) -> list[FrozenSnapshot]:
     """The heads of the blocks that the objective needs for training `block`."""
-    heads = [block_row(session, one) for one in run.objective.upstream(block)]
+    heads = [block_row(session, one) for one in run.objective.frozen(block)]
     return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]
