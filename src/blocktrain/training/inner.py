@@ -214,7 +214,8 @@ class BlockTrainer:
     def _upstream(self, step: int, shard: int) -> Tensor | None:
         """The features that the block takes as input in this step, computed for a window of steps at once."""
         needed = () if self.index is None else self.objective.frozen(self.index)
-        assert len(needed) == len(self.frozen.blocks) + len(self.behind), f"freeze() blocks {needed} first"
+        have = len(self.frozen.blocks) + len(self.behind)
+        assert have == len(needed), f"block {self.index} trains beside blocks {needed}: freeze() them first"
         if not self.frozen:
             return None
         if not self.frozen.prepared(shard, step):
