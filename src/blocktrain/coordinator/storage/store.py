@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from alembic.config import Config as AlembicConfig
 from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
@@ -34,6 +35,7 @@ from sqlalchemy import (
     event,
     false,
     func,
+    inspect,
     select,
     text,
 )
@@ -400,7 +402,6 @@ class Store:
     def migrate(self) -> None:
         """Bring the tables to this version; safe to call from several processes at once."""
         from alembic import command
-        from alembic.config import Config
         from alembic.util import CommandError
 
         with _translated(), self.engine.begin() as connection:
@@ -413,13 +414,13 @@ class Store:
                     raise DamagedError(_damage(found))
             else:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
-            logging.getLogger("alembic").setLevel(logging.WARNING)
-            config = Config()
-            # The option is a template to alembic: a percent sign in the path would be taken for a name.
-            config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-            config.attributes["connection"] = connection
             try:
-                command.upgrade(config, "head")
+                if inspect(connection).has_table("alembic_version"):
+                    command.upgrade(migrations(connection), "head")
+                else:
+                    # All migrations one after another give the same tables, in 0.37 s instead of 0.07.
+                    Table.metadata.create_all(connection)
+                    command.stamp(migrations(connection), "head")
             except CommandError as error:
                 raise UserError(
                     f"cannot bring the database to this version ({error}); if a newer blocktrain wrote it, "
@@ -428,6 +429,16 @@ class Store:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def migrations(connection: Connection) -> AlembicConfig:
+    """What alembic needs to bring the tables behind `connection` from one version to another."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    config = AlembicConfig()
+    # The option is a template to alembic: a percent sign in the path would be taken for a name.
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
 
 
 def _engine(url: str) -> Engine:
