@@ -8,8 +8,9 @@ training from memory.
 TEXT: both have the same cores, tokenizer and documents, one after the other. The library encodes in batches
 with all its threads and throws the tokens away; prepare runs as a user runs it, both readings, hashes,
 near-duplicates, writing and start included. Memory is the sum over its processes (proportional set size,
-sampled). A core's rate is that of a second of processor time, so that a busy machine does not change it. Exit
-code 1 unless prepare has 0.7 of the library's rate, 10 MB/s a core and at most 500 MB.
+sampled). A core's rate is that of a second of processor time, so that a busy machine changes it less. Exit
+code 1 unless prepare has 0.7 of the library's rate and at most 500 MB; a rate alone is no claim, as the
+library itself has 2 MB/s on one core and 10 on another.
 
 --synthetic: as many bytes of made-up documents, which no disk holds: a stand-in for the package `datasets`
 makes them while `data prepare hf:synthetic` reads them, twice. Exit code 1 above 500 MB.
@@ -39,7 +40,7 @@ from provenance import check_claims, write_report
 
 from blocktrain.data.sources import Reading, find_sources, read_documents
 
-MIN_RATIO, MIN_CORE_RATE, MAX_MEGABYTES = 0.7, 10.0, 500.0
+MIN_RATIO, MAX_MEGABYTES = 0.7, 500.0
 MIN_THROUGHPUT = 0.98
 BATCH_DOCUMENTS = 256
 
@@ -259,7 +260,6 @@ def main() -> None:
             alone = library_rate(options.text, tokenizer, limit, start)
         result |= {"tokenizers_mb_s": round(alone, 2), "ratio": round(rate / alone, 2)}
         claims[f"at least {MIN_RATIO} of the library's rate"] = rate / alone >= MIN_RATIO
-        claims[f"at least {MIN_CORE_RATE} MB/s a core"] = core_rate >= MIN_CORE_RATE
     claims[f"at most {MAX_MEGABYTES} MB"] = peak <= MAX_MEGABYTES
     result |= {
         "prepare_mb_s": round(rate, 2),

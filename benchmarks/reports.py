@@ -56,6 +56,16 @@ KINDS: Mapping[str, Kind] = {
     "train": Kind("wikitext-2*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
     "train, litepaper": Kind("litepaper.json", (*TRAINING, "recipes/litepaper.toml"), TRAIN_SCHEMA),
     "train, memory": Kind("memory-*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
+    "data, prepare": Kind(
+        "data-prepare*.json",
+        ("src/blocktrain/data", "benchmarks/data.py"),
+        {"ratio": NUMBER, "prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
+    ),
+    "data, throughput": Kind(
+        "data-throughput*.json",
+        ("src/blocktrain/data", "src/blocktrain/training/inner.py", "benchmarks/data.py"),
+        {"ratio": NUMBER, "ratios": list, "device": str},
+    ),
     "demo": Kind(
         "demo.json",
         (*TRUST, "src/blocktrain/local", "recipes/demo.toml"),

@@ -2,12 +2,13 @@
 
     python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
     python benchmarks/serving.py CHECKPOINT --check-lossless --prompts 200 --tokens 40
+    python benchmarks/serving.py CHECKPOINT --clients 1,8,32,64      throughput: clients.py
     python benchmarks/serving.py --table T8          the litepaper's large shapes: large_shapes.py
 
 Blocks are dealt out over stage processes, each in a network namespace of its own; the engine runs in the
 gateway's. Prompts are held-out text of the checkpoint's corpus. Every row states text bytes per traversal
 and per second, time per traversal (draft included) and bytes on the wire; `verify` must write the same
-text as `ar` or the run fails. One request at a time: these are latencies, not throughput under load. Exits 1
+text as `ar` or the run fails. One request at a time: these are latencies; `--clients` is throughput. Exits 1
 when five stages take more than MAX_FAN_OUT of one stage's time, or `verify` is slower than `ar` at 100 ms.
 """
 
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -25,12 +27,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import clients
 from links import Wan, available, host_ip
 from provenance import check_claims, write_report
 
 PORT = 7000
 PROMPT_BYTES = 128
 MAX_FAN_OUT, FAN_OUT_RTT = 1.2, 100
+LOAD_STAGES = 3
 
 
 def deal(num_blocks: int, num_stages: int) -> list[str]:
@@ -39,19 +43,22 @@ def deal(num_blocks: int, num_stages: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_stages(wan: Wan, checkpoint: Path, blocks: list[str]) -> Iterator[list[str]]:
-    """Stage processes on the hosts; gives their addresses."""
+def running_stages(wan: Wan | None, checkpoint: Path, blocks: list[str]) -> Iterator[list[str]]:
+    """Stage processes on the hosts, or on this one; gives their addresses."""
     processes = []
     try:
         for i, part in enumerate(blocks):
-            command = [sys.executable, __file__, "--role", "stage", str(checkpoint)]
-            command += ["--blocks", part, "--listen", f"{host_ip(i)}:{PORT}"]
-            inside = wan.inside(wan.hosts[i], command)
+            command = [sys.executable, __file__, "--role", "stage", str(checkpoint), "--blocks", part]
+            command += ["--listen", f"{host_ip(i)}:{PORT}" if wan is not None else "127.0.0.1:0"]
+            inside = command if wan is None else wan.inside(wan.hosts[i], command)
             processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, text=True))
+        addresses = []
         for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("stage ready"), "a stage did not start"
-        yield [f"{host_ip(i)}:{PORT}" for i in range(len(blocks))]
+            ready = re.match(r"stage ready listen=(\S+)", process.stdout.readline())
+            assert ready is not None, "a stage did not start"
+            addresses.append(ready[1])
+        yield addresses
     finally:
         for process in processes:
             process.terminate()
@@ -91,6 +98,30 @@ def run_benchmark(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 for row in measure_point(wan, arguments, addresses):
                     rows.append({"stages": stages, "rtt_ms": rtt, **row})
                     print(line(rows[-1]), flush=True)
+    return rows
+
+
+def run_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Throughput, see clients.py."""
+    blocks = deal(len(json.loads((arguments.checkpoint / "config.json").read_text())["blocks"]), LOAD_STAGES)
+    command = [sys.executable, __file__, "--role", "load", str(arguments.checkpoint)]
+    for name in ("clients", "segments", "seconds", "prompts", "tokens", "text"):
+        if getattr(arguments, name) is not None:
+            command += [f"--{name}", str(getattr(arguments, name))]
+    rows: list[dict[str, Any]] = []
+    print(clients.HEADER)
+    for rtt in numbers(arguments.rtt):
+        with contextlib.ExitStack() as running:
+            wan = running.enter_context(Wan(len(blocks), rate_mbit=arguments.rate_mbit)) if rtt else None
+            addresses = running.enter_context(running_stages(wan, arguments.checkpoint, blocks))
+            asked = [*command, "--addresses", ",".join(addresses)]
+            if wan is not None:
+                wan.set_rtt(rtt)
+                asked = wan.inside(wan.gateway, asked)
+            done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True, timeout=3600)
+            for row in json.loads(done.stdout.splitlines()[-1]):
+                rows.append({"rtt_ms": rtt, **row})
+                print(clients.line(rows[-1]), flush=True)
     return rows
 
 
@@ -271,15 +302,18 @@ def main() -> None:
     parser.add_argument("--table", choices=["T8"], help="the litepaper's large shapes, see large_shapes.py")
     parser.add_argument("--quick", action="store_true", help="with --table: tiny shapes on the CPU")
     parser.add_argument("--only", default=None, help="with --table: names of shapes, separated by commas")
-    parser.add_argument("--role", choices=["benchmark", "stage", "engine"], default="benchmark")
+    parser.add_argument("--role", choices=["benchmark", "stage", "engine", "load"], default="benchmark")
     parser.add_argument("--check-lossless", action="store_true", help="see lossless.py; no emulated links")
-    parser.add_argument("--rtt", default="0,20,50,100,200", help="milliseconds")
+    parser.add_argument("--rtt", default=None, help="milliseconds; default 0,20,50,100,200")
     parser.add_argument("--stages", default="1,2,3,5")
     parser.add_argument("--modes", default="ar,verify", help="such as ar, verify, verify@16, verify:q8")
     parser.add_argument("--text", type=Path, help="prompts come from here; default: the held-out text")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--clients", help="numbers of clients at once, see clients.py; --rtt 0,100 then")
+    parser.add_argument("--segments", type=int, default=3, help="with --clients: of each mode")
+    parser.add_argument("--seconds", type=float, default=3.0, help="with --clients: of a segment")
     parser.add_argument("--rate-mbit", type=float, default=100.0)
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
     parser.add_argument("--blocks", default="")
@@ -298,8 +332,16 @@ def main() -> None:
         return stage_role(arguments)
     if arguments.role == "engine":
         return asyncio.run(engine_role(arguments))
-    if not available():
+    if arguments.role == "load":
+        prompts = held_out_prompts(arguments.checkpoint, arguments.prompts, arguments.text)
+        return asyncio.run(clients.load_role(arguments, prompts))
+    arguments.rtt = arguments.rtt or ("0,100" if arguments.clients else "0,20,50,100,200")
+    if not available() and arguments.rtt != "0":
         sys.exit("the emulated links need root and /dev/net/tun")
+    if arguments.clients:
+        rows = run_load(arguments)
+        write_report(arguments.json, "serving-clients", rows)
+        sys.exit(check_claims(clients.claims_of(rows)))
     rows = run_benchmark(arguments)
     write_report(arguments.json, "serving", rows)
     sys.exit(check_claims(claims_of(rows)))

@@ -125,7 +125,7 @@ def test_it_drafts_without_the_quick_path() -> None:
     steps = PlainBlocks([block], NO_CODEBOOK)
     cache = steps.new_cache()
     steps.extend(tokens[0, :-1].tolist(), cache)
-    row = steps.step(int(tokens[0, -1]), cache)[0]
+    row = steps.step([int(tokens[0, -1])], [cache])[0, 0]
     torch.testing.assert_close(row, block(tokens, NO_CODEBOOK).logits_BTV[0, -1], rtol=1e-4, atol=1e-5)
 
 

@@ -50,7 +50,7 @@ def test_rows_token_by_token_are_near_those_of_the_whole_text(shape: str, steps:
     quick = steps([adaptive(block) for block in blocks], codebook)
     cache = quick.new_cache()
     for i, token in enumerate(tokens[0].tolist()):
-        found = quick.step(token, cache).log_softmax(dim=-1)
+        found = quick.step([token], [cache])[:, 0].log_softmax(dim=-1)
         assert is_near(found, expected[i])
     assert cache.length == LENGTH
 
@@ -64,12 +64,28 @@ def test_steps_and_whole_passes_share_one_cache(steps: type[QuickBlocks]) -> Non
     quick = steps([adaptive(block) for block in blocks], codebook)
     cache = quick.new_cache()
     quick.extend(text[:10], cache)
-    quick.step(text[10], cache)
-    quick.step(3, cache)
+    quick.step([text[10]], [cache])
+    quick.step([3], [cache])
     cache.truncate(11)
     quick.extend(text[11:-1], cache)
-    found = quick.step(text[-1], cache).log_softmax(dim=-1)
+    found = quick.step([text[-1]], [cache])[:, 0].log_softmax(dim=-1)
     assert is_near(found, expected[-1])
+
+
+@pytest.mark.parametrize("steps", [QuickBlocks, PlainBlocks])
+def test_several_texts_in_one_step_get_the_rows_they_get_alone(steps: type[QuickBlocks]) -> None:
+    blocks, codebook = two_blocks()
+    quick = steps([adaptive(block) for block in blocks], codebook)
+    # Of different lengths, one shorter than the convolution's taps.
+    texts = [some_tokens(1, length)[0].tolist() for length in (1, 9, 24)]
+    alone, together = ([quick.new_cache() for _ in texts] for _ in range(2))
+    for caches in (alone, together):
+        for text, cache in zip(texts[1:], caches[1:], strict=True):
+            quick.extend(text[:-1], cache)
+    last = [text[-1] for text in texts]
+    expected = torch.cat([quick.step([t], [cache]) for t, cache in zip(last, alone, strict=True)], dim=1)
+    assert torch.allclose(quick.step(last, together), expected, atol=1e-4)
+    assert [cache.length for cache in together] == [1, 9, 24]
 
 
 def test_a_block_with_parts_unknown_to_the_quick_path_is_not_for_it() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
-from blocktrain.serving.engine.draft_length import AdaptiveLength
+from blocktrain.serving.engine.draft_length import AdaptiveLength, Traversed
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import windows
 from blocktrain.serving.engine.fanout import Candidate, stage_route
@@ -102,18 +102,28 @@ def test_sessions_spread_over_equal_stages() -> None:
     assert used == {0, 1, 2}
 
 
-def taught(chance: float, traversal_seconds: float) -> AdaptiveLength:
+def taught(
+    chance: float, traversal_seconds: float, step_seconds: float = 0.002, requests: int = 1
+) -> AdaptiveLength:
     """A policy that has seen drafts accepted with this chance."""
     length = AdaptiveLength()
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        accepted = int(min(random.geometric(1 - chance) - 1, 8))
-        length.observe([2.5] * 8, accepted, 8 * 0.002, traversal_seconds)
+    teach(length, chance, traversal_seconds, step_seconds, requests)
     return length
 
 
-def drafted(length: AdaptiveLength, margin: float = 2.5) -> int:
-    return next((k for k in range(99) if not length.go_on([margin] * k)), 99)
+def teach(
+    length: AdaptiveLength, chance: float, traversal_seconds: float, step_seconds: float, requests: int
+) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        accepted = int(min(random.geometric(1 - chance) - 1, 8))
+        length.stepped(step_seconds, requests, now=0.0)
+        found = Traversed([2.5] * 8, accepted, 8 * step_seconds, traversal_seconds)
+        length.observe(found, requests)
+
+
+def drafted(length: AdaptiveLength, margin: float = 2.5, requests: int = 1, now: float = 0.0) -> int:
+    return next((k for k in range(99) if not length.go_on([margin] * k, requests, now)), 99)
 
 
 def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
@@ -122,6 +132,19 @@ def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
     usual = taught(0.9, 0.05)
     assert drafted(usual, margin=0.1) < drafted(usual, margin=9.0)
     assert drafted(taught(0.98, 100.0)) > 32
+
+
+def test_a_burst_leaves_the_drafts_of_a_single_request_as_they_were() -> None:
+    length = taught(0.9, 0.1)
+    before = drafted(length)
+    teach(length, 0.9, traversal_seconds=0.4, step_seconds=0.2, requests=64)
+    assert drafted(length, requests=64) < drafted(length) == before
+
+
+def test_drafting_begins_again_when_its_cost_is_old() -> None:
+    length = taught(0.9, traversal_seconds=0.01, step_seconds=5.0)
+    assert drafted(length) == 0
+    assert drafted(length, now=60.0) > 0
 
 
 def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:

@@ -1,12 +1,12 @@
-"""The next rows of some blocks, quickly and roughly: one token at a time, weights in 8 bits.
+"""The next rows of some blocks, quickly and roughly: one token of each text at a time, weights in 8 bits.
 
-For drafts, which may be wrong. A pass of one token is bound by reading the weights and by the number of
+For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
 small operations: matrices are 8-bit integers with a scale for each row, norms' gains are worked out
-beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no matrix
-is one operation for all blocks together. What it costs: docs/experiments.md. Longer stretches go through
+beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
+is one operation for all texts together. What it costs: docs/experiments.md. Longer stretches go through
 `Block.forward`, over the same cache.
 
-Shapes as in layers.py, plus N blocks, which take the place of the batch.
+Shapes as in layers.py, plus N blocks and M texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.model.adaptive import AdaptiveBlock
-from blocktrain.model.block import Block, BlockOutput, Cache
+from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
 from blocktrain.model.layers import (
     AdaptiveNorm,
     CausalConvolution,
@@ -51,12 +51,12 @@ class _Norms:
         # The null hint's condition is a constant, so the gains are too: two small products less at every
         # norm.
         maps = [norm.gain_shift(c).chunk(2) for norm, c in zip(norms, conditions, strict=True)]
-        gain_ND, self.shift_ND = (torch.stack(part) for part in zip(*maps, strict=True))
+        gain_N1D, self.shift_N1D = (torch.stack(part)[:, None] for part in zip(*maps, strict=True))
         # RMS norm is sqrt(D) times the vector of length 1; the root goes into the gain, one operation less.
-        self.gain_ND = (1 + gain_ND) * gain_ND.shape[1] ** 0.5
+        self.gain_N1D = (1 + gain_N1D) * gain_N1D.shape[-1] ** 0.5
 
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        return torch.addcmul(self.shift_ND, F.normalize(x_ND, dim=1), self.gain_ND)
+    def __call__(self, x_NMD: Tensor) -> Tensor:
+        return torch.addcmul(self.shift_N1D, F.normalize(x_NMD, dim=-1), self.gain_N1D)
 
 
 class _Convolutions:
@@ -64,15 +64,24 @@ class _Convolutions:
         self.weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
         self.weight[:, -1] += 1  # the position itself is added too
 
-    def __call__(self, place: Place, y_ND: Tensor, cache: LayerCache) -> Tensor:
+    def __call__(self, place: Place, y_NMD: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        taps = self.weight.shape[1]
         # The same kind of cache as `Block.forward` fills: `extend` goes on from a draft, and a draft from
         # `extend`.
-        tail = cache.inputs_BSD[place].append(y_ND[:, None])[:, -self.weight.shape[1] :]
-        return (tail * self.weight[:, -tail.shape[1] :]).sum(1)
+        tails = [
+            cache.inputs_BSD[place].append(y_NMD[:, m : m + 1])[:, -taps:] for m, cache in enumerate(caches)
+        ]
+        # Zeros where a text has not begun, as in `CausalConvolution`.
+        whole = [tail if tail.shape[1] == taps else _from_zeros(tail, taps) for tail in tails]
+        return (torch.stack(whole, dim=1) * self.weight[:, None]).sum(2)
+
+
+def _from_zeros(tail_NSD: Tensor, taps: int) -> Tensor:
+    return F.pad(tail_NSD, (0, 0, taps - tail_NSD.shape[1], 0))
 
 
 class _Product:
-    """Each block's own matrix times its own row, in 8 bits and bfloat16.
+    """Each block's own matrix times its own rows, in 8 bits and bfloat16.
 
     Products of one token, all layers of two blocks of width 384: fp32 4.0 ms, fp16 1.2, this 0.6; with fp32
     activations there is no fast kernel (8.8 ms). The rough rows chose the exact ones' byte at 479 of 480
@@ -88,10 +97,9 @@ class _Product:
             scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
             self.parts.append(((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()))
 
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        rows = torch.split(x_ND.bfloat16(), 1)
-        pairs = zip(rows, self.parts, strict=True)
-        return torch.cat([torch._weight_int8pack_mm(row, codes, scales) for row, (codes, scales) in pairs])
+    def __call__(self, x_NMD: Tensor) -> Tensor:
+        pairs = zip(x_NMD.bfloat16(), self.parts, strict=True)
+        return torch.stack([torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in pairs])
 
 
 class _QuickLayers:
@@ -112,33 +120,36 @@ class _QuickLayers:
         self.attention_convolution = _Convolutions(before) if before else None
         self.feedforward_convolution = _Convolutions(between) if between else None
 
-    def step(self, x_ND: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        y_ND = self.attention_norm(x_ND)
+    def step(self, x_NMD: Tensor, rotary: tuple[Tensor, Tensor], caches: Sequence[LayerCache]) -> Tensor:
+        y_NMD = self.attention_norm(x_NMD)
         if self.attention_convolution is not None:
-            y_ND = self.attention_convolution("attention", y_ND, cache)
-        qkv = self.qkv(y_ND).float().view(len(y_ND), 3, self.heads, 1, -1)
+            y_NMD = self.attention_convolution("attention", y_NMD, caches)
+        # One position of each text, so that a text's slice has the shape of its cache: [N, heads, 1, K].
+        qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
         # Query and key are normed and rotated as one tensor; see `QuickBlocks.rotary`.
-        q_k = F.normalize(qkv[:, :2], dim=-1)
+        q_k = F.normalize(qkv[:, :, :2], dim=-1)
         swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
         q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
-        k, v = cache.k_BHSK.append(q_k[:, 1]), cache.v_BHSK.append(qkv[:, 2])
-        x_ND = x_ND + self.attention_out(F.scaled_dot_product_attention(q_k[:, 0], k, v).flatten(1))
-        y_ND = self.feedforward_norm(x_ND)
+        attended = []
+        for m, cache in enumerate(caches):
+            k, v = cache.k_BHSK.append(q_k[:, m, 1]), cache.v_BHSK.append(qkv[:, m, 2])
+            attended.append(F.scaled_dot_product_attention(q_k[:, m, 0], k, v).flatten(1))
+        x_NMD = x_NMD + self.attention_out(torch.stack(attended, dim=1))
+        y_NMD = self.feedforward_norm(x_NMD)
         if self.feedforward_convolution is not None:
-            y_ND = self.feedforward_convolution("feedforward", y_ND, cache)
-        return x_ND + self.down(self.up(y_ND).relu_().square_())
+            y_NMD = self.feedforward_convolution("feedforward", y_NMD, caches)
+        return x_NMD + self.down(self.up(y_NMD).relu_().square_())
 
 
 class QuickBlocks:
-    """Blocks of one shape, stepped together; their cache has a row for each."""
+    """Blocks of one shape, stepped together; a text's cache has a row for each block."""
 
     @torch.inference_mode()
     def __init__(self, blocks: Sequence[AdaptiveBlock], codebook_VD: Tensor) -> None:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
         conditions = [block.condition.null for block in blocks]
-        # Blocks beside each other at every token, so that a look-up is one slice.
-        self.embedding_VND = torch.stack([block.embedding.weight for block in blocks], dim=1)
+        self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks])
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
         # For x of length 1, x * first + (halves of x swapped) * second is the rotation of its RMS norm.
         scale = (2 * cos.shape[1]) ** 0.5
@@ -156,17 +167,18 @@ class QuickBlocks:
         return self.blocks[0].new_cache()
 
     @torch.inference_mode()
-    def step(self, token: int, cache: Cache) -> Tensor:
-        """Logits [N, V] of what follows `token`, which the cache then holds."""
-        x_ND = self.embedding_VND[token]
-        cos, sin = self.rotary
-        # One position: a row and no table.
-        rotary = cos[cache.length], sin[cache.length]
-        for layers, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x_ND = layers.step(x_ND, rotary, layer_cache)
-        cache.advance(1)
-        pairs = zip(self.logits_VD, self.out_norm(x_ND), strict=True)
-        return torch.stack([torch.mv(logits_VD, y_D) for logits_VD, y_D in pairs])
+    def step(self, tokens: Sequence[int], caches: Sequence[Cache]) -> Tensor:
+        """Logits [N, M, V] of what follows each text's token, which its cache then holds."""
+        x_NMD = self.embedding_NVD[:, list(tokens)]
+        # A row of the table for each text; they stand at different positions.
+        positions = [cache.length for cache in caches]
+        cos, sin = (table[positions][:, None, None, None] for table in self.rotary)
+        for i, layers in enumerate(self.layers):
+            x_NMD = layers.step(x_NMD, (cos, sin), [cache.layers[i] for cache in caches])
+        for cache in caches:
+            cache.advance(1)
+        pairs = zip(self.logits_VD, self.out_norm(x_NMD), strict=True)
+        return torch.stack([F.linear(y_MD, logits_VD) for logits_VD, y_MD in pairs])
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], cache: Cache) -> None:
@@ -210,17 +222,24 @@ class PlainBlocks:
         return PlainCache([block.new_cache() for block in self.blocks])
 
     @torch.inference_mode()
-    def step(self, token: int, cache: PlainCache) -> Tensor:
-        return torch.stack([output.logits_BTV[0, -1].float().cpu() for output in self._run([token], cache)])
+    def step(self, tokens: Sequence[int], caches: Sequence[PlainCache]) -> Tensor:
+        outputs = self._run(tokens, caches, [1] * len(caches))
+        return torch.stack([output.logits_BTV[0].float().cpu() for output in outputs])
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], cache: PlainCache) -> None:
-        self._run(tokens, cache)
+        self._run(tokens, [cache], [len(tokens)])
 
-    def _run(self, tokens: Sequence[int], cache: PlainCache) -> list[BlockOutput]:
+    def _run(
+        self, tokens: Sequence[int], caches: Sequence[PlainCache], lengths: list[int]
+    ) -> list[BlockOutput]:
         ids = torch.tensor([list(tokens)], device=self.codebook.device)
-        pairs = zip(self.blocks, cache.parts, strict=True)
-        return [block(ids, self.codebook, cache=part) for block, part in pairs]
+        found = []
+        for i, block in enumerate(self.blocks):
+            parts = [cache.parts[i] for cache in caches]
+            cache = PackedCache(parts, lengths) if len(parts) > 1 else parts[0]
+            found.append(block(ids, self.codebook, cache=cache))
+        return found
 
 
 class PlainCache:

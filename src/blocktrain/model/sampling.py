@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,17 @@ class Sampler:
         """True if a choice depends on the tokens before it by more than their log-probs."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    @property
+    def plain(self) -> bool:
+        """True if a choice depends on temperature and noise alone."""
+        may_end = self.end is None or not self.min_tokens
+        return may_end and not (self.reads_text or self.filters or self.bias)
+
+    @property
+    def filters(self) -> bool:
+        """True if some tokens may be left out for being unlikely."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
 
 @dataclass(frozen=True)
 class SampledToken:
@@ -80,25 +92,49 @@ def choose(
     """The token that follows `text` at `position`; temperature 0 takes the most likely one (the lowest id of
     equals)."""
     row, allowed = _wished(row, np.broadcast_to(np.asarray(tolerance), row.shape), sampler, position, text)
-    everything = np.ones(len(row), bool)
-    inside, doubtful = everything, ~everything
     if sampler.temperature == 0:
-        scores, error = row, allowed
-    else:
-        scores = normalised(row / sampler.temperature)
-        # Dividing by the temperature scales the error too: a cold sampler has fewer near ties, a hot one
-        # more.
-        error = allowed / sampler.temperature
-        inside, doubtful = _candidates(scores, float(error.max()), sampler)
-        # Gumbel-max: the argmax of score + noise is a sample, and the noise is exact on every machine.
-        scores = scores + gumbel_noise(sampler.seed, position, len(row))
-    token = int(np.where(inside, scores, -np.inf).argmax())
-    # The worst case: the winner is too high by its error and every rival too low by its own.
+        return _winner(row, allowed)
+    # Dividing by the temperature scales the error too: a cold sampler has fewer near ties, a hot one more.
+    scores, error = row / sampler.temperature, allowed / sampler.temperature
+    # Gumbel-max: the argmax of score + noise is a sample, and the noise is exact on every machine. A common
+    # shift changes no winner, so only a nucleus needs scores that are normalised.
+    noise = gumbel_noise(sampler.seed, position, len(row))
+    if not sampler.filters:
+        return _winner(scores + noise, error)
+    scores = normalised(scores)
+    inside, doubtful = _candidates(scores, float(error.max()), sampler)
+    return _winner(scores + noise, error, inside, doubtful)
+
+
+def _winner(
+    scores: Row, error: Row, inside: TokenSet | None = None, doubtful: TokenSet | None = None
+) -> SampledToken:
+    """The best of those inside, and whether it is so in the worst case: it is too high by its error, and
+    every rival, a doubtful one too, is too low by its own."""
+    token = int(scores.argmax() if inside is None else np.where(inside, scores, -np.inf).argmax())
     gap = scores[token] - error[token] - (scores + error)
     gap[token] = np.inf
-    gap[~(inside | doubtful)] = np.inf
+    if inside is not None and doubtful is not None:
+        gap[~(inside | doubtful)] = np.inf
     margin = float(gap.min())
-    return SampledToken(token, bool(margin > 0 and not doubtful[token]), margin)
+    return SampledToken(token, margin > 0 and not (doubtful is not None and doubtful[token]), margin)
+
+
+def best_scores(
+    rows_RV: NDArray[Any], sampler: Sampler, position: int, weight: float, most: int
+) -> tuple[NDArray[np.int64], Row]:
+    """Ids and scores [R, K] of the tokens that some blocks would choose first, `most` of each row: log-probs
+    by temperature, plus noise. The rows are those blocks' log-probs times `weight`, and follow one another
+    from `position` on. Scores of several holders add up, each times its share, to the score that `choose`
+    compares where `sampler.plain`."""
+    scores_RV = rows_RV.astype(np.float64) / (weight * (sampler.temperature or 1.0))
+    if sampler.temperature:
+        # The noise is known here too. Ranked without it, what only noise lifts would be missed.
+        for i, row in enumerate(scores_RV):
+            row += gumbel_noise(sampler.seed, position + i, len(row))
+    count = min(most, scores_RV.shape[1])
+    ids_RK = np.argpartition(-scores_RV, count - 1, axis=1)[:, :count]
+    return ids_RK, np.take_along_axis(scores_RV, ids_RK, axis=1)
 
 
 def _wished(

@@ -61,7 +61,7 @@ class Batcher:
         self._waiting: deque[_Job] = deque()
         self._wake = asyncio.Event()
         # One thread: blocks and caches are not safe to run from two, and a second would only share the cores.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="blocks")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="blocks")
         self._task: asyncio.Task[None] | None = None
         """Begins with the first work, on the event loop that asks."""
 
@@ -75,7 +75,7 @@ class Batcher:
             await asyncio.gather(self._task, return_exceptions=True)
         while self._waiting:
             self._waiting.popleft().future.cancel()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self.executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, work: RowWork, deadline: float = float("inf")) -> asyncio.Future[WeighedRows]:
         """The rows of `work`, in time; `deadline` is on the event loop's clock."""
@@ -99,7 +99,7 @@ class Batcher:
                 raise LateError("the deadline passed while the request was waiting")
             return function()
 
-        return await loop.run_in_executor(self._executor, in_time)
+        return await loop.run_in_executor(self.executor, in_time)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class Batcher:
                 continue
             began = loop.time()
             try:
-                rows = await loop.run_in_executor(self._executor, self.held.rows, [job.work for job in jobs])
+                rows = await loop.run_in_executor(self.executor, self.held.rows, [job.work for job in jobs])
             except Exception as error:  # translated once for everybody who waits
                 for job in jobs:
                     if not job.future.done():

@@ -34,7 +34,7 @@ class RoughBlocks(Protocol):
 
     def new_cache(self) -> Any: ...
 
-    def step(self, token: int, cache: Any) -> Tensor: ...
+    def step(self, tokens: Sequence[int], caches: Sequence[Any]) -> Tensor: ...
 
     def extend(self, tokens: Sequence[int], cache: Any) -> None: ...
 
@@ -196,6 +196,10 @@ class HeldBlocks:
         for i, (rows, _) in enumerate(said):
             total += weights[:, i, None] * rows
         return WeighedRows(total.cpu().numpy(), logs[:, [blocks.index(block) for block in asked]])
+
+    def weight_of(self, asked: Sequence[int]) -> float:
+        """What the rows of these blocks together are multiplied by."""
+        return 1.0 if self.pooling.follows_text else sum(self.pooling.weights[block] for block in asked)
 
     @torch.inference_mode()
     def refine(

@@ -17,6 +17,7 @@ MAX_SENTENCE: Final = 1000
 MAX_NAME: Final = 200
 MAX_NUM_BLOCKS: Final = 4096
 MAX_PASSES: Final = 16
+MAX_BEST_TOKENS: Final = 1024
 
 # Bounds in the types: msgspec checks them while it reads, before a list of strangers' values exists.
 _Hash = Annotated[str, msgspec.Meta(max_length=64)]
@@ -55,12 +56,24 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows one reply may carry."""
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of TRAVERSE, SCORE and EXACT."""
+class Draw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the engine will choose, for a stage that sends the best tokens of each row alone (codec BEST)."""
+
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    position: _Count
+    """Where in the whole text the token stands that the first row is for; keys the noise with the seed."""
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEST_TOKENS)]
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Metadata of TRAVERSE, SCORE and EXACT. Defaults are not sent: an older stage does not know `draw`."""
 
     blocks: _Blocks
     prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
+    draw: Draw | None = None
+    """With the codec BEST."""
 
 
 class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

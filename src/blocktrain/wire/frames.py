@@ -8,7 +8,8 @@ payload:
     crc32 of metadata and payload u32 | crc32 of the header so far u32
 
 A TRAVERSE carries the ids from `base` on and asks for the last `rows` rows; LOG_PROBS carries the rows, and
-behind them the blocks' log-weights where the model's pooling follows the text.
+behind them the blocks' log-weights where the model's pooling follows the text. WELCOME says in `rows` how
+many tokens of a row the stage sends at most where only the best are asked for (0: it cannot).
 Ids take 1, 2 or 4 bytes each, as the vocabulary needs. Rows are fp32, fp64 or quantised (see `Codec`).
 Knows nothing of sockets, models or time: a deadline is the milliseconds that were left at sending.
 
@@ -77,6 +78,8 @@ class Codec(enum.IntEnum):
     F64 = 2
     Q16 = 3
     Q8 = 4
+    BEST = 5
+    """The best tokens alone, with their scores as Q16; see `encode_best`."""
 
 
 _SPAN: Final = {Codec.Q16: 64.0, Codec.Q8: 32.0}
@@ -276,7 +279,7 @@ def encode_rows(rows: NDArray[np.float32] | NDArray[np.float64], codec: Codec) -
 
 def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDArray[np.float64]:
     expected = rows * row_bytes(codec, vocabulary)
-    if len(payload) != expected or codec == Codec.NONE:
+    if len(payload) != expected or codec in (Codec.NONE, Codec.BEST):
         refuse(
             ServingFrameReason.PAYLOAD,
             f"expected {rows} rows of {vocabulary} as {codec.name} in {expected} bytes, found {len(payload)}",
@@ -295,6 +298,26 @@ def decode_rows(payload: bytes, codec: Codec, rows: int, vocabulary: int) -> NDA
     if not np.isfinite(values).all():
         refuse(ServingFrameReason.NOT_FINITE, "expected finite log-probs; the stage's weights are damaged")
     return values
+
+
+def best_bytes(count: int, vocabulary: int) -> int:
+    """What a row of the codec BEST takes with so many tokens."""
+    return count * id_dtype(vocabulary).itemsize + row_bytes(Codec.Q16, count)
+
+
+def encode_best(ids: NDArray[np.int64], scores: NDArray[np.float64], vocabulary: int) -> bytes:
+    """The best tokens of each row [R, K], in any order, and their scores. Every other token of the row has at
+    most the lowest of them."""
+    return ids.astype(id_dtype(vocabulary)).tobytes() + encode_rows(scores, Codec.Q16)
+
+
+def decode_best(
+    payload: bytes, rows: int, count: int, vocabulary: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    end = rows * count * id_dtype(vocabulary).itemsize
+    scores = decode_rows(payload[end:], Codec.Q16, rows, count)
+    ids = np.array(decode_ids(payload[:end], vocabulary), dtype=np.int64)
+    return ids.reshape(rows, count), scores
 
 
 def log_weight_bytes(blocks: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 import numpy as np
@@ -16,14 +17,17 @@ from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 from blocktrain.serving.engine.drafting import Drafter
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
-from blocktrain.serving.engine.rows import Rows
+from blocktrain.serving.engine.rows import BestRows, Rows
 
 
 class RowSource(Protocol):
     """What one generation asks of the blocks."""
 
-    async def rows(self, tokens: Sequence[int], num_rows: int) -> Rows:
+    async def rows(self, tokens: Sequence[int], num_rows: int) -> Rows | BestRows:
         """Log-probs of what follows each of the last `num_rows` prefixes of `tokens`, in one traversal."""
+
+    async def whole_rows(self) -> Rows:
+        """Those of the last traversal again, now over the whole vocabulary."""
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         """Log-probs of what follows `tokens`, computed in float64."""
@@ -45,8 +49,11 @@ async def decode(
     it."""
     tokens = list(request.prompt)
     end = len(tokens) + request.max_tokens
-    source = open_source()
-    try:
+    async with AsyncExitStack() as held:
+        source = open_source()
+        held.push_async_callback(source.close)
+        if drafter is not None:
+            held.enter_context(drafter)
         while len(tokens) < end:
             began = time.monotonic()
             draft: list[int] = []
@@ -63,8 +70,14 @@ async def decode(
             # chosen; the first row that disagrees with the draft still gives a token, so each traversal does.
             written: list[int] = []
             logprobs: list[TokenLogprob] = []
-            for i, row in enumerate(rows.log_probs):
-                choice = choose(row, sampler, len(tokens), rows.tolerance[i], tokens)
+            for i in range(len(draft) + 1):
+                choice = rows.choose(i, sampler, tokens)
+                if not choice.settled and not isinstance(rows, Rows):
+                    # A token that not all stages sent may be better.
+                    rows = await source.whole_rows()
+                    stats.traversals += 1
+                    stats.second_questions += 1
+                    choice = rows.choose(i, sampler, tokens)
                 if not choice.settled:
                     # A near tie, about once in 2,000 tokens with Q16 rows: one more round trip decides it.
                     exact = await source.exact(tokens)
@@ -74,7 +87,9 @@ async def decode(
                 tokens.append(choice.token)
                 written.append(choice.token)
                 if request.logprobs is not None:
-                    logprobs.append(token_logprob(row, choice.token, request.logprobs, rows.weights[i]))
+                    assert isinstance(rows, Rows), "log-probs are asked for over the whole vocabulary"
+                    row, weights = rows.log_probs[i], rows.weights[i]
+                    logprobs.append(token_logprob(row, choice.token, request.logprobs, weights))
                 if i < len(draft) and choice.token != draft[i]:
                     break
 
@@ -83,10 +98,9 @@ async def decode(
             stats.accepted += accepted
             stats.tokens += len(written)
             if drafter is not None:
-                drafter.observe(accepted, drafted - began, scored - drafted, rows.weights[accepted])
+                weights = rows.weights[accepted]
+                drafter.observe(accepted, drafted - began, scored - drafted, weights)
             yield Chunk(written, logprobs if request.logprobs is not None else None)
-    finally:
-        await source.close()
 
 
 def token_logprob(row: Row, token: int, top: int, weights: Row) -> TokenLogprob:

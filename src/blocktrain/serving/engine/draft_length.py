@@ -1,22 +1,36 @@
 """How many tokens to draft before a traversal: policies that learn from what came of earlier drafts.
 
-Pure state, fed with margins, counts and seconds. A draft of any length gives the same text; these decide
-only how long it takes.
+Pure state, fed with margins, counts, seconds and the time. A draft of any length gives the same text; these
+decide only how long it takes.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass
 
 from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS
 
 MARGINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Borders, in nats, between the classes of margins that chances are counted for."""
-_KEEP = 0.99
+KEEP = 0.99
 """What an earlier observation counts after one more: the last 100 of a class decide."""
+KEEP_COST = 0.9
+HALF_LIFE_SECONDS = 2.0
+"""In this time the cost of a draft counts half, where none was made to measure it again."""
+
+
+@dataclass(frozen=True)
+class Traversed:
+    """What came of a draft and the traversal behind it."""
+
+    margins: Sequence[float]
+    """By how much each drafted token won."""
+    accepted: int
+    draft_seconds: float
+    traversal_seconds: float
 
 
 class DraftLength:
@@ -26,51 +40,86 @@ class DraftLength:
         self.most = most
         """No draft is longer."""
 
-    def go_on(self, margins: Sequence[float]) -> bool:
-        """Whether to draft one more token behind tokens that won by these margins."""
+    def go_on(self, margins: Sequence[float], requests: int, now: float) -> bool:
+        """Whether to draft one more token behind tokens that won by these margins, while so many requests
+        are under way."""
         return True
 
-    def observe(
-        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None:
-        """What came of a draft: how many of its tokens were accepted, and what it cost."""
+    def stepped(self, seconds: float, requests: int, now: float) -> None:
+        """A step that drafted a token for each text took this long."""
+
+    def observe(self, found: Traversed, requests: int) -> None:
+        """Learn from a traversal."""
+
+
+class Costs:
+    """What things take while about so many requests are under way; older observations count less."""
+
+    def __init__(self) -> None:
+        self.step_seconds, self.step_at = 0.0, -math.inf
+        """Of one step of all drafts, and when the last one was made. None so far: the first one is free, and
+        the second already knows its cost."""
+        self.tokens, self.seconds = 1.0, 0.05
+        """Of recent traversals with their drafts."""
+        self.traversal_seconds = 0.0
+        """Of recent ones, in the mean."""
+
+    def trust(self, now: float) -> float:
+        """What `step_seconds` counts now, of 1 just after a step."""
+        return math.pow(0.5, max(0.0, now - self.step_at) / HALF_LIFE_SECONDS)
 
 
 class AdaptiveLength(DraftLength):
     """Draft on while the next token is worth its time; shared by all requests of an engine.
 
     A token that won its draft by a wide margin is rarely wrong, so the chance of acceptance is counted by
-    margin. The next token brings (chance that all before it hold) * (its own chance) tokens and costs the
-    time of a draft, in which the engine makes `rate` tokens by going on as usual. So drafts are long where
-    the network is slow or the text is easy, and shrink to nothing where processors are short: with 32
-    requests on one core they fell to half a token (docs/experiments.md).
+    margin. The next token brings (chance that all before it hold) * (its own chance) tokens. It costs one
+    step of all drafts, and in that time a request makes `rate` tokens by going on as usual. So drafts are
+    long where the network is slow or the text is easy, and short where processors are busy.
+
+    Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught says
+    nothing about the one request after it. And a cost that nobody measured lately is believed less and
+    less: before, one burst of 32 ended drafting until the gateway was started again.
     """
 
     def __init__(self) -> None:
         super().__init__(MAX_DRAFT_TOKENS)
         # As if two tokens of each class had been seen, 50 % accepted in the narrowest and 98 % in the widest.
-        self.tries = np.full(len(MARGINS) + 1, 2.0)
-        self.hits = self.tries * np.linspace(0.5, 0.98, len(MARGINS) + 1)
-        self.draft_seconds = 0.002
-        """Per drafted token; 1.8 to 2.6 ms were measured for two blocks of width 384 on one core."""
-        self.tokens, self.seconds = 1.0, 0.05
-        """A mean over recent traversals, older ones counting less."""
+        classes = len(MARGINS) + 1
+        self.tries = [2.0] * classes
+        self.hits = [2.0 * (0.5 + 0.48 * i / (classes - 1)) for i in range(classes)]
+        self.by_load: dict[int, Costs] = {}
 
-    def go_on(self, margins: Sequence[float]) -> bool:
-        usual = float(self.hits.sum() / self.tries.sum())
-        classes = np.searchsorted(MARGINS, margins)
-        gain = usual * math.prod((self.hits[classes] / self.tries[classes]).tolist())
-        return bool(gain > self.draft_seconds * self.tokens / self.seconds)
+    def costs(self, requests: int) -> Costs:
+        return self.by_load.setdefault(requests.bit_length(), Costs())
 
-    def observe(
-        self, margins: Sequence[float], accepted: int, draft_seconds: float, traversal_seconds: float
-    ) -> None:
+    def go_on(self, margins: Sequence[float], requests: int, now: float) -> bool:
+        costs = self.costs(requests)
+        gain = sum(self.hits) / sum(self.tries)
+        for margin in margins:
+            bucket = bisect(MARGINS, margin)
+            gain *= self.hits[bucket] / self.tries[bucket]
+        step_seconds = costs.step_seconds * costs.trust(now)
+        # Drafts that cost too much lower the usual rate, and would look cheap beside it: without any, a
+        # traversal brings a token.
+        alone = costs.traversal_seconds
+        rate = max(costs.tokens / costs.seconds, 1 / alone if alone else 0.0)
+        return gain > rate * step_seconds
+
+    def stepped(self, seconds: float, requests: int, now: float) -> None:
+        costs = self.costs(requests)
+        kept = KEEP_COST * costs.trust(now)
+        costs.step_seconds = kept * costs.step_seconds + (1 - kept) * seconds
+        costs.step_at = now
+
+    def observe(self, found: Traversed, requests: int) -> None:
         # Tokens behind the first wrong one say nothing: they continue a text that was never written.
-        for i, margin in enumerate(margins[: accepted + 1]):
-            bucket = int(np.searchsorted(MARGINS, margin))
-            self.tries[bucket] = _KEEP * self.tries[bucket] + 1
-            self.hits[bucket] = _KEEP * self.hits[bucket] + (i < accepted)
-        if margins:
-            self.draft_seconds += 0.1 * (draft_seconds / len(margins) - self.draft_seconds)
-        self.tokens = 0.9 * self.tokens + accepted + 1
-        self.seconds = 0.9 * self.seconds + draft_seconds + traversal_seconds
+        for i, margin in enumerate(found.margins[: found.accepted + 1]):
+            bucket = bisect(MARGINS, margin)
+            self.tries[bucket] = KEEP * self.tries[bucket] + 1
+            self.hits[bucket] = KEEP * self.hits[bucket] + (i < found.accepted)
+        costs = self.costs(requests)
+        costs.tokens = KEEP_COST * costs.tokens + found.accepted + 1
+        costs.seconds = KEEP_COST * costs.seconds + found.draft_seconds + found.traversal_seconds
+        mean = costs.traversal_seconds or found.traversal_seconds
+        costs.traversal_seconds = mean + (1 - KEEP_COST) * (found.traversal_seconds - mean)

@@ -1,14 +1,18 @@
-"""Guessing the next tokens in the gateway's own process, with its first blocks and the request's own noise.
+"""Guessing the next tokens in the gateway's own process, with its first blocks and each request's own noise.
 
-The draft is sampled with the noise the real choice will use, so it is accepted wherever these blocks and the
-consensus agree on the winner. A draft is one visit to the computing thread, however long it is. A wrong
-draft costs time, never a different text.
+A draft is sampled with the noise the real choice will use, so it is accepted wherever these blocks and the
+consensus agree on the winner. The drafts of all requests are made together, a token of each at a time, in the
+computing thread; one that comes joins at the next token. A wrong draft costs time, never a different text.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +20,13 @@ from blocktrain.model.generation import window_start
 from blocktrain.model.objective import Objective
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
-from blocktrain.serving.engine.draft_length import DraftLength
+from blocktrain.serving.blocks import RoughBlocks
+from blocktrain.serving.engine.draft_length import DraftLength, Traversed
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
+READ_FIRST = 32
+"""Tokens the cache is behind by that it reads while the request goes on without a draft."""
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
@@ -31,74 +38,185 @@ def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
     return [block for block in alone if model.of_block(block) == shape][: max(1, most)]
 
 
-class Drafter:
-    """Drafts for one request; its cache follows the text."""
+@dataclass(eq=False)
+class Draft:
+    """One draft under way."""
 
-    def __init__(
-        self, batcher: Batcher, sampler: Sampler, length: DraftLength, blocks: Sequence[int] = (0,)
-    ) -> None:
-        self.batcher, self.sampler, self.length = batcher, sampler, length
-        self.context = batcher.held.context
-        self.steps = batcher.held.steps(tuple(blocks))
-        self.blocks = list(blocks)
-        self.weights = self._own(np.array(batcher.held.pooling.weights))
-        self.cache = self.steps.new_cache()
-        self.margins: list[float] = []
-        """By how much each token of the last draft won."""
-        self.seen: list[int] = []
-        self.start = 0
-        self.catch_up_seconds = 0.0
-        """Time of the last draft spent on text that was not drafted; 60 ms of the first after 128 bytes."""
+    drafter: Drafter
+    text: list[int]
+    most: int
+    done: asyncio.Future[list[int]]
+    due: list[int] = field(default_factory=list)
+    """What the cache still has to read before a row says what follows the text; the last token at least."""
+    tokens: list[int] = field(default_factory=list)
 
-    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens, as many as seem worth it."""
-        most, self.catch_up_seconds, self.margins = min(most, self.length.most), 0.0, []
-        if not most:
-            return []
-        return await self.batcher.call(lambda: self._draft(list(tokens), most))
 
-    def _own(self, weights: Row) -> Row:
+class Drafting:
+    """The drafts of all requests of an engine."""
+
+    def __init__(self, batcher: Batcher, blocks: Sequence[int]) -> None:
+        self.batcher, self.blocks = batcher, list(blocks)
+        self.num_open = 0
+        """Requests under way that draft."""
+        self._lock = threading.Lock()
+        self._waiting: list[Draft] = []
+        self._running = False
+
+    @property
+    def steps(self) -> RoughBlocks:
+        # Made at the first draft: not every engine is asked for one.
+        return self.batcher.held.steps(tuple(self.blocks))
+
+    def own_shares(self, weights: Row) -> Row:
         """The share of each block held here. One of weight 0 may be the only one here; it still guesses
         better than nothing."""
         own = np.maximum(weights[self.blocks], 1e-9)
         shares: Row = own / own.sum()
         return shares
 
+    def begin(self, drafter: Drafter, text: list[int], most: int) -> asyncio.Future[list[int]]:
+        loop = asyncio.get_running_loop()
+        draft = Draft(drafter, text, most, loop.create_future())
+        with self._lock:
+            self._waiting.append(draft)
+            starts, self._running = not self._running, True
+        if starts:
+            # Not awaited: it ends when nobody's draft is left, and tells each when its own is done.
+            loop.run_in_executor(self.batcher.executor, self._run, loop)
+        return draft.done
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in the computing thread until no draft is left."""
+        active: list[Draft] = []
+        while True:
+            with self._lock:
+                came, self._waiting = self._waiting, []
+                self._running = bool(active or came)
+            if not self._running:
+                return
+            try:
+                for draft in came:
+                    draft.drafter.catch_up(draft)
+                active = self._step(active + [draft for draft in came if draft.due], loop)
+            except Exception as error:  # whoever waits hears of it; the next draft begins anew
+                for draft in active + came:
+                    loop.call_soon_threadsafe(_fail, draft.done, error)
+                active = []
+
+    def _step(self, active: list[Draft], loop: asyncio.AbstractEventLoop) -> list[Draft]:
+        """One token more of every draft that is worth it; gives those that go on."""
+        now, going = time.monotonic(), []
+        for draft in active:
+            # A request that was given up needs no more.
+            if draft.done.cancelled():
+                continue
+            if draft.drafter.goes_on(draft, self.num_open, now):
+                going.append(draft)
+            else:
+                loop.call_soon_threadsafe(_finish, draft.done, draft.tokens)
+        if not going:
+            return []
+        logits_NMV = self.steps.step(
+            [draft.due.pop(0) for draft in going], [draft.drafter.cache for draft in going]
+        ).numpy()
+        # Where a text is not read to its end yet, its row is of no use.
+        asked = [m for m, draft in enumerate(going) if not draft.due]
+        if asked:
+            weights_MN = np.array([going[m].drafter.weights for m in asked])
+            logs_NMV = normalised(logits_NMV[:, asked].astype(np.float64))
+            rows_MV = np.einsum("mn,nmv->mv", weights_MN, logs_NMV)
+            for m, row in zip(asked, rows_MV, strict=True):
+                going[m].drafter.append(going[m], row)
+        seconds = time.monotonic() - now
+        for length in {id(draft.drafter.length): draft.drafter.length for draft in going}.values():
+            length.stepped(seconds, self.num_open, now + seconds)
+        return going
+
+
+def _finish(done: asyncio.Future[list[int]], tokens: list[int]) -> None:
+    if not done.done():
+        done.set_result(tokens)
+
+
+def _fail(done: asyncio.Future[list[int]], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+class Drafter:
+    """Drafts for one request; its cache follows the text."""
+
+    def __init__(self, drafting: Drafting, sampler: Sampler, length: DraftLength) -> None:
+        self.drafting, self.sampler, self.length = drafting, sampler, length
+        held = drafting.batcher.held
+        self.context = held.context
+        self.weights = drafting.own_shares(np.array(held.pooling.weights))
+        self.cache: Any = drafting.steps.new_cache()
+        self.margins: list[float] = []
+        """By how much each token of the last draft won."""
+        self.seen: list[int] = []
+        """The window that the cache holds, all but its last token at least."""
+        self.start = 0
+        self._reading: asyncio.Future[list[int]] | None = None
+        """The cache reads a long stretch of text; no draft before it is through."""
+
+    def __enter__(self) -> Drafter:
+        self.drafting.num_open += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.drafting.num_open -= 1
+
+    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens, as many as seem worth it."""
+        most, self.margins = min(most, self.length.most), []
+        # Asked here too: where no token is worth its time, the computing thread is left alone.
+        if not most or not self.length.go_on([], self.drafting.num_open, time.monotonic()):
+            return []
+        if self._reading is not None and not self._reading.done():
+            return []
+        if len(tokens) - self.start - len(self.seen) > READ_FIRST:
+            # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
+            # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
+            self._reading = self.drafting.begin(self, list(tokens), 0)
+            return []
+        return await self.drafting.begin(self, list(tokens), most)
+
     def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float, weights: Row) -> None:
         """What came of the last draft, and all blocks' weights at its end: those of the next few tokens are
-        about the same. Catching up is due however few tokens are drafted."""
-        self.weights = self._own(weights)
-        draft_seconds = max(0.0, draft_seconds - self.catch_up_seconds)
-        self.length.observe(self.margins, accepted, draft_seconds, traversal_seconds)
+        about the same."""
+        self.weights = self.drafting.own_shares(weights)
+        found = Traversed(self.margins, accepted, draft_seconds, traversal_seconds)
+        self.length.observe(found, self.drafting.num_open)
 
-    def _draft(self, text: list[int], most: int) -> list[int]:
-        """Runs in the computing thread."""
-        known = len(text)
-        while len(self.margins) < most and self.length.go_on(self.margins):
-            start = window_start(len(text), self.context)
-            window = text[start:]
-            # What the cache holds beyond the text they share was a wrong draft, or another window.
-            keep = _common_prefix(self.seen, window) if start == self.start else 0
-            keep = min(keep, len(window) - 1)
-            self.seen, self.start = window, start
-            self.cache.truncate(keep)
-            self._catch_up(window[keep:-1])
-            logits_NV = self.steps.step(window[-1], self.cache).numpy().astype(np.float64)
-            row = normalised(self.weights @ normalised(logits_NV))
-            # The tolerance does not matter here: a token that is not settled is drafted all the same.
-            choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
-            self.margins.append(choice.margin)
-            text.append(choice.token)
-        return text[known:]
+    # ---- in the computing thread ----
 
-    def _catch_up(self, tokens: list[int]) -> None:
-        began = time.monotonic()
-        if len(tokens) > STEPS_AT_MOST:
-            self.steps.extend(tokens, self.cache)
-        else:
-            for token in tokens:
-                self.steps.step(token, self.cache)
-        self.catch_up_seconds += time.monotonic() - began
+    def catch_up(self, draft: Draft) -> None:
+        """Have the cache hold what it shares with the draft's text, and leave what is due before a guess."""
+        start = window_start(len(draft.text), self.context)
+        window = draft.text[start:]
+        # What the cache holds beyond the text they share was a wrong draft, or another window.
+        keep = _common_prefix(self.seen, window) if start == self.start else 0
+        keep = min(keep, len(window) - 1, self.cache.length)
+        self.cache.truncate(keep)
+        draft.due = window[keep:]
+        if len(draft.due) > STEPS_AT_MOST + 1:
+            self.drafting.steps.extend(draft.due[:-1], self.cache)
+            draft.due = draft.due[-1:]
+        self.seen, self.start = window, start
+
+    def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
+        enough = len(draft.tokens) >= draft.most
+        return not enough and self.length.go_on(self.margins, requests, now)
+
+    def append(self, draft: Draft, row: Row) -> None:
+        # The tolerance does not matter here: a token that is not settled is drafted all the same.
+        text = draft.text + draft.tokens
+        choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
+        self.margins.append(choice.margin)
+        self.seen.append(choice.token)
+        draft.tokens.append(choice.token)
+        draft.due = [choice.token]
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:

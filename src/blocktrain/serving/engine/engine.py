@@ -16,7 +16,7 @@ from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.decoding import RowSource, decode, token_logprob
 from blocktrain.serving.engine.draft_length import DraftLength
-from blocktrain.serving.engine.drafting import Drafter
+from blocktrain.serving.engine.drafting import Drafter, Drafting
 from blocktrain.serving.engine.requests import (
     Chunk,
     DeadlineError,
@@ -35,7 +35,8 @@ SCORING_WINDOWS_AT_ONCE = 4
 
 class TextEngine(ABC):
     def __init__(self, model: ModelInfo, batcher: Batcher, draft_blocks: Sequence[int]) -> None:
-        self.model, self.batcher, self.draft_blocks = model, batcher, tuple(draft_blocks)
+        self.model, self.batcher = model, batcher
+        self.drafting = Drafting(batcher, draft_blocks)
 
     # ---- where rows come from ----
 
@@ -84,7 +85,7 @@ class TextEngine(ABC):
         else:
             drafter = None
             if request.mode == "verify":
-                drafter = Drafter(self.batcher, sampler, self.draft_length(request), self.draft_blocks)
+                drafter = Drafter(self.drafting, sampler, self.draft_length(request))
             chunks = decode(
                 request,
                 sampler,

@@ -59,6 +59,8 @@ class StageLink:
         self.problem: str | None = "not connected yet"
         self.refused = False
         self.draining = False
+        self.best_tokens = 0
+        """Tokens of a row that the stage sends at most where only the best are asked for; 0 if it cannot."""
         self.slow_until = 0.0
         self.latency_seconds: float | None = None
         self.changed: Callable[[], None] = lambda: None
@@ -141,7 +143,7 @@ class StageLink:
         self._limits = FrameLimits(payload_bytes=max(rows_bytes, 1 << 16))
         # A new connection starts with all its credits.
         self._credits = asyncio.Semaphore(welcome.credits)
-        self.blocks = frozenset(welcome.blocks)
+        self.blocks, self.best_tokens = frozenset(welcome.blocks), frame.header.rows
         self._stream, self._asked, self.problem = stream, None, None
         self.refused = self.draining = False
         # RELEASE is not answered, so one that was under way when the connection broke may be lost.

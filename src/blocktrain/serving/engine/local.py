@@ -82,6 +82,9 @@ class LocalRows:
         self._cached = len(window) - num_rows + 1
         return rows
 
+    async def whole_rows(self) -> Rows:
+        raise AssertionError("rows are always whole here")
+
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self._context) :]
         rows = await local_rows(self._batcher, RowWork(window, 1, self._blocks, {}, exact=True))

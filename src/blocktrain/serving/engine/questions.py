@@ -19,7 +19,7 @@ from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.requests import GenerationStats
 from blocktrain.serving.engine.rows import Part
 from blocktrain.wire import frames
-from blocktrain.wire.frame_metadata import Ask, ModelShape, Refine, encode_metadata
+from blocktrain.wire.frame_metadata import Ask, Draw, ModelShape, Refine, encode_metadata
 from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
 
 
@@ -41,6 +41,8 @@ class Question:
     """Time for computing before a leg counts as lagging."""
     follows_text: bool = False
     """Whether each block's log-weights come with the rows."""
+    draw: Draw | None = None
+    """With the codec BEST, how the choice will be made."""
 
     def is_warm(self, link: StageLink) -> bool:
         """Whether the stage holds caches that the question continues."""
@@ -69,9 +71,16 @@ class Question:
                     f"stage {link.address}: expected {self.num_rows} rows, found {frame.header.rows}"
                 )
             codec, vocabulary = frame.header.codec, self.shape.vocabulary
+            weighed = len(blocks) if self.follows_text else 0
+            if self.draw is not None:
+                count = min(self.draw.tokens, vocabulary)
+                end = self.num_rows * frames.best_bytes(count, vocabulary)
+                ids, scores = frames.decode_best(frame.payload[:end], self.num_rows, count, vocabulary)
+                logs = frames.decode_log_weights(frame.payload[end:], self.num_rows, weighed)
+                tolerance = frames.row_tolerance(scores, Codec.Q16)
+                return Part(blocks, WeighedRows(scores, logs), tolerance, ids)
             end = self.num_rows * frames.row_bytes(codec, vocabulary)
             values = frames.decode_rows(frame.payload[:end], codec, self.num_rows, vocabulary)
-            weighed = len(blocks) if self.follows_text else 0
             logs = frames.decode_log_weights(frame.payload[end:], self.num_rows, weighed)
         except ServingFrameError as error:
             link.distrust()
@@ -90,7 +99,8 @@ class StageCache:
     ids: list[int] = field(default_factory=list)
     traversal: int = 0
     question: Question | None = None
-    """The question that `traversal` numbers while it has no answer."""
+    """The question that `traversal` numbers. Asked again, for lack of an answer or for whole rows instead of
+    the best tokens, it keeps its number, and the stage answers from memory."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,6 +117,9 @@ class TraverseQuestion(Question):
         return cache is not None and cache.start == self.start
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
+        # The engine asks so where all stages know how; this one is an older program that came back since.
+        if self.draw is not None and not link.best_tokens:
+            raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
             cache = self._new_epoch(link, blocks)
@@ -120,7 +133,7 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
         part = self.read(link, frame, blocks)
         # All but the drafts are certain to stay in the text.
-        cache.ids, cache.question = self.ids[: len(self.ids) - self.num_rows + 1], None
+        cache.ids = self.ids[: len(self.ids) - self.num_rows + 1]
         return part
 
     def _new_epoch(self, link: StageLink, blocks: tuple[int, ...]) -> StageCache:
@@ -131,7 +144,6 @@ class TraverseQuestion(Question):
         return cache
 
     async def _traverse(self, link: StageLink, cache: StageCache) -> Frame:
-        # Asked again, the question keeps its number, and the stage may answer from memory.
         if cache.question is not self:
             cache.traversal, cache.question = cache.traversal + 1, self
         base = min(len(cache.ids), len(self.ids) - self.num_rows)
@@ -139,7 +151,7 @@ class TraverseQuestion(Question):
         began = loop.time()
         frame = await self.send(
             link,
-            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base])),
+            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw),
             frames.encode_ids(self.ids[base:], self.shape.vocabulary),
             session=self.session,
             epoch=cache.epoch,

@@ -156,6 +156,8 @@ class GenerationStats:
     """Round trips to the stages, exact passes included."""
     exact_passes: int = 0
     """Traversals spent on settling a near tie in float64, see `model.sampling`."""
+    second_questions: int = 0
+    """Traversals asked again for whole rows, because the best tokens alone could not settle a choice."""
     scoring_traversals: int = 0
     """Round trips that scored a given text; not among `traversals`."""
     tokens: int = 0

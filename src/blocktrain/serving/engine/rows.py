@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.model.pooling import Pooling
-from blocktrain.model.sampling import FLOAT32_TOLERANCE, normalised
+from blocktrain.model.sampling import FLOAT32_TOLERANCE, SampledToken, Sampler, choose, normalised
 from blocktrain.serving.blocks import WeighedRows
 from blocktrain.serving.engine.requests import StagesUnavailableError
+from blocktrain.wire.frames import Codec, code_range
 
 LOG_WEIGHT_TOLERANCE = 1e-4
 """How far a block's log-weight may lie from its exact value where its log-probs are fp32; we measure 3e-7.
@@ -30,6 +31,9 @@ class Part:
     blocks: tuple[int, ...]
     said: WeighedRows
     tolerance: NDArray[np.float64]
+    ids: NDArray[np.int64] | None = None
+    """Where only the best tokens [R, K] of each row were sent: which. The rows are then their scores, and all
+    other tokens have at most the lowest of them (`model.sampling.best_scores`)."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,73 @@ class Rows:
     tolerance: NDArray[np.float64]
     weights: NDArray[np.float64]
 
+    def choose(self, i: int, sampler: Sampler, text: Sequence[int]) -> SampledToken:
+        """What follows `text`, which row `i` is for."""
+        return choose(self.log_probs[i], sampler, len(text), self.tolerance[i], text)
 
-def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
-    """The answers as one model's; blocks that were left out leave their weight to the others."""
-    present = [block for part in parts for block in part.blocks]
+
+@dataclass(frozen=True)
+class BestRows:
+    """The same of the best tokens alone. A choice that these cannot settle is made from whole rows."""
+
+    parts: Sequence[Part]
+    shares: Sequence[NDArray[np.float64]]
+    """Of each part [R], of sum one."""
+    weights: NDArray[np.float64]
+    vocabulary: int
+    shares_tolerance: float
+    """By what part of itself a share may be off."""
+
+    def choose(self, i: int, sampler: Sampler, text: Sequence[int]) -> SampledToken:
+        """What follows `text`, which row `i` is for.
+
+        A token that a part did not send scores there at most as much as the lowest that it sent. So a token
+        sent by all has a score, one sent by some an upper bound, and one sent by none the sum of the bounds;
+        the choice is settled where one token's score is above every other's bound.
+        """
+        # Without a share a part has no say, and infinity times nothing is no number.
+        said = [
+            (part.ids[i], part.said.rows[i], part.tolerance[i], share[i])
+            for part, share in zip(self.parts, self.shares, strict=True)
+            if part.ids is not None and share[i] > 0
+        ]
+        ids = np.unique(np.concatenate([one[0] for one in said]))
+        # One column more, for all tokens that nobody sent.
+        upper = np.zeros((len(said), len(ids) + 1))
+        lower = np.full_like(upper, -np.inf)
+        span, _ = code_range(Codec.Q16)
+        for p, (sent, scores, tolerance, _) in enumerate(said):
+            at = np.searchsorted(ids, sent)
+            upper[p] = (scores + tolerance).min()
+            upper[p, at] = scores + tolerance
+            # What reads as the end of the codec's span may lie anywhere below it.
+            lower[p, at] = np.where(scores > scores.max() - 0.999 * span, scores - tolerance, -np.inf)
+        shares = np.array([one[3] for one in said])
+        high, low = shares @ upper, shares @ lower
+        # Shares off by a factor, and still of sum one, move a score by that factor times how far the parts
+        # lie apart. And fp32 log-probs are off by so much, divided by the temperature as they were.
+        slack = FLOAT32_TOLERANCE / (sampler.temperature or 1.0)
+        off = slack + self.shares_tolerance * (shares @ np.abs(upper - high))
+        high, low = high + off, low - off
+        best = int(low.argmax())
+        high[best] = -np.inf
+        if len(ids) == self.vocabulary:
+            high[-1] = -np.inf
+        margin = float(low[best] - high.max())
+        # Where no token was sent by all, `best` may be the last column; then nothing is settled.
+        return SampledToken(int(ids[best % len(ids)]), margin > 0, margin)
+
+
+def shares_of(
+    blocks: Sequence[tuple[int, ...]], log_weights: Sequence[NDArray[np.float64]], pooling: Pooling
+) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
+    """What each answer counts for in every row, and each block [R, B]; blocks that were left out leave their
+    weight to the others."""
+    present = [block for part in blocks for block in part]
     prior = np.array(pooling.weights)
-    total, tolerance = np.zeros_like(parts[0].tolerance), np.zeros_like(parts[0].tolerance)
-    weights = np.zeros((len(total), len(prior)))
+    weights = np.zeros((len(log_weights[0]), len(prior)))
     if pooling.follows_text:
-        weights[:, present] = np.exp(
-            normalised(np.concatenate([part.said.log_weights for part in parts], axis=1))
-        )
-        shares = [weights[:, list(part.blocks)].sum(axis=1, keepdims=True) for part in parts]
+        weights[:, present] = np.exp(normalised(np.concatenate(log_weights, axis=1)))
     else:
         served = float(prior[present].sum())
         if served <= 0:
@@ -61,14 +120,32 @@ def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
                 f"blocks {missing} are out of reach, and the others have no weight of their own; "
                 "start a stage that serves them"
             )
-        # Rows of fixed weights come with these weights in them.
         weights[:, present] = prior[present] / served
-        shares = [np.full((1, 1), float(prior.sum()) / served)] * len(parts)
+    return [weights[:, list(part)].sum(axis=1) for part in blocks], weights
+
+
+def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
+    """The answers as one model's."""
+    blocks = [part.blocks for part in parts]
+    shares, weights = shares_of(blocks, [part.said.log_weights for part in parts], pooling)
+    if not pooling.follows_text:
+        # Rows of fixed weights come with these weights in them.
+        prior = np.array(pooling.weights)
+        served = float(prior[[block for part in blocks for block in part]].sum())
+        shares = [np.full(1, float(prior.sum()) / served)] * len(parts)
+    total, tolerance = np.zeros_like(parts[0].tolerance), np.zeros_like(parts[0].tolerance)
     for part, share in zip(parts, shares, strict=True):
-        total = total + share * part.said.rows
+        total = total + share[:, None] * part.said.rows
         # Errors of a sum add up in the worst case, and every choice must hold in the worst case.
-        tolerance = tolerance + share * part.tolerance
+        tolerance = tolerance + share[:, None] * part.tolerance
     if pooling.follows_text:
         # All log-probs are negative, so weights off by this factor move their sum by at most as much.
         tolerance = tolerance + 2 * LOG_WEIGHT_TOLERANCE * np.abs(total)
     return Rows(normalised(total), tolerance + FLOAT32_TOLERANCE, weights)
+
+
+def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int) -> BestRows:
+    """The same of answers that hold the best tokens alone."""
+    shares, weights = shares_of([p.blocks for p in parts], [p.said.log_weights for p in parts], pooling)
+    off = 2 * LOG_WEIGHT_TOLERANCE if pooling.follows_text else 0.0
+    return BestRows(parts, shares, weights, vocabulary, off)

@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.errors import BlocktrainError
+from blocktrain.model.pooling import LEAST_WEIGHT
+from blocktrain.model.sampling import Sampler, best_scores
 from blocktrain.serving.batching import Batcher, CacheGapError, LateError, QueueFullError
 from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork, WeighedRows
 from blocktrain.serving.fingerprint import model_mismatch
@@ -30,6 +32,7 @@ from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, Sessio
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
+    MAX_BEST_TOKENS,
     Ask,
     Failure,
     FailureCode,
@@ -45,6 +48,9 @@ from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header,
 from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
+
+MAX_BEST_ROWS = 64
+"""Rows with codec BEST in one request, twice what an engine drafts: their noise is computed for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +244,9 @@ class Stage:
         connection.client = hello.client
         # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
-        await stream.write(frames.encode_frame(Header(FrameType.WELCOME), encode_metadata(welcome)))
+        # In the header and not in WELCOME, whose fields older engines know by heart.
+        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS)
+        await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
         return True
 
     # ---- requests ----
@@ -286,7 +294,12 @@ class Stage:
             codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            payload = frames.encode_rows(rows, codec) + frames.encode_log_weights(logs)
+            if codec == Codec.BEST:
+                # In a thread: the noise of a row over 32,768 tokens takes a millisecond.
+                encoded = await asyncio.to_thread(self._best, decode_metadata(frame, Ask), rows)
+            else:
+                encoded = frames.encode_rows(rows, codec)
+            payload = encoded + frames.encode_log_weights(logs)
             await self._reply(connection, frame, header, "ok", payload=payload)
         except ConnectionLostError:
             pass
@@ -305,6 +318,19 @@ class Stage:
             await self._fail(connection, frame, FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             connection.in_flight -= 1
+
+    def _best(self, ask: Ask, rows: NDArray[Any]) -> bytes:
+        """The best tokens of each row and their scores."""
+        draw = ask.draw
+        assert draw is not None, "checked when the rows were asked for"
+        weight = max(self.held.weight_of(ask.blocks), LEAST_WEIGHT)
+        sampler = Sampler(draw.seed, draw.temperature)
+        ids, scores = best_scores(rows, sampler, draw.position, weight, draw.tokens)
+        if not np.isfinite(scores).all():
+            raise RequestRefusedError(
+                FailureCode.BAD_REQUEST, f"no finite scores at temperature {draw.temperature}; expected more"
+            )
+        return frames.encode_best(ids, scores, self.shape.vocabulary)
 
     def _deadline(self, header: Header) -> float:
         if header.deadline_ms == frames.NO_DEADLINE:
@@ -328,6 +354,8 @@ class Stage:
             )
         elif header.codec == Codec.NONE:
             problem = "expected a codec for the rows, found none"
+        elif header.codec == Codec.BEST and (ask.draw is None or header.rows > MAX_BEST_ROWS):
+            problem = f"expected up to {MAX_BEST_ROWS} rows and how to draw with the codec BEST"
         if problem is not None:
             raise RequestRefusedError(FailureCode.BAD_REQUEST, problem)
         if frame.type == FrameType.EXACT:

@@ -1,0 +1,144 @@
+"""Many clients at once: bytes of text a second in `verify` against `ar`, and one client after a burst.
+
+    python benchmarks/serving.py CHECKPOINT --clients 1,8,32,64 --rtt 0,100
+
+One engine for each round-trip time, in a process of its own, with all its clients; stages are processes too,
+behind emulated links (none at RTT 0: the relay would take part of a core). Modes take turns, segment by
+segment, so that what else the machine does meets both alike, and the number that counts is their ratio.
+Each client writes one text after another with a seed of its own; texts of the two modes are compared byte by
+byte. The last rows are one client in `verify` before and after bursts of as many as the largest number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from typing import Any, cast
+
+MODES = ("ar", "verify")
+LEAST_RATIO = 1.0
+"""`verify` is never slower, whatever the number of clients."""
+LEAST_RATIO_AT = {8: 2.0}
+LEAST_AFTER_BURST = 0.9
+BURSTS = 3
+
+
+async def write_on(
+    engine: Any, mode: str, client: int, prompts: list[list[int]], tokens: int, texts: dict[int, list[int]]
+) -> int:
+    """One client: a text after another until cancelled; gives the bytes it got by then."""
+    from blocktrain.serving.engine.requests import GenerationRequest, Mode
+
+    count = number = 0
+    try:
+        while True:
+            # The texts of a client are the same in every segment, so that modes can be compared.
+            seed = 1000 * client + number
+            prompt = prompts[seed % len(prompts)]
+            number += 1
+            request = GenerationRequest(
+                prompt, tokens, seed=seed, mode=cast(Mode, mode), deadline_seconds=600
+            )
+            generation, text = engine.generate(request), []
+            try:
+                async for chunk in generation:
+                    count += len(chunk.tokens)
+                    text += chunk.tokens
+            finally:
+                await generation.aclose()
+                known = texts.setdefault(seed, [])
+                shared = min(len(known), len(text))
+                assert known[:shared] == text[:shared], "modes wrote different texts"
+                texts[seed] = max(known, text, key=len)
+    except asyncio.CancelledError:
+        return count
+
+
+async def segment(
+    engine: Any,
+    mode: str,
+    clients: int,
+    seconds: float,
+    prompts: list[list[int]],
+    tokens: int,
+    texts: dict[int, list[int]],
+) -> float:
+    """Bytes a second of all clients together; a token is a byte here."""
+    began = time.monotonic()
+    writing = [
+        asyncio.create_task(write_on(engine, mode, client, prompts, tokens, texts))
+        for client in range(clients)
+    ]
+    await asyncio.wait(writing, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    spent = time.monotonic() - began
+    for task in writing:
+        task.cancel()
+    return sum(await asyncio.gather(*writing)) / spent
+
+
+async def load_role(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
+    """Rows of one round-trip time, as JSON on the last line."""
+    import torch
+
+    from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+    from blocktrain.serving.transport import Address
+
+    torch.set_num_threads(1)
+    addresses = [Address.parse(text) for text in arguments.addresses.split(",")]
+    engine = RemoteEngine(arguments.checkpoint, EngineConfig(stages=addresses))
+    await engine.start()
+    texts: dict[int, list[int]] = {}
+    counts = [int(part) for part in arguments.clients.split(",")]
+
+    async def one(mode: str, clients: int, seconds: float = arguments.seconds) -> float:
+        return await segment(engine, mode, clients, seconds, prompts, arguments.tokens, texts)
+
+    rows: list[dict[str, Any]] = []
+    for clients in counts:
+        for mode in MODES:
+            await one(mode, clients, 1.0)
+        speeds: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for i in range(arguments.segments):
+            for mode in MODES if i % 2 == 0 else MODES[::-1]:
+                speeds[mode].append(await one(mode, clients))
+        means = {mode: statistics.mean(found) for mode, found in speeds.items()}
+        rows.append({"clients": clients, **means, "ratio": means["verify"] / means["ar"], "segments": speeds})
+    before, after = [], []
+    for _ in range(BURSTS):
+        before.append(await one("verify", 1))
+        await one("verify", max(counts))
+        after.append(await one("verify", 1))
+    ratio = statistics.mean(after) / statistics.mean(before)
+    rows.append({"burst": max(counts), "before": before, "after": after, "ratio": ratio})
+    await engine.close()
+    print(json.dumps(rows))
+
+
+def line(row: dict[str, Any]) -> str:
+    if "burst" in row:
+        before, after = (statistics.mean(row[name]) for name in ("before", "after"))
+        burst = f"one client, before and after {BURSTS} bursts of {row['burst']}"
+        return f"{row['rtt_ms']:6d}  {burst}: {before:.1f} {after:.1f} bytes/s, {row['ratio']:.2f}"
+    speeds = f"{row['ar']:11.1f}  {row['verify']:15.1f}  {row['ratio']:5.2f}"
+    return f"{row['rtt_ms']:6d}  {row['clients']:7d}  {speeds}"
+
+
+HEADER = "RTT ms  clients  ar, bytes/s  verify, bytes/s  ratio"
+
+
+def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    claims = {}
+    for row in rows:
+        if "burst" in row:
+            claim = (
+                f"one client keeps {LEAST_AFTER_BURST} of its speed after a burst (RTT {row['rtt_ms']} ms)"
+            )
+            claims[claim] = row["ratio"] >= LEAST_AFTER_BURST
+        else:
+            least = LEAST_RATIO_AT.get(row["clients"], LEAST_RATIO)
+            claim = f"verify is at least {least} of ar ({row['clients']} clients, RTT {row['rtt_ms']} ms)"
+            claims[claim] = row["ratio"] >= least
+    return claims
