@@ -25,6 +25,17 @@ REFUSES = """async (texts) => {
   const { parseExact } = await import("/dashboard/canonical.js");
   return texts.map((text) => { try { parseExact(text); return "read"; } catch (e) { return e.name; } });
 }"""
+HISTORY = """async (seconds) => {
+  const { History } = await import("/dashboard/history.js");
+  const reports = [1, 2, 3, 4].map((i) => (
+    { closed: i * seconds, seconds, assigned: 1, on_time: 1, late: 0, unused: 0, refused: 0 }
+  ));
+  new History().update({ created: 0, reports, blocks: [{}] }, 10);
+  const picture = document.querySelector("#round-time svg").getBoundingClientRect();
+  return [...document.querySelectorAll("#round-time text")].map((one) => (
+    { text: one.textContent, left: one.getBoundingClientRect().left - picture.left }
+  ));
+}"""
 PER_BYTE = """async (status) => {
   const { perByte } = await import("/dashboard/format.js");
   return perByte(status);
@@ -101,3 +112,10 @@ def test_losses_of_a_run_with_tokens_are_shown_per_byte(quiet_page: Watched) -> 
     assert (shown["per_token"], shown["name"]) == (6.0, "a")
     status["evaluations"] = [{**scored, "bytes_per_token": 1.0}]
     assert quiet_page.page.evaluate(PER_BYTE, status) == {**status, "per_token": None}
+
+
+def test_round_times_fit_beside_their_picture(quiet_page: Watched) -> None:
+    for seconds in (2, 8, 45, 100, 1000, 5000, 90_000):
+        labels = quiet_page.page.evaluate(HISTORY, seconds)
+        assert len(labels) >= 2
+        assert all(one["left"] >= 0 for one in labels), labels

@@ -110,7 +110,7 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
         unused = [one for one in rounds if one < swarm.rounds and one not in view.used_rounds]
         candidates += [_Candidate(view, one) for one in unused[:1]]
     if not candidates:
-        return Pause(PAUSE_SECONDS, "this worker has delivered for every open round; others are still at it")
+        return Pause(PAUSE_SECONDS, "delivered for every open round; they wait for others, or for the judge")
 
     # Fewest workers first, then the stalest; equals are told apart by what the worker has and prefers, then
     # by size: a large block fits few workers, and one that fits should not begin with what all can train.

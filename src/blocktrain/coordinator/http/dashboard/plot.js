@@ -22,6 +22,14 @@ export function timeTicks(high, wanted) {
   return Array.from({ length: Math.floor(high / step) + 1 }, (_, i) => i * step);
 }
 
+// Fits beside an axis: one unit.
+export function timeLabel(seconds) {
+  if (seconds < 300 && seconds % 60) return `${seconds} s`;
+  if (seconds < 3600) return `${Number((seconds / 60).toFixed(1))} min`;
+  if (seconds < 2 * 86400) return `${Number((seconds / 3600).toFixed(1))} h`;
+  return `${Number((seconds / 86400).toFixed(1))} d`;
+}
+
 // `x` and `y` are {low, high}; the plot is what the margins leave of the picture.
 export function scales(width, height, margin, x, y) {
   const across = width - margin.left - margin.right;
