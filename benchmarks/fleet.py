@@ -41,6 +41,7 @@ from provenance import check_claims, write_report
 from pydantic import BaseModel, TypeAdapter
 from sqlalchemy import func, select
 
+from blocktrain.connections import max_connections
 from blocktrain.coordinator.decisions.rounds import quantile
 from blocktrain.coordinator.service import DATABASE_FILE, KEY_FILE
 from blocktrain.coordinator.states import COUNTED
@@ -453,6 +454,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, help="seconds between kills of the one or the other")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
+    max_connections()  # lets this process have as many sockets as a coordinator
     with (
         tempfile.TemporaryDirectory() as folder,
         coordinators(Path(folder), options.coordinators, options.workers) as (processes, store),
