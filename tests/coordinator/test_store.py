@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
-from blocktrain.coordinator.storage.store import Store, Table
+from blocktrain.coordinator.storage.store import MIGRATIONS, Store, Table, migrations
 from blocktrain.errors import DamagedError, StorageError
 
 
@@ -19,12 +21,18 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres_url"))
 
 
-def test_migrating_gives_the_tables_of_the_code(database: str) -> None:
+@pytest.mark.parametrize("begun", ["as new", "by the first version"])
+def test_migrating_gives_the_tables_of_the_code(database: str, begun: str) -> None:
     store = Store(database)
+    if begun == "by the first version":
+        with store.engine.begin() as connection:
+            command.upgrade(migrations(connection), "0001")
     store.migrate()
     store.migrate()
     with store.engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, Table.metadata) == []
+        assert context.get_current_revision() == ScriptDirectory(str(MIGRATIONS)).get_current_head()
     store.close()
 
 
