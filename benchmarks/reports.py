@@ -82,6 +82,11 @@ KINDS: Mapping[str, Kind] = {
         ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
         {"results": list},
     ),
+    "one_billion": Kind(
+        "one-billion.json",
+        (*SWARM, "benchmarks/one_billion.py", "recipes/one-billion.toml"),
+        {"training_loss": list, "final": dict, "greedy": list, "versions": list},
+    ),
     "specialise": Kind(
         "specialise-*.json", (*TRAINING, "benchmarks/specialise.py"), {"units": list, "pools": (list, dict)}
     ),
