@@ -22,7 +22,7 @@ LAYERS = (
     ("client",),
     ("coordinator", "worker", "serving"),
     ("simulation",),
-    ("judge", "tracking", "doctor"),
+    ("judge", "tracking", "doctor", "planning"),
     ("local",),
     ("api",),
     ("cli",),

@@ -5,28 +5,32 @@ Afterwards the run goes on, the ledger verifies, and what was acknowledged is me
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
 import shutil
 import socket
-import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import fleet
 import httpx2
 import pytest
 
 from blocktrain.coordinator.service import KEY_FILE
+from blocktrain.coordinator.storage.store import Store
 from blocktrain.judge.ledger_check import verify_place
 from blocktrain.wire.hashing import content_hash
-from blocktrain.wire.messages import Assignment, MergeRecord, Outcome
-from tests.coordinator.peer import Peer, Refused
-from tests.coordinator.program import program
+from blocktrain.wire.messages import Outcome
+from tests.coordinator.peer import Peer
+from tests.coordinator.program import Program, program
 from tests.coordinator.test_life_of_an_update import check_ledger
 from tests.coordinator.test_requests import head
+from tests.waiting import until_async
+
+UPDATES_BETWEEN_KILLS = 5
 
 
 def send_part(peer: Peer, payload: bytes, num_bytes: int) -> socket.socket:
@@ -95,63 +99,63 @@ def test_sigterm_drains_and_exits(tmp_path: Path) -> None:
         assert check_ledger(peer) <= 1
 
 
-def keep_working(peers: list[Peer], stop: threading.Event, acknowledged: set[str]) -> None:
-    """One worker over several coordinators: whatever fails is tried again, as a real worker does."""
-    identity, seed = peers[0].identity, 0
-    while not stop.is_set():
-        seed += 1
-        peer = peers[seed % len(peers)]
-        peer.identity = identity
-        with suppress(httpx2.HTTPError, Refused):
-            answer, base = peer.ask(), peer.block(0)
-            if isinstance(answer, Assignment) and base.head_version >= answer.round:
-                verdict = peer.deliver(answer, seed, base.head_hash)
-                if verdict.outcome != Outcome.REFUSED:
-                    acknowledged.add(verdict.update_id)
+async def work_and_kill(
+    workers: fleet.Fleet, programs: Sequence[Program], kills: int, every_seconds: float
+) -> None:
+    """Kill one process after the other, each when updates have come since the last kill, and start it
+    again."""
+    tally, wanted = workers.tally, UPDATES_BETWEEN_KILLS
+
+    def enough() -> bool:
+        return len(tally.acknowledged) >= wanted
+
+    async def kill_in_turn() -> None:
+        nonlocal wanted
+        for number in range(kills):
+            await asyncio.sleep(every_seconds)
+            await until_async(enough)
+            program = programs[number % len(programs)]
+            program.kill()
+            await asyncio.to_thread(program.start)
+            wanted = len(tally.acknowledged) + UPDATES_BETWEEN_KILLS
+
+    killing = asyncio.create_task(kill_in_turn())
+    await workers.work(killing.done)
+    if tally.errors:
+        killing.cancel()
+    else:
+        await killing
 
 
-def check_all_merged(peer: Peer, acknowledged: set[str]) -> None:
-    merged = [one.update_id for merge in all_merges(peer) for one in merge.inputs]
-    assert len(merged) == len(set(merged))
-    assert acknowledged <= set(merged)
+def check_kills_lose_nothing(
+    folder: Path, database: str, workers: int, kills: int, every_seconds: float
+) -> None:
+    shared, recipe = str(folder / "blobs"), fleet.recipe(workers, blocks=2)
+    with program(folder / "one", database, shared, recipe) as one:
+        (folder / "two" / "data").mkdir(parents=True)
+        shutil.copy(folder / "one" / "data" / KEY_FILE, folder / "two" / "data" / KEY_FILE)
+        with program(folder / "two", database, shared, recipe) as two:
+            crew = fleet.Fleet([one.url, two.url], workers, rate=20.0, kills=True)
+            asyncio.run(work_and_kill(crew, [one, two], kills, every_seconds))
+            assert not crew.tally.errors
+            store = Store(database)
+            lost = crew.tally.acknowledged - fleet.counted_updates(store)
+            store.close()
+            assert not lost
+            assert len(crew.tally.acknowledged) >= kills * UPDATES_BETWEEN_KILLS
+            report = verify_place(one.url).report
+            assert report.ok, report.reason
+            assert report.merges > 0
+            print(
+                f"{kills} kills, {len(crew.tally.acknowledged)} updates acknowledged, none lost, "
+                f"{report.merges} merges"
+            )
 
 
-def all_merges(peer: Peer) -> list[MergeRecord]:
-    found: list[MergeRecord] = []
-    while page := peer.merges(0, since=len(found)).merges:
-        found += page
-    return found
+def test_kill_nine_of_either_of_two_processes_loses_nothing(tmp_path: Path, postgres_url: str) -> None:
+    check_kills_lose_nothing(tmp_path, postgres_url, workers=20, kills=4, every_seconds=0.0)
 
 
 @pytest.mark.slow
-def test_kill_nine_at_random_moments_with_two_processes_on_postgresql(
-    tmp_path: Path, postgres_url: str
-) -> None:
-    shared = str(tmp_path / "blobs")
-    with program(tmp_path / "one", postgres_url, shared) as one:
-        (tmp_path / "two" / "data").mkdir(parents=True)
-        shutil.copy(tmp_path / "one" / "data" / KEY_FILE, tmp_path / "two" / "data" / KEY_FILE)
-        with program(tmp_path / "two", postgres_url, shared) as two:
-            stop = threading.Event()
-            acknowledged: set[str] = set()
-            workers = [[Peer(one.url, time.time), Peer(two.url, time.time)] for _ in range(3)]
-            for peers in workers:
-                peers[0].join()
-            threads = [
-                threading.Thread(target=keep_working, args=(peers, stop, acknowledged)) for peers in workers
-            ]
-            for thread in threads:
-                thread.start()
-            for _ in range(10):
-                stop.wait(random.uniform(0.2, 2.0))
-                random.choice([one, two]).restart()
-            stop.set()
-            for thread in threads:
-                thread.join()
-            peer = workers[0][0]
-            while (open_ := peer.block(0)).round.merging or open_.round.accepted + open_.round.late:
-                wait_for_head(peer, open_.head_version + 1)
-            check_all_merged(peer, acknowledged)
-            report = verify_place(one.url).report
-            assert report.ok, report.reason
-            assert len(acknowledged) > 10
+def test_kill_nine_every_20_seconds_for_ten_minutes_loses_nothing(tmp_path: Path, postgres_url: str) -> None:
+    check_kills_lose_nothing(tmp_path, postgres_url, workers=200, kills=30, every_seconds=20.0)

@@ -16,6 +16,7 @@ from blocktrain.coordinator.decisions.rounds import (
     extra_steps,
     own_share,
     quantile,
+    round_clock,
     round_seconds,
     round_state,
     starts_clock,
@@ -84,21 +85,21 @@ def test_the_policy_drop_has_a_fixed_deadline() -> None:
 
 def test_a_round_that_has_not_begun_has_no_deadline() -> None:
     waiting = state(begun=None)
-    assert (waiting.deadline, waiting.period_began) == (None, None)
-    assert "begins with the first assignment, then 10.0 s" in waiting.deadline_reason
+    assert (waiting.clock.deadline, waiting.clock.period_began) == (None, None)
+    assert "begins with the first assignment, then 10.0 s" in waiting.clock.reason
 
 
 def test_a_deadline_is_set_again_only_while_there_is_nothing_to_merge() -> None:
     empty = state(now=125.0)
-    assert (empty.deadline, empty.period_began) == (130.0, 120.0)
-    assert "re-set 2 times" in empty.deadline_reason
+    assert (empty.clock.deadline, empty.clock.period_began) == (130.0, 120.0)
+    assert "re-set 2 times" in empty.clock.reason
     for something in ({"on_time": "a"}, {"late": "a"}, {"judging": (124.0,)}):
-        assert state(now=125.0, **something).deadline == 110.0
+        assert state(now=125.0, **something).clock.deadline == 110.0
 
 
 def test_where_everybody_was_refused_they_may_try_again_after_the_shortest_round() -> None:
     assert state(now=107.0, live="a", refused="a").period_began == 106.0
-    assert state(now=107.0, live="a", refused="a").deadline == 110.0
+    assert state(now=107.0, live="a", refused="a").clock.deadline == 110.0
     alone: dict[str, Any] = {"live": "a", "refused": "a"}
     for somebody in ({"live": "ab"}, {"judging": (106.0,)}, {"on_time": "b"}):
         assert state(now=107.0, **{**alone, **somebody}).period_began == 100.0
@@ -106,7 +107,7 @@ def test_where_everybody_was_refused_they_may_try_again_after_the_shortest_round
 
 @given(now=st.floats(100, 1e6), begun=st.floats(0, 100), slowest=st.floats(0.01, 1e4))
 def test_without_updates_the_deadline_is_never_behind(now: float, begun: float, slowest: float) -> None:
-    deadline = state(now=now, begun=begun, history=[slowest]).deadline
+    deadline = state(now=now, begun=begun, history=[slowest]).clock.deadline
     assert deadline is not None
     assert deadline >= now - 1e-6 * now
 
@@ -189,21 +190,21 @@ def test_a_merge_under_way_is_continued_only_when_its_process_is_dead() -> None:
 
 
 def test_the_clock_starts_with_the_first_worker_and_again_when_all_others_have_gone() -> None:
-    assert starts_clock(facts(begun=None, live="b"), "a")
-    assert starts_clock(facts(live="a"), "a")
-    assert not starts_clock(facts(live="ab"), "a")
-    assert not starts_clock(facts(live="a", on_time="b"), "a")
-    assert not starts_clock(facts(live="a", late="b"), "a")
+    assert starts_clock(facts(begun=None), others=1)
+    assert starts_clock(facts(), others=0)
+    assert not starts_clock(facts(), others=1)
+    assert not starts_clock(facts(on_time="b"), others=0)
+    assert not starts_clock(facts(late="b"), others=0)
 
 
 HALF = SwarmConfig(replicas=2, steps_per_round=10, stand_in=0.9)
 
 
-def extra(seconds: float | None, own: float | None, swarm: SwarmConfig = HALF, live: str = "a") -> int:
-    """Steps that worker a gets for others in a round ahead of the open one, which lasts so long."""
-    known = facts(live=live, history=[seconds] * 8 if seconds else [])
+def extra(seconds: float | None, own: float | None, swarm: SwarmConfig = HALF, others: int = 0) -> int:
+    """Steps that a worker gets for others in a round ahead of the open one, which lasts so long."""
+    known = facts(history=[seconds] * 8 if seconds else [])
     longer = SwarmConfig(**{**vars(swarm), "deadline_slack": 1.0, "max_deadline_seconds": 1e9})
-    return extra_steps(known, round_state(known, longer, JUDGED, 100.0), "a", 2, own, longer, 100.0)
+    return extra_steps(known, round_clock(known, longer, 100.0).deadline, others, 2, own, longer, 100.0)
 
 
 def test_a_lone_worker_fills_the_time_its_round_leaves_it_up_to_one_replica() -> None:
@@ -216,13 +217,13 @@ def test_a_lone_worker_fills_the_time_its_round_leaves_it_up_to_one_replica() ->
 def test_in_the_open_round_only_the_time_to_its_deadline_counts_and_who_delivered_is_not_missing() -> None:
     swarm = SwarmConfig(**{**vars(HALF), "max_deadline_seconds": 1e9})
     for on_time, steps in (("", 5), ("b", 0)):
-        known = facts(live="a", history=[50.0], on_time=on_time)
-        opened = round_state(known, swarm, JUDGED, 100.0)
-        assert extra_steps(known, opened, "a", 1, 60.0, swarm, 100.0) == steps
+        known = facts(history=[50.0], on_time=on_time)
+        deadline = round_clock(known, swarm, 100.0).deadline
+        assert extra_steps(known, deadline, 0, 1, 60.0, swarm, 100.0) == steps
 
 
 def test_no_extra_steps_where_no_replica_is_missing_or_nothing_is_known() -> None:
-    assert extra(1000.0, 60.0, live="ab") == 0
+    assert extra(1000.0, 60.0, others=1) == 0
     assert extra(None, 60.0) == 0
     assert extra(1000.0, None) == 0
     assert extra(1000.0, 60.0, DROP) == 0

@@ -8,8 +8,10 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from blocktrain.cli.reference import all_verbs
 from blocktrain.client.coordinator import RequestRefused
@@ -89,3 +91,69 @@ def test_the_container_file_starts_a_coordinator_as_nobody_special() -> None:
     assert last["USER"] == "blocktrain"
     names = [name for name, _ in instructions()]
     assert names.index("USER") > max(number for number, name in enumerate(names) if name == "RUN")
+
+
+# --- compose -----------------------------------------------------------------------------------------
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def words_of(script: str) -> list[str]:
+    """What follows `blocktrain` in a line of shell."""
+    return shlex.split(script.partition("blocktrain ")[2].replace("$$", "$"))
+
+
+def test_compose_names_only_services_volumes_and_configs_that_it_has() -> None:
+    for name, service in SERVICES.items():
+        assert "image" in service, name
+        assert set(service.get("depends_on", ())) <= set(SERVICES), name
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert source in COMPOSE["volumes"] or (ROOT / "deploy" / source).exists(), volume
+        assert {one["source"] for one in service.get("configs", ())} <= set(COMPOSE["configs"]), name
+    built = COMPOSE["x-coordinator"]["build"]
+    assert (ROOT / "deploy" / built["context"] / built["dockerfile"]).exists()
+
+
+def test_compose_runs_two_coordinators_of_one_run_with_one_key() -> None:
+    first, second = (words_of(SERVICES[name]["command"][0]) for name in ("coordinator", "second-coordinator"))
+    assert first == second
+    assert options_exist(first)
+    assert {"--database", "--blobs"} <= set(first)
+    assert SERVICES["second-coordinator"]["command"][0].startswith("cp /first/coordinator.key /data/")
+    assert options_exist(SERVICES["worker"]["command"])
+    both = ["coordinator:8420", "second-coordinator:8420"]
+    assert " ".join(both) in COMPOSE["configs"]["balancer"]["content"]
+    scraped = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
+    assert scraped[0]["static_configs"][0]["targets"] == both
+    for name in ("grafana-data", "grafana-dashboards"):
+        assert yaml.safe_load(COMPOSE["configs"][name]["content"])["apiVersion"] == 1
+
+
+def test_compose_has_no_secret_of_its_own() -> None:
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    for secret in re.findall(r"PASSWORD\w*: (.*)", text):
+        assert secret.startswith("${"), secret
+        assert secret.endswith(":?}"), secret
+
+
+# --- clusters ----------------------------------------------------------------------------------------
+
+
+def test_the_slurm_script_is_bash_and_starts_a_worker_that_exists() -> None:
+    script = ROOT / "deploy" / "slurm" / "worker.sbatch"
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    (started,) = re.findall(r'^srun "\$PROGRAM" (.*) &$', script.read_text(), re.MULTILINE)
+    assert options_exist(shlex.split(started))
+    assert re.search(r"^#SBATCH --signal=B:TERM@", script.read_text(), re.MULTILINE)
+
+
+def test_the_skypilot_task_has_the_keys_of_a_task_and_starts_a_worker_that_exists() -> None:
+    task = yaml.safe_load((ROOT / "deploy" / "skypilot" / "worker.yaml").read_text())
+    assert set(task) == {"name", "resources", "envs", "workdir", "setup", "run"}
+    assert options_exist(words_of(task["run"].replace("/blocktrain ", " blocktrain ")))
+    for script in (task["setup"], task["run"]):
+        done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -251,7 +251,7 @@ def test_blocks_whose_only_stage_fails_every_question_are_left_out_in_time(check
     async def served() -> None:
         async with cluster(checkpoint, **GIVES_UP) as c:
             # It is connected, and fails whatever it is asked.
-            c.stages[1].held.pooling = Pooling((float("nan"),) * 3)
+            c.stages[1].newest.held.pooling = Pooling((float("nan"),) * 3)
             tokens, stats = await text_of(c.engine, PROMPTS[0], 1, seed=9, mode="ar", deadline_seconds=HOUR)
             assert len(tokens) == 1
             assert stats.degraded_blocks == [1]

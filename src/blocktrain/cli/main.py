@@ -33,6 +33,7 @@ from blocktrain.cli.join import join
 from blocktrain.cli.judge import judge
 from blocktrain.cli.ledger import ledger_verbs
 from blocktrain.cli.pause import pause, resume
+from blocktrain.cli.plan import plan
 from blocktrain.cli.recipe import recipe_verbs
 from blocktrain.cli.serve import serve
 from blocktrain.cli.simulate import simulate
@@ -79,6 +80,7 @@ app.add_typer(recipe_verbs, name="recipe")
 app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
+app.command()(plan)
 app.command()(simulate)
 app.command()(doctor)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,9 @@ from blocktrain.cli.options import (
     PortOption,
     log_to_stderr,
     opened_model,
+    to_stderr,
 )
+from blocktrain.errors import UserError
 from blocktrain.listening import lan_address
 from blocktrain.local.processes import stopping
 
@@ -50,13 +54,29 @@ def serve(
     limit: LimitOption = [],  # noqa: B006
     overflow: OverflowOption = "refuse",
     origin: OriginOption = [],  # noqa: B006
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Pick up the new heads of a coordinator's run as they are merged."),
+    ] = False,
+    versions: Annotated[
+        Path | None,
+        typer.Option(
+            "--versions", help="Folder for the models that --follow takes; default: a temporary one."
+        ),
+    ] = None,
+    roll_back: Annotated[
+        int | None,
+        typer.Option("--roll-back", min=0, help="Serve the model so many before the newest in --versions."),
+    ] = None,
     logs: Annotated[
         Path | None, typer.Option("--logs", help="Folder for the programs' logs; default: a temporary one.")
     ] = None,
 ) -> None:
     """Serve a checkpoint from this machine: stages and a gateway as processes, until Ctrl-C."""
+    from blocktrain.local.following import Follower
     from blocktrain.local.launcher import LaunchConfig, Launcher
     from blocktrain.local.processes import ChildError
+    from blocktrain.serving import versions as kept_versions
     from blocktrain.serving.gateway.main import gateway_config
     from blocktrain.training.device import find_device
 
@@ -64,12 +84,23 @@ def serve(
     # A mistake is told here, not in a child's log.
     gateway_config(keys, limit, overflow, origin)
     find_device(device)
+    if roll_back is not None and versions is None:
+        raise UserError("--roll-back needs --versions, the folder that an earlier `serve --follow` kept")
+    if follow and "://" not in checkpoint:
+        raise UserError(f"--follow needs a coordinator's address http(s)://HOST[:PORT], found {checkpoint!r}")
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
     options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
     folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))
+    kept = versions.expanduser() if versions is not None else folder / "versions"
+    follower = Follower(checkpoint, kept) if follow and roll_back is None else None
     try:
-        with opened_model(checkpoint) as model_folder, stopping() as stop:
+        if roll_back is not None:
+            to_stderr(f"rolled back to {kept_versions.roll_back(kept, roll_back)}")
+        elif follower is not None:
+            to_stderr(f"took {follower.look()}")
+        served = nullcontext(kept) if roll_back is not None or follow else opened_model(checkpoint)
+        with served as model_folder, stopping() as stop:
             config = LaunchConfig(
                 checkpoint=model_folder,
                 num_stages=stages,
@@ -88,6 +119,8 @@ def serve(
                 told = f"serving {model} at {url} (gateway pid {pid}; Ctrl-C ends everything)"
                 print("\n".join((told, "", *lines_to_try(url, model, keys is not None))))
                 print(f"\n  logs are in {folder}", flush=True)
+                if follower is not None:
+                    threading.Thread(target=follower.run, args=(stop,), name="follower", daemon=True).start()
                 launcher.watch(stop)
             finally:
                 launcher.end()

@@ -57,6 +57,15 @@ def snapshot_route(*, wanted: int, held: int, chain_bytes: int, snapshot_bytes: 
     return True, f"{chain_bytes} B of payloads instead of {snapshot_bytes} B"
 
 
+def fetched_bytes(*, merges: int, payloads: int, payload_bytes: float, snapshot_bytes: float) -> float:
+    """What a head that is so many merges ahead costs, with so many of their payloads still to fetch."""
+    chain = payloads * payload_bytes
+    rebuild, _ = snapshot_route(
+        wanted=merges, held=0, chain_bytes=round(chain), snapshot_bytes=round(snapshot_bytes)
+    )
+    return chain if rebuild else snapshot_bytes
+
+
 class _BrokenChain(Exception):
     """A payload or base is missing, or a rebuilt snapshot has another hash."""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from sqlalchemy import and_, or_, select
+from sqlalchemy import BindParameter, and_, bindparam, func, or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.admission import Admission
 from blocktrain.coordinator.decisions.rounds import (
     OpenRound,
+    RoundClock,
     extra_steps,
-    round_state,
-    run_seconds_left,
+    round_clock,
     starts_clock,
 )
 from blocktrain.coordinator.decisions.scheduling import (
@@ -38,14 +38,11 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import COUNTED, LIVE, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.ledger import receipt_of
 from blocktrain.coordinator.storage.queries import (
-    block_paces,
     block_row,
     frozen_heads,
     frozen_of,
     given_up,
     lock_run,
-    open_round,
-    round_facts,
     seats,
 )
 from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
@@ -69,6 +66,90 @@ from blocktrain.wire.messages import (
 )
 
 HEARTBEATS_PER_LEASE = 3  # one may be lost, and the next be late
+# Statements are made once, with names for what differs: making one takes as long as running it. The lowest
+# version is there for the index: it keeps the search to the worker's last rounds.
+_WORKER: BindParameter[str] = bindparam("worker")
+_BLOCK: BindParameter[int] = bindparam("block")
+_ROUND: BindParameter[int] = bindparam("round")
+_LOWEST = select(func.min(BlockRow.version)).scalar_subquery()
+_IN_OPEN_ROUNDS = (
+    AssignmentRow.worker_id == _WORKER,
+    AssignmentRow.round >= _LOWEST,
+    AssignmentRow.round >= BlockRow.version,
+)
+_WITHHELD = select(UpdateRow).where(UpdateRow.worker_id == _WORKER, UpdateRow.state == UpdateState.COMMITTED)
+_REFUSED = (
+    select(AssignmentRow, UpdateRow.revealed, BlockRow)
+    .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
+    .join(BlockRow, BlockRow.block == AssignmentRow.block)
+    .where(
+        *_IN_OPEN_ROUNDS,
+        AssignmentRow.state == AssignmentState.COMMITTED,
+        UpdateRow.state == UpdateState.REFUSED,
+    )
+)
+_PASSED = (
+    select(AssignmentRow)
+    .join(BlockRow, BlockRow.block == AssignmentRow.block)
+    .where(
+        AssignmentRow.worker_id == _WORKER,
+        AssignmentRow.state == AssignmentState.LEASED,
+        AssignmentRow.round < BlockRow.version,
+    )
+)
+_LEASES = (
+    select(AssignmentRow)
+    .join(BlockRow, BlockRow.block == AssignmentRow.block)
+    .where(*_IN_OPEN_ROUNDS, AssignmentRow.state == AssignmentState.LEASED)
+    .order_by(AssignmentRow.made, AssignmentRow.round)
+)
+_USED_ROUNDS = (
+    select(AssignmentRow.block, AssignmentRow.round)
+    .join(BlockRow, BlockRow.block == AssignmentRow.block)
+    .where(*_IN_OPEN_ROUNDS, AssignmentRow.state.in_(LIVE))
+)
+# A worker that was away brings an older round's update on today's head: its one vote on that is given, and a
+# commit of this round would be refused as a second one.
+_VOTED = (
+    select(UpdateRow.block, UpdateRow.base_version)
+    .join(BlockRow, BlockRow.block == UpdateRow.block)
+    .where(
+        UpdateRow.worker_id == _WORKER,
+        UpdateRow.state.in_((UpdateState.COMMITTED, UpdateState.JUDGING, *COUNTED)),
+        UpdateRow.base_version >= _LOWEST,
+        UpdateRow.base_version >= BlockRow.version,
+    )
+)
+_HEADS = select(BlockRow).order_by(BlockRow.block).execution_options(populate_existing=True)
+_OWN_SECONDS = (
+    select(UpdateRow.offset)
+    .where(UpdateRow.worker_id == _WORKER, UpdateRow.block == _BLOCK, UpdateRow.offset.is_not(None))
+    .order_by(UpdateRow.revealed.desc())
+    .limit(1)
+)
+_TAKEN_SHARDS = select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
+    AssignmentRow.block == _BLOCK,
+    AssignmentRow.round == _ROUND,
+    # A worker that was refused trains the round again on other text: the same text would give the same
+    # update, and the same refusal (decision 0007).
+    or_(
+        AssignmentRow.state.in_(LIVE),
+        and_(AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == _WORKER),
+    ),
+)
+# Refused, and not lent again yet: then the second try is under way.
+_REFUSED_IN_ROUND = (
+    select(UpdateRow.revealed)
+    .join(AssignmentRow, AssignmentRow.assignment_id == UpdateRow.assignment_id)
+    .where(
+        UpdateRow.worker_id == _WORKER,
+        UpdateRow.state == UpdateState.REFUSED,
+        UpdateRow.base_version >= _ROUND,
+        AssignmentRow.block == _BLOCK,
+        AssignmentRow.round == _ROUND,
+        AssignmentRow.state == AssignmentState.COMMITTED,
+    )
+)
 LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 
 
@@ -128,52 +209,31 @@ class Assignments:
 
     def ask(self, worker_id: WorkerId, request: AssignmentRequest) -> Assignment | Wait | Finished:
         """The worker's next assignment: one it already has, or one that `next_assignment` chooses."""
-        now, run = self._resources.clock(), self._resources.run
-        with self._resources.store.write() as session:
+        now, run, rounds = self._resources.clock(), self._resources.run, self._resources.open_rounds
+        # Rows are written where a later query must see them, and at the end: the worker's once, not thrice.
+        with self._resources.store.write() as session, session.no_autoflush:
             worker = present_worker(session, worker_id, now)
             after = None if request.after is None else own_assignment(session, worker_id, request.after)
 
             # A worker that asks with nothing in hand has lost what it committed (a new disk, another folder):
             # its rounds are free again. The first three such commits cost it nothing. Leases of rounds that
             # have passed are lost with it, and end too.
-            withheld = select(UpdateRow).where(
-                UpdateRow.worker_id == worker_id, UpdateRow.state == UpdateState.COMMITTED
-            )
-            for update in session.scalars(withheld).all() if after is None else ():
+            of_worker = {"worker": worker_id}
+            for update in session.scalars(_WITHHELD, of_worker).all() if after is None else ():
                 change(update, UpdateState.WITHHELD)
                 keep_standing(worker, after_withholding(standing_of(worker)))
                 assignment = session.get(AssignmentRow, update.assignment_id)
                 assert assignment is not None
                 self._end_assignment(session, assignment, AssignmentState.WITHHELD, now)
                 self._mark_giving_up(session, worker, now)
-            passed = (
-                select(AssignmentRow)
-                .join(BlockRow, BlockRow.block == AssignmentRow.block)
-                .where(
-                    AssignmentRow.worker_id == worker_id,
-                    AssignmentRow.state == AssignmentState.LEASED,
-                    AssignmentRow.round < BlockRow.version,
-                )
-            )
-            for assignment in session.scalars(passed).all() if after is None else ():
+            for assignment in session.scalars(_PASSED, of_worker).all() if after is None else ():
                 self._end_assignment(session, assignment, AssignmentState.RECALLED, now)
 
             # A round with nothing to merge may be tried again by a worker that it refused, once its deadline
             # has passed or nobody else is at it: the block must not stop (small judged runs did,
             # docs/experiments.md, "judged runs that stall").
-            refused = session.execute(
-                select(AssignmentRow, UpdateRow.revealed, BlockRow)
-                .join(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
-                .join(BlockRow, BlockRow.block == AssignmentRow.block)
-                .where(
-                    AssignmentRow.worker_id == worker_id,
-                    AssignmentRow.state == AssignmentState.COMMITTED,
-                    UpdateRow.state == UpdateState.REFUSED,
-                    AssignmentRow.round >= BlockRow.version,
-                )
-            )
-            for assignment, revealed, block in refused.all():
-                if _may_retry(revealed, open_round(session, run, block, now)):
+            for assignment, revealed, block in session.execute(_REFUSED, of_worker).all():
+                if _may_retry(revealed, rounds.state(session, block, now)):
                     change(assignment, AssignmentState.REFUSED)
             session.flush()
 
@@ -181,29 +241,28 @@ class Assignments:
             if (lease := _open_lease(session, worker_id, after)) is not None:
                 worker.block = lease.block
                 block = block_row(session, lease.block)
-                return self._message(session, lease, block, open_round(session, run, block, now), now)
+                return self._message(session, lease, block, rounds.clock(session, block, now), now)
             if (pause := pause_after_giving_up(given_up(session, worker_id, now), now)) is not None:
                 return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
-                blocks = session.scalars(
-                    select(BlockRow).order_by(BlockRow.block).execution_options(populate_existing=True)
-                ).all()
-                versions = {row.block: row.version for row in blocks}
+                versions = {row.block: row.version for row in session.scalars(_HEADS)}
+                others = seats(session, run.swarm, now, without=worker)
                 view = WorkerView(
                     current_block=worker.block,
                     holding={int(block): version for block, version in request.holding.items()},
                     prefer_block=request.prefer_block,
                     memory_bytes=worker.memory_bytes,
                 )
-                decision = next_assignment(view, self._block_views(session, worker, versions, now), run.swarm)
+                blocks = self._block_views(session, worker, versions, others)
+                decision = next_assignment(view, blocks, run.swarm)
                 if isinstance(decision, Done):
                     return Finished(reason=decision.reason)
                 if isinstance(decision, Pause):
                     return Wait(seconds=decision.seconds, reason=decision.reason)
                 block = block_row(session, decision.block, lock=True)
                 if block.version == versions[decision.block]:
-                    return self.lend(session, worker, block, decision, now)
+                    return self.lend(session, worker, block, decision, others.get(decision.block, 0), now)
 
     def _mark_giving_up(self, session: Session, worker: WorkerRow, now: float) -> None:
         """A bad mark for an assignment that was given up where the worker may give up no more."""
@@ -223,33 +282,13 @@ class Assignments:
         self._resources.ledger.append(session, now, "return", body)
 
     def _block_views(
-        self, session: Session, worker: WorkerRow, versions: dict[int, int], now: float
+        self, session: Session, worker: WorkerRow, versions: dict[int, int], others: dict[int, int]
     ) -> list[BlockView]:
         """The blocks as this worker's schedule sees them: who else is there, and what it has had itself."""
         run = self._resources.run
-        others = seats(session, run.swarm, now, without=worker.worker_id)
         used: dict[int, set[int]] = {block: set() for block in versions}
-        lent = (
-            select(AssignmentRow.block, AssignmentRow.round)
-            .join(BlockRow, BlockRow.block == AssignmentRow.block)
-            .where(
-                AssignmentRow.worker_id == worker.worker_id,
-                AssignmentRow.state.in_(LIVE),
-                AssignmentRow.round >= BlockRow.version,
-            )
-        )
-        # A worker that was away brings an older round's update on today's head: its one vote on that is
-        # given, and a commit of this round would be refused as a second one.
-        voted = (
-            select(UpdateRow.block, UpdateRow.base_version)
-            .join(BlockRow, BlockRow.block == UpdateRow.block)
-            .where(
-                UpdateRow.worker_id == worker.worker_id,
-                UpdateRow.state.in_((UpdateState.COMMITTED, UpdateState.JUDGING, *COUNTED)),
-                UpdateRow.base_version >= BlockRow.version,
-            )
-        )
-        for block, round_ in (*session.execute(lent), *session.execute(voted)):
+        values = {"worker": worker.worker_id}
+        for block, round_ in (*session.execute(_USED_ROUNDS, values), *session.execute(_VOTED, values)):
             used[block].add(round_)
         return [
             BlockView(
@@ -264,35 +303,23 @@ class Assignments:
         ]
 
     def lend(
-        self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, now: float
+        self, session: Session, worker: WorkerRow, block: BlockRow, offer: Offer, others: int, now: float
     ) -> Assignment:
-        """Write the lease down: its text, its frozen snapshots, the steps it takes for an absent replica."""
+        """Write the lease down: its text, its frozen snapshots, the steps it takes for an absent replica;
+        `others` are the block's other live workers."""
         run, name = self._resources.run, worker.worker_id
-        facts = round_facts(session, block, run.swarm, now)
-        if offer.round == block.version and starts_clock(facts, name):
+        values = {"worker": name, "block": offer.block, "round": offer.round}
+        arrivals = self._resources.open_rounds.arrivals(session, block)
+        if offer.round == block.version and starts_clock(arrivals, others):
             block.begun = now
-            facts = replace(facts, begun=now)
-        state = round_state(facts, run.swarm, run.recipe.trust, now)
-        own_seconds = session.scalar(
-            select(UpdateRow.offset)
-            .where(UpdateRow.block == block.block, UpdateRow.worker_id == name, UpdateRow.offset.is_not(None))
-            .order_by(UpdateRow.revealed.desc())
-            .limit(1)
-        )
-        extra = extra_steps(facts, state, name, offer.round, own_seconds, run.swarm, now)
+            arrivals = replace(arrivals, begun=now)
+        clock = round_clock(arrivals, run.swarm, now)
+        own_seconds = session.scalar(_OWN_SECONDS, values)
+        extra = extra_steps(arrivals, clock.deadline, others, offer.round, own_seconds, run.swarm, now)
 
         # Text: the first of shards block, block + B, block + 2B, … that no live assignment of the round has.
         # No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
-        # A worker that was refused trains the round again on other text: the same text would give the same
-        # update, and the same refusal (decision 0007).
-        refused_here = and_(AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == name)
-        rows = session.execute(
-            select(AssignmentRow.shard, AssignmentRow.stand_in_shard).where(
-                AssignmentRow.block == offer.block,
-                AssignmentRow.round == offer.round,
-                or_(AssignmentRow.state.in_(LIVE), refused_here),
-            )
-        )
+        rows = session.execute(_TAKEN_SHARDS, values)
         taken = {shard for row in rows for shard in row}
         shards = itertools.count(offer.block, len(run.layouts))
         shard, extra_shard = itertools.islice((one for one in shards if one not in taken), 2)
@@ -322,10 +349,10 @@ class Assignments:
         if frozen:
             entry["frozen"] = [one.model_dump() for one in frozen]
         self._resources.ledger.append(session, now, "assign", entry)
-        return self._message(session, row, block, state, now)
+        return self._message(session, row, block, clock, now)
 
     def _message(
-        self, session: Session, row: AssignmentRow, block: BlockRow, state: OpenRound, now: float
+        self, session: Session, row: AssignmentRow, block: BlockRow, clock: RoundClock, now: float
     ) -> Assignment:
         swarm = self._resources.run.swarm
         stand_in = None
@@ -342,14 +369,14 @@ class Assignments:
             first_step=row.round * swarm.steps_per_round,
             steps=swarm.steps_per_round + row.stand_in_steps,
             total_steps=swarm.total_steps,
-            deadline=state.deadline if row.round == block.version else None,
-            deadline_reason=state.deadline_reason,
+            deadline=clock.deadline if row.round == block.version else None,
+            deadline_reason=clock.reason,
             lease_seconds=swarm.lease_seconds,
             heartbeat_seconds=swarm.lease_seconds / HEARTBEATS_PER_LEASE,
             server_time=now,
             frozen=frozen_of(row),
             stand_in=stand_in,
-            run_seconds_left=run_seconds_left(block_paces(session), swarm.rounds, now),
+            run_seconds_left=self._resources.open_rounds.seconds_left(session, now),
         )
 
     # --- while it trains ---
@@ -357,35 +384,27 @@ class Assignments:
     def heartbeat(
         self, worker_id: WorkerId, assignment_id: str, request: HeartbeatRequest
     ) -> HeartbeatAnswer:
-        now, swarm = self._resources.clock(), self._resources.run.swarm
-        with self._resources.store.write() as session:
+        now, swarm, rounds = self._resources.clock(), self._resources.run.swarm, self._resources.open_rounds
+        with self._resources.store.write() as session, session.no_autoflush:
             worker = present_worker(session, worker_id, now)
             row = own_assignment(session, worker_id, assignment_id)
             block = block_row(session, row.block)
             if row.state in LIVE:
                 worker.block, worker.step, worker.loss = row.block, request.step, request.loss
-            state = open_round(session, self._resources.run, block, now)
+            clock = rounds.clock(session, block, now)
             by_age = age_ruling(block.version - row.round, swarm, finished=block.version >= swarm.rounds)
             cancel, reason = not by_age.counts, by_age.sentence
-            # Refused, and not lent again yet: then the second try is under way.
-            refused_before = (
-                select(UpdateRow.revealed)
-                .join(AssignmentRow, AssignmentRow.assignment_id == UpdateRow.assignment_id)
-                .where(
-                    UpdateRow.worker_id == row.worker_id,
-                    UpdateRow.block == row.block,
-                    UpdateRow.round == block.version,
-                    UpdateRow.state == UpdateState.REFUSED,
-                    AssignmentRow.state == AssignmentState.COMMITTED,
-                )
-            )
+            of_round = {"worker": worker_id, "block": row.block, "round": block.version}
             if row.state not in LIVE:
                 cancel, reason = True, f"the assignment was {row.state}"
             elif (
                 not cancel
                 and row.state == AssignmentState.LEASED
                 and row.round > block.version
-                and any(_may_retry(revealed, state) for revealed in session.scalars(refused_before).all())
+                and any(
+                    _may_retry(revealed, rounds.state(session, block, now))
+                    for revealed in session.scalars(_REFUSED_IN_ROUND, of_round).all()
+                )
             ):
                 # It trains ahead for a round that cannot open before the open one closes, and that one now
                 # waits for this worker's second try.
@@ -394,11 +413,11 @@ class Assignments:
             return HeartbeatAnswer(
                 cancel=cancel,
                 reason=reason,
-                run_seconds_left=run_seconds_left(block_paces(session), swarm.rounds, now),
+                run_seconds_left=rounds.seconds_left(session, now),
                 head_version=block.version,
                 head_hash=block.head_hash,
-                deadline=state.deadline,
-                deadline_reason=state.deadline_reason,
+                deadline=clock.deadline,
+                deadline_reason=clock.reason,
                 server_time=now,
             )
 
@@ -436,17 +455,10 @@ def own_assignment(session: Session, worker_id: WorkerId, assignment_id: str) ->
 
 def _open_lease(session: Session, worker_id: WorkerId, after: AssignmentRow | None) -> AssignmentRow | None:
     """A lease the worker already has, made after the one in hand, whose round has not passed."""
-    rows = session.execute(
-        select(AssignmentRow, BlockRow.version)
-        .join(BlockRow, BlockRow.block == AssignmentRow.block)
-        .where(AssignmentRow.worker_id == worker_id, AssignmentRow.state == AssignmentState.LEASED)
-        .order_by(AssignmentRow.made, AssignmentRow.round)
+    leases = session.scalars(_LEASES, {"worker": worker_id})
+    return next(
+        (one for one in leases if after is None or (one.made, one.round) > (after.made, after.round)), None
     )
-    for row, version in rows:
-        later = after is None or (row.made, row.round) > (after.made, after.round)
-        if later and row.round >= version:
-            return row
-    return None
 
 
 def _may_retry(revealed: float | None, state: OpenRound) -> bool:

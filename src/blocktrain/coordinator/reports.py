@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from blocktrain.coordinator.decisions.rounds import run_seconds_left
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, merged_outcome
 from blocktrain.coordinator.storage.ledger import read_entries
-from blocktrain.coordinator.storage.queries import block_paces, block_row, live_since, open_round
+from blocktrain.coordinator.storage.queries import block_row, live_since
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
@@ -81,7 +80,7 @@ class Reports:
         run = self._resources.run
         head = session.get(SnapshotRow, (row.block, row.version))
         assert head is not None
-        state = open_round(session, run, row, now)
+        state = self._resources.open_rounds.state(session, row, now)
         return BlockAnswer(
             block=row.block,
             head_version=row.version,
@@ -91,8 +90,8 @@ class Reports:
             round=RoundState(
                 round=row.version,
                 begun=row.begun,
-                deadline=state.deadline,
-                deadline_reason=state.deadline_reason,
+                deadline=state.clock.deadline,
+                deadline_reason=state.clock.reason,
                 accepted=state.on_time,
                 late=state.late,
                 wanted=state.wanted,
@@ -204,7 +203,7 @@ class Reports:
                     )
                 )
             rounds, finished = resources.run.swarm.rounds, all(block.finished for block in blocks)
-            left = run_seconds_left(block_paces(session), rounds, now)
+            left = resources.open_rounds.seconds_left(session, now)
             work = _work(session)
             return StatusAnswer(
                 run_id=run.run_id,

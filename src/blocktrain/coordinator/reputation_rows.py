@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from blocktrain.config import TrustConfig
@@ -19,6 +20,7 @@ from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, Standing, af
 from blocktrain.wire.messages import ErrorReason, Receipt
 
 log = logging.getLogger(__name__)
+_BAN = select(BanRow.reason, BanRow.until).where(BanRow.worker_id == bindparam("worker"))
 
 
 def read_standing(stored: str) -> Standing:
@@ -87,7 +89,7 @@ def keep_or_ban(
 
 
 def refuse_banned(session: Session, worker_id: str, now: float) -> None:
-    row = session.get(BanRow, worker_id)
+    row = session.connection().execute(_BAN, {"worker": worker_id}).first()
     if row is not None and now < row.until:
         raise Refusal(
             ErrorReason.BANNED,

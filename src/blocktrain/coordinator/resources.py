@@ -10,6 +10,7 @@ from blocktrain.coordinator.published_text import PublishedText
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs
 from blocktrain.coordinator.storage.ledger import Ledger
+from blocktrain.coordinator.storage.open_rounds import OpenRounds
 from blocktrain.coordinator.storage.store import Store
 from blocktrain.coordinator.storage.unneeded_payloads import UnneededPayloads
 from blocktrain.coordinator.storage.weights import WeightCache
@@ -35,6 +36,7 @@ class Resources:
         self.run, self.store, self.blobs, self.clock = run, store, blobs, clock
         self.text, self.new_id = text, new_id
         self.ledger, self.weights = Ledger(identity), WeightCache(run, blobs)
+        self.open_rounds = OpenRounds(run)
         self.unneeded = UnneededPayloads(store, blobs)
         self.secret = secret_of(identity, "judging")
         """Known to the coordinator's key only: draws evidence, chooses what sketches look at."""

@@ -13,8 +13,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import delete, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import select
 from torch import nn
 
 from blocktrain.config import Recipe
@@ -23,14 +22,14 @@ from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.operator_notes import Display
 from blocktrain.coordinator.published_text import publish
-from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.rounds import Rounds
 from blocktrain.coordinator.run import finish_run, open_run, refuse_another_run
 from blocktrain.coordinator.scoring import Scoring
 from blocktrain.coordinator.storage.blobs import Blobs
-from blocktrain.coordinator.storage.store import NonceRow, RunRow, Store
+from blocktrain.coordinator.storage.nonces import Nonces
+from blocktrain.coordinator.storage.store import RunRow, Store
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
 from blocktrain.data.dataset import RunText
@@ -40,7 +39,6 @@ from blocktrain.threads import Threads
 from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import OperatorAnswer, StatusAnswer
-from blocktrain.wire.signing import Reason, VerifiedRequest
 
 KEY_FILE = "coordinator.key"
 DATABASE_FILE = "coordinator.sqlite"
@@ -69,6 +67,7 @@ class Coordinator:
         self.reports = Reports(resources, display)
         self.judging = Judging(resources, scorer)
         self.rounds = Rounds(resources, self.judging)
+        self.nonces = Nonces(resources.store)
         self._scoring = scoring
         self._stop = threading.Event()
         self._threads = Threads(self._stop)
@@ -114,20 +113,6 @@ class Coordinator:
         self.rounds.shut_down()
         self.resources.store.close()
 
-    def remember(self, request: VerifiedRequest) -> None:
-        """Refuse a nonce that any process has seen before."""
-        # The database is the memory: its primary key refuses the second of two requests, in whichever
-        # process, also after a restart.
-        try:
-            with self.resources.store.write() as session:
-                session.add(NonceRow(replay_key=request.replay_key, forget_after=request.forget_after))
-        except IntegrityError:
-            raise Refusal(
-                Reason.REPLAYED,
-                f"the request was already received: its nonce {request.nonce} is used",
-                "sign every attempt again, with a fresh nonce",
-            ) from None
-
     def status(self) -> StatusAnswer:
         return self.reports.status(self.metrics.traffic("up"), self.metrics.traffic("down"))
 
@@ -143,8 +128,8 @@ class Coordinator:
 
     def _sweep(self) -> bool:
         """Forget old nonces and uploads nobody spoke of again; follow what other processes changed."""
-        with self.resources.store.write() as session:
-            session.execute(delete(NonceRow).where(NonceRow.forget_after < self.resources.clock()))
+        self.nonces.forget_old(self.resources.clock())
+        with self.resources.store.read() as session:
             stored = session.scalars(select(RunRow.recipe)).one()
         self.resources.run.follow(stored)
         self.resources.unneeded.sweep_uploads(self.resources.clock())
@@ -197,6 +182,7 @@ def opened(
             data_dir,
             display,
         )
+        coordinator.nonces.load()
         if threads:
             coordinator.start()
         try:

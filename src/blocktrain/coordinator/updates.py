@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
-from sqlalchemy import func, select
+from sqlalchemy import BindParameter, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.assignments import own_assignment
@@ -24,7 +24,7 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, WAITING, AssignmentState, UpdateState, change, merged_outcome
 from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
 from blocktrain.coordinator.storage.ledger import receipt_of
-from blocktrain.coordinator.storage.queries import block_row, inputs_of_merge, open_round, running_median
+from blocktrain.coordinator.storage.queries import block_row, inputs_of_merge, running_median
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
@@ -66,6 +66,44 @@ from blocktrain.wire.messages import (
     VerdictReason,
 )
 
+# Statements are made once, with names for what differs: making one takes as long as running it.
+_WORKER: BindParameter[str] = bindparam("worker")
+_BLOCK: BindParameter[int] = bindparam("block")
+_OF_ASSIGNMENT = select(UpdateRow).where(UpdateRow.assignment_id == bindparam("assignment"))
+_VERSION_OF_HASH = select(func.max(SnapshotRow.version)).where(
+    SnapshotRow.block == _BLOCK, SnapshotRow.hash == bindparam("hash")
+)
+# One update per worker and base: leases of several rounds must not become several votes.
+_SAME_BASE = (
+    select(UpdateRow.update_id)
+    .where(
+        UpdateRow.worker_id == _WORKER,
+        UpdateRow.block == _BLOCK,
+        UpdateRow.base_version == bindparam("base_version"),
+        UpdateRow.assignment_id != bindparam("assignment"),
+        UpdateRow.state.not_in((UpdateState.WITHHELD, UpdateState.REFUSED)),
+    )
+    .limit(1)
+)
+_OF_PAYLOAD = (
+    select(UpdateRow)
+    .where(
+        UpdateRow.worker_id == _WORKER,
+        UpdateRow.payload_hash == bindparam("hash"),
+        UpdateRow.state != UpdateState.WITHHELD,
+    )
+    .order_by(UpdateRow.commit_sequence)
+)
+_EARLIER_TRY = (
+    select(AssignmentRow.assignment_id)
+    .where(
+        AssignmentRow.worker_id == _WORKER,
+        AssignmentRow.block == _BLOCK,
+        AssignmentRow.round == bindparam("round"),
+        AssignmentRow.state == AssignmentState.REFUSED,
+    )
+    .limit(1)
+)
 UPLOAD_SECONDS = 3600
 COMPARED_SKETCHES = 64
 """Earlier updates of a block in which a copy's source is looked for."""
@@ -106,24 +144,14 @@ class Updates:
     def commit(self, worker_id: WorkerId, assignment_id: str, request: CommitRequest) -> CommitAnswer:
         resources, now = self._resources, self._resources.clock()
         run = resources.run
-        with resources.store.write() as session:
+        with resources.store.write() as session, session.no_autoflush:
             worker = present_worker(session, worker_id, now)
             assignment = own_assignment(session, worker_id, assignment_id)
             block = block_row(session, assignment.block)
-            row = session.scalars(select(UpdateRow).where(UpdateRow.assignment_id == assignment_id)).first()
-            base_version = session.scalar(
-                select(func.max(SnapshotRow.version)).where(
-                    SnapshotRow.block == block.block, SnapshotRow.hash == request.base_hash
-                )
-            )
-            # One update per worker and base: leases of several rounds must not become several votes.
-            same_base = select(UpdateRow.update_id).where(
-                UpdateRow.worker_id == worker_id,
-                UpdateRow.block == block.block,
-                UpdateRow.base_version == base_version,
-                UpdateRow.assignment_id != assignment_id,
-                UpdateRow.state.not_in((UpdateState.WITHHELD, UpdateState.REFUSED)),
-            )
+            values = {"worker": worker_id, "assignment": assignment_id, "block": block.block}
+            row = session.scalars(_OF_ASSIGNMENT, values).first()
+            base_version = session.scalar(_VERSION_OF_HASH, {**values, "hash": request.base_hash})
+            used = session.scalars(_SAME_BASE, {**values, "base_version": base_version}).first()
             view = AssignmentView(
                 block=block.block,
                 round=assignment.round,
@@ -131,7 +159,7 @@ class Updates:
                 committed_hash=None if row is None else row.payload_hash,
                 payload_bytes=run.payload_bytes(block.block),
                 base_version=base_version,
-                base_used=session.scalars(same_base.limit(1)).first() is not None,
+                base_used=used is not None,
                 head_version=block.version,
             )
             if (refusal := commit_refusal(view, request)) is not None:
@@ -142,7 +170,6 @@ class Updates:
                 row = self._promise(session, assignment, base_version, request, now)
                 if request.account is not None:
                     worker.account = _sum(worker.account, request.account)
-            state = open_round(session, run, block, now)
             upload = Upload(
                 url=f"/v1/updates/{row.payload_hash}", presigned=False, expires_seconds=UPLOAD_SECONDS
             )
@@ -154,7 +181,7 @@ class Updates:
                 update_id=row.update_id,
                 receipt=receipt_of(session, row.commit_sequence),
                 upload=upload,
-                deadline=state.deadline,
+                deadline=resources.open_rounds.clock(session, block, now).deadline,
                 verdict=_verdict(session, row),
             )
 
@@ -247,7 +274,7 @@ class Updates:
         # Reading, sketching and comparing take seconds on a large block: no lock is held meanwhile.
         decoded = self._decode(expected, payload)
         now = resources.clock()
-        with resources.store.write() as session:
+        with resources.store.write() as session, session.no_autoflush:
             row = session.get(UpdateRow, expected.update_id)
             assert row is not None
             worker = present_worker(session, row.worker_id, now)
@@ -269,9 +296,11 @@ class Updates:
                 ruling = reveal_ruling(decoded.unreadable, by_age, decoded.copied, by_norm)
                 if judged and ruling.counts and decoded.sketch is not None:
                     change(row, UpdateState.JUDGING)
+                    block.revision += 1
                     row.sketch = decoded.sketch.to_bytes()
                 else:
                     settle(resources, session, worker, row, ruling, now)
+            session.flush()  # reading the block again would undo what was not written
             verdict = _verdict(session, row)
         if verdict is None:  # given up while its payload was read
             resources.weights.forget(expected.block, expected.payload_hash)
@@ -340,13 +369,8 @@ class Updates:
             return None
         assignment = session.get(AssignmentRow, row.assignment_id)
         assert assignment is not None
-        earlier_try = select(AssignmentRow.assignment_id).where(
-            AssignmentRow.worker_id == assignment.worker_id,
-            AssignmentRow.block == assignment.block,
-            AssignmentRow.round == assignment.round,
-            AssignmentRow.state == AssignmentState.REFUSED,
-        )
-        if session.scalars(earlier_try.limit(1)).first() is not None:
+        values = {"worker": row.worker_id, "block": row.block, "round": row.round}
+        if session.scalars(_EARLIER_TRY, values).first() is not None:
             begun = max(begun, assignment.made)  # the wait between two tries is no measure of work
         return max(0.0, now - begun) * own_share(assignment.stand_in_steps, self._resources.run.swarm)
 
@@ -383,15 +407,7 @@ class Updates:
 
 def _committed(session: Session, worker_id: WorkerId, payload_hash: str) -> UpdateRow:
     """The oldest commit of this payload that still waits for it; else the newest that had it."""
-    rows = session.scalars(
-        select(UpdateRow)
-        .where(
-            UpdateRow.worker_id == worker_id,
-            UpdateRow.payload_hash == payload_hash,
-            UpdateRow.state != UpdateState.WITHHELD,
-        )
-        .order_by(UpdateRow.commit_sequence)
-    ).all()
+    rows = session.scalars(_OF_PAYLOAD, {"worker": worker_id, "hash": payload_hash}).all()
     if not rows:
         raise Refusal(
             ErrorReason.NOT_COMMITTED,
@@ -403,7 +419,6 @@ def _committed(session: Session, worker_id: WorkerId, payload_hash: str) -> Upda
 
 def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
     """The answer about a payload that has arrived; None before that."""
-    block = block_row(session, row.block)
     outcome, sequence = Outcome.PENDING, row.reveal_sequence
     reason, sentence = VerdictReason.JUDGING, "arrived; a judge will score it before it counts"
     if row.state != UpdateState.JUDGING:
@@ -413,6 +428,7 @@ def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
         outcome = merged_outcome(row.reason) if row.state == UpdateState.MERGED else Outcome(row.state)
         reason, sentence = VerdictReason(row.reason or ""), row.sentence or ""
     assert sequence is not None
+    block = block_row(session, row.block)
     return message_of(
         Verdict,
         row,

@@ -43,6 +43,9 @@ def settle(
     trust, ledger = resources.run.recipe.trust, resources.ledger
     before = UpdateState(row.state)
     change(row, UpdateState(ruling.outcome))
+    block = session.get(BlockRow, row.block)
+    assert block is not None
+    block.revision += 1
     row.weight, row.reason, row.sentence = ruling.weight, str(ruling.reason), ruling.sentence
     verdict = {
         "update_id": row.update_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blocktrain.client.run import Layout, run_setup
+from blocktrain.client.snapshots import fetched_bytes
 from blocktrain.doctor.findings import Device, Disk
 from blocktrain.training.memory import block_needs
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
@@ -28,9 +29,9 @@ def joining_plan(
     layouts = [Layout.of(layout) for layout in run.blocks]
     payload = max(layout.payload_bytes for layout in layouts)
     snapshot = max(4 * layout.schema.num_values for layout in layouts)
-    replicas = setup.recipe.swarm.replicas
-    # Down: the others' updates of the block, or, where that is cheaper, the merged block itself.
-    down = min(replicas * payload, snapshot)
+    # More than `replicas` may work on a block, so the own update is not taken off.
+    updates = setup.recipe.swarm.replicas
+    down = round(fetched_bytes(merges=1, payloads=updates, payload_bytes=payload, snapshot_bytes=snapshot))
     live = sum(worker.live for worker in status.workers)
     slowest = min(block.head_version for block in status.blocks)
     first, several = devices[0], len(devices) > 1

@@ -24,6 +24,7 @@ from blocktrain.local.processes import (
     restart_pause,
     start_child,
 )
+from blocktrain.serving.versions import current_checkpoint
 from blocktrain.training.checkpoint import Description, read_config
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Program:
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     checkpoint: Path
+    """Or a folder of them, of which one is served at a time (`serving.versions`)."""
     num_stages: int
     logs: Path
     """Each program writes to a file of its own in this folder."""
@@ -102,7 +104,8 @@ class LaunchConfig:
 
 
 def stage_programs(config: LaunchConfig) -> list[Program]:
-    described = Description.of(read_config(config.checkpoint), config.checkpoint)
+    checkpoint = current_checkpoint(config.checkpoint)
+    described = Description.of(read_config(checkpoint), checkpoint)
     objective, num_blocks = described.setup().objective, described.recipe.model.blocks
     # A block of a chain needs the features of those before it, which do not travel between stages.
     together = any(objective.upstream(block) for block in range(num_blocks))
@@ -145,7 +148,7 @@ class Launcher:
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = config
-        self.model = str(read_config(config.checkpoint).get("recipe", {}).get("name"))
+        self.model = str(read_config(current_checkpoint(config.checkpoint)).get("recipe", {}).get("name"))
         self.stages = stage_programs(config)
         self.gateway: Program | None = None
 

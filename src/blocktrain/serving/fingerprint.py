@@ -10,6 +10,7 @@ from pathlib import Path
 
 from blocktrain.errors import CheckpointError
 from blocktrain.serving.engine.requests import ModelInfo
+from blocktrain.serving.versions import versions_of
 from blocktrain.training.checkpoint import Checkpoint, read_config
 from blocktrain.wire.frame_metadata import MAX_NAME, ModelShape
 from blocktrain.wire.hashing import canonical_json, content_hash, snapshot_hash
@@ -66,7 +67,8 @@ def model_mismatch(*, expected: ModelShape, found: ModelShape) -> str | None:
     )
 
 
-def model_info(checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
+def model_info(path: Path, checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
+    """What clients are told of the checkpoint that was loaded from `path`."""
     return ModelInfo(
         name=shape.name,
         model_hash=shape.model_hash,
@@ -75,4 +77,5 @@ def model_info(checkpoint: Checkpoint, shape: ModelShape) -> ModelInfo:
         num_blocks=shape.num_blocks,
         tokenizer=checkpoint.tokenizer,
         trained_for_sweep=checkpoint.objective.trained_for_sweep,
+        versions=versions_of(path),
     )

@@ -35,7 +35,7 @@ from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import POLL_SECONDS, Coordinator
 from blocktrain.coordinator.states import LIVE, UpdateState
 from blocktrain.coordinator.storage.blobs import Blobs
-from blocktrain.coordinator.storage.queries import block_row, num_assignments, round_facts
+from blocktrain.coordinator.storage.queries import block_row, num_assignments, seats
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
@@ -179,7 +179,8 @@ class SimulatedCoordinator:
                 row = present_worker(session, self.worker_ids[worker], now)
                 locked = block_row(session, block, lock=True)
                 offer = Offer(block, locked.version, "its block's next round")
-                assignment = self.service.assignments.lend(session, row, locked, offer, now)
+                others = seats(session, self.swarm, now, without=row).get(block, 0)
+                assignment = self.service.assignments.lend(session, row, locked, offer, others, now)
         except Refusal:
             return None
         assert assignment.deadline is not None
@@ -252,9 +253,9 @@ class SimulatedCoordinator:
         state, now, drop = self.blocks[block], self.clock.now, self.swarm.policy == "drop"
         while state.head.version < self.swarm.rounds:
             with self.resources.store.read() as session:
-                facts = round_facts(session, block_row(session, block), self.swarm, now)
+                facts = self.resources.open_rounds.facts(session, block_row(session, block), now)
             found = round_state(facts, self.swarm, self.resources.run.recipe.trust, now)
-            deadline = found.deadline
+            deadline = found.clock.deadline
             if drop and facts.begun is not None:
                 deadline = facts.begun + self.swarm.drop_deadline_seconds
             passed = deadline is not None and deadline <= now

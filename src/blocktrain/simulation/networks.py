@@ -40,6 +40,11 @@ class Network:
     """Mean length of a drop-out, in which a machine neither computes nor transfers."""
 
 
+def transfer_seconds(num_bytes: float, megabits: float) -> float:
+    """On a line of so many megabits per second that carries nothing else."""
+    return num_bytes * 8 / (megabits * 1e6)
+
+
 class Machine:
     """One worker's hardware and line."""
 
@@ -67,7 +72,7 @@ class Machine:
     def _transfer_seconds(self, num_bytes: float, megabits: float) -> float:
         # The spread is of the line, drawn once; the jitter of the hour, drawn for each transfer.
         factor = self._link_factor * _lognormal(self._link, self.network.link_jitter)
-        return num_bytes * 8 / (megabits * 1e6) * factor
+        return transfer_seconds(num_bytes, megabits) * factor
 
     # --- drop-outs
 

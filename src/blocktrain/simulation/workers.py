@@ -21,7 +21,7 @@ from functools import partial
 from torch import Tensor
 
 from blocktrain.client.run import Layout
-from blocktrain.client.snapshots import Base, snapshot_route
+from blocktrain.client.snapshots import Base, fetched_bytes
 from blocktrain.simulation.clock import VirtualClock
 from blocktrain.simulation.coordinator import SimulatedCoordinator
 from blocktrain.simulation.networks import Machine
@@ -67,11 +67,12 @@ class Site:
         # A worker has its own payloads; only the others' must be fetched.
         merges = self.coordinator.blocks[block].merges[held:wanted]
         others = sum(one.worker_id != self.worker_id for merge in merges for one in merge.inputs)
-        chain, snapshot = others * self.payload_bytes(block), self.snapshot_bytes(block, wanted)
-        rebuild, _ = snapshot_route(
-            wanted=wanted, held=held, chain_bytes=round(chain), snapshot_bytes=round(snapshot)
+        return fetched_bytes(
+            merges=wanted - held,
+            payloads=others,
+            payload_bytes=self.payload_bytes(block),
+            snapshot_bytes=self.snapshot_bytes(block, wanted),
         )
-        return chain if rebuild else snapshot
 
     def bring(self, assignment: Assignment, *, whole: bool) -> tuple[dict[int, Base], float]:
         """What an assignment just lent names, and the bytes it takes; with `whole` no deltas are used."""

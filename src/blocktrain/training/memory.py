@@ -7,11 +7,12 @@ The need is a formula, asked before anything is allocated: by the doctor, by wor
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from blocktrain.config import ModelConfig, Recipe, TrainingConfig
+from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, TrainingConfig
 from blocktrain.errors import DeviceError
 from blocktrain.model.cross_entropy import rows_at_once
 from blocktrain.model.families import denoises
@@ -56,19 +57,19 @@ def training_bytes(
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training
-    with torch.device("meta"):
-        built = objective.build(block, seed=0)
-    matrices, rest = (sum(p.numel() for p in part) for part in split_parameters(built))
+    matrices, rest = _num_values(objective.model, objective.config, objective.vocabulary, block)
     if micro_batch is None:
         micro_batch = 1 if training.micro_batch == "auto" else training.micro_batch or training.batch
     tokens = min(micro_batch, training.batch) * model.context
     # Muon keeps one moment per matrix value, AdamW two.
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
+    state += _behind_bytes(recipe, objective, device_type, block, tokens)
     if device_type == "cuda" and not denoises(model):
         return state + _compiled_bytes(model, training, objective.vocabulary, matrices, tokens)
     kept, whole = model.width, _kept_values(model)
-    layers = built.num_layers * kept + whole if training.recompute else built.num_layers * whole
+    num_layers = model.layers_per_block
+    layers = num_layers * kept + whole if training.recompute else num_layers * whole
     values = tokens * (3 * model.width + layers)
     if objective.holds_logits(tokens):
         values += tokens * 2 * objective.vocabulary
@@ -76,6 +77,29 @@ def training_bytes(
         values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
     # Saved for the backward pass are the weights too, as autograd counts.
     return state + 4 * (matrices + rest + values)
+
+
+def _behind_bytes(recipe: Recipe, objective: Objective, device_type: str, block: int, tokens: int) -> int:
+    """What the frozen parts behind a part take, one on the device at a time: weights, activations, and the
+    inputs of all of them."""
+    largest, on_cuda = 0, device_type == "cuda"
+    for other in objective.downstream(block):
+        model = recipe.model.of_block(other)
+        weights = sum(_num_values(recipe.model, objective.config, objective.vocabulary, other))
+        layers = 1 if recipe.training.recompute else model.layers_per_block
+        kept = layers * _kept_values(model) + model.layers_per_block * model.width
+        largest = max(largest, (2 if on_cuda else 4) * (weights + tokens * kept))
+    return largest + (2 if on_cuda else 4) * len(objective.downstream(block)) * tokens * recipe.model.width
+
+
+@lru_cache(maxsize=256)
+def _num_values(model: ModelConfig, config: ObjectiveConfig, vocabulary: int, block: int) -> tuple[int, int]:
+    """Values of a block that Muon trains, and those that it does not. Kept, since a plan and `auto` ask again
+    and again, and 80 layers without values still take a second to build."""
+    with torch.device("meta"):
+        built = Objective(model, config, vocabulary=vocabulary).build(block, seed=0)
+    matrices, rest = (sum(p.numel() for p in part) for part in split_parameters(built))
+    return matrices, rest
 
 
 def _kept_values(model: ModelConfig) -> int:
@@ -107,6 +131,10 @@ def _compiled_bytes(
     backward = 2 * tokens * (kept + again + gradients)
     rows = min(tokens, rows_at_once(vocabulary))
     output = 2 * tokens * (kept + 2 * width) + 8 * rows * vocabulary + 8 * vocabulary * width
+    if tokens == training.batch * model.context:
+        # One micro-batch alone: at the output map the layers and the embedding have no gradients yet. Counted
+        # with them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        output -= 4 * (matrices + (0 if model.tied else vocabulary * width))
     stack = 20 * min(matrices, STACK_VALUES) if training.optimizer == "muon" else 0
     return max(backward, output, stack)
 
@@ -141,17 +169,34 @@ def check_fits(recipe: Recipe, needed: int, usable: int | None, device: torch.de
 
 
 def fitting_micro_batch(recipe: Recipe, objective: Objective, device: torch.device, block: int | None) -> int:
-    """The most sequences at once, halved from the batch, that fit into what is free; the block's weights are
-    on the device already. One at least: what does not fit then says so itself."""
+    """The most sequences at once that fit into what is free; the block's weights are on the device already.
+    One at least: what does not fit then says so itself."""
     free, _ = free_memory(device)
-    size = recipe.training.batch
-    while free is not None and size > 1:
-        needed = training_bytes(recipe, objective, device.type, block=block, micro_batch=size)
+    if free is None:
+        return recipe.training.batch
+    return largest_micro_batch(recipe, objective, device.type, free, block) or 1
+
+
+def largest_micro_batch(
+    recipe: Recipe,
+    objective: Objective,
+    device_type: str,
+    free: float,
+    block: int | None = None,
+    *,
+    most: int | None = None,
+) -> int | None:
+    """The most sequences at once, halved from `most` (the batch), that `free` bytes hold; None where they do
+    not hold even one."""
+    size = recipe.training.batch if most is None else most
+    while True:
+        needed = training_bytes(recipe, objective, device_type, block=block, micro_batch=size)
         # A tenth stays free: the formula is that good, and so are other programs' manners.
         if needed <= 0.9 * free:
-            break
+            return size
+        if size == 1:
+            return None
         size = (size + 1) // 2
-    return size
 
 
 def meminfo(key: str) -> int | None:

@@ -17,6 +17,7 @@ from blocktrain.serving.engine.sweeping import SWEEP_TOKENS
 from blocktrain.serving.gateway import access, api_errors
 from blocktrain.serving.gateway import app as gateway
 from blocktrain.serving.gateway.app import ANSWER_HEADERS, create_app
+from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.limits import GatewayLimits
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import (
@@ -56,7 +57,7 @@ def test_shell_examples_run(example: str, served: Served) -> None:
 
 
 def test_every_route_is_documented(engine_of: Any) -> None:
-    for path, operations in create_app(engine_of()).openapi()["paths"].items():
+    for path, operations in create_app(Engines(engine_of())).openapi()["paths"].items():
         for method in operations:
             assert f"`{method.upper()} {path}`" in PAGE
 

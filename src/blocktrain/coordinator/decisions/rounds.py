@@ -28,16 +28,13 @@ PACE_ROUNDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFacts:
-    """What is known of a block's open round. Workers are named by their ids."""
+class Arrivals:
+    """What has come for a block's open round, and how long it took in earlier ones. Workers are named by
+    their ids."""
 
     version: int
     """Head snapshot; also the number of the open round."""
     begun: float | None
-    live: frozenset[str]
-    """Workers on the block that sent a request within `swarm.lease_seconds`."""
-    established: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that are off probation, with their good verdicts so far."""
     on_time: frozenset[str] = frozenset()
     """Workers whose update on the head waits for the merge."""
     late: frozenset[str] = frozenset()
@@ -62,6 +59,25 @@ class RoundFacts:
     """Time after which the process that merges is taken to be dead."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts(Arrivals):
+    """Everything that decides when a block's open round closes."""
+
+    live: frozenset[str]
+    """Workers on the block that sent a request within `swarm.lease_seconds`."""
+    established: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that are off probation, with their good verdicts so far."""
+
+
+@dataclass(frozen=True)
+class RoundClock:
+    deadline: float | None
+    """None while the round has not begun."""
+    reason: str
+    period_began: float | None
+    """Beginning of the round, or of its last re-set deadline."""
+
+
 @dataclass(frozen=True)
 class OpenRound:
     on_time: int
@@ -70,14 +86,26 @@ class OpenRound:
     """On-time updates that close the round before its deadline."""
     workers: int
     """Workers that the round waits for."""
-    deadline: float | None
-    """None while the round has not begun."""
-    deadline_reason: str
+    clock: RoundClock
     period_began: float | None
     """Beginning of the round, or of its last re-set deadline: what was refused before it may be tried
     again."""
     close: bool
     reason: str
+
+
+def round_clock(arrivals: Arrivals, swarm: SwarmConfig, now: float) -> RoundClock:
+    """The deadline of a block's open round; who works at the block has no part in it."""
+    seconds, reason = round_seconds(arrivals.history, arrivals.this_round, swarm, arrivals.before)
+    if arrivals.begun is None:
+        return RoundClock(None, f"begins with the first assignment, then {seconds:.1f} s: {reason}", None)
+    # While there is nothing to merge it is re-set by whole rounds until it is ahead.
+    nothing = not (arrivals.on_time or arrivals.late or arrivals.judging)
+    resets = max(0, math.ceil((now - arrivals.begun) / seconds) - 1) if nothing else 0
+    if resets:
+        often = "once" if resets == 1 else f"{resets} times"
+        reason += f"; re-set {often}, as nothing had arrived"
+    return RoundClock(arrivals.begun + seconds * (1 + resets), reason, arrivals.begun + seconds * resets)
 
 
 def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: float) -> OpenRound:
@@ -108,30 +136,18 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     # that run ahead train meanwhile. Closing without them was measured, not kept (docs/experiments.md, T4).
     wanted = max(1, max(len(awaited) + moved, swarm.replicas) - given_up) + extra
 
-    # The deadline; while there is nothing to merge it is re-set by whole rounds until it is ahead.
-    seconds, deadline_reason = round_seconds(facts.history, facts.this_round, swarm, facts.before)
-    deadline = period_began = None
-    if facts.begun is None:
-        deadline_reason = f"begins with the first assignment, then {seconds:.1f} s: {deadline_reason}"
-    else:
-        nothing = not (on_time or late or facts.judging)
-        resets = max(0, math.ceil((now - facts.begun) / seconds) - 1) if nothing else 0
-        if resets:
-            often = "once" if resets == 1 else f"{resets} times"
-            deadline_reason += f"; re-set {often}, as nothing had arrived"
-        period_began = facts.begun + seconds * resets
-        deadline = facts.begun + seconds * (1 + resets)
-        # Where everybody at the block was refused nobody is waited for, and they may try again soon: one
-        # worker alone waited 306 s in a small judged run. Not at once, or who sends noise could try as often
-        # as it takes.
-        if nothing and facts.live <= facts.refused:
-            shortest = swarm.min_deadline_seconds
-            period_began = max(period_began, now - (now - facts.begun) % shortest)
+    clock = round_clock(facts, swarm, now)
+    deadline, period_began = clock.deadline, clock.period_began
+    # Where everybody at the block was refused nobody is waited for, and they may try again soon: one
+    # worker alone waited 306 s in a small judged run. Not at once, or who sends noise could try as often
+    # as it takes.
+    nothing = not (on_time or late or facts.judging)
+    if facts.begun is not None and period_began is not None and nothing and facts.live <= facts.refused:
+        shortest = swarm.min_deadline_seconds
+        period_began = max(period_began, now - (now - facts.begun) % shortest)
 
     def state(close: bool, reason: str) -> OpenRound:
-        return OpenRound(
-            on_time, late, wanted, len(awaited), deadline, deadline_reason, period_began, close, reason
-        )
+        return OpenRound(on_time, late, wanted, len(awaited), clock, period_began, close, reason)
 
     if facts.version >= swarm.rounds:
         return state(False, "the block has had all its rounds")
@@ -221,16 +237,16 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def starts_clock(facts: RoundFacts, worker: str) -> bool:
-    """The clock of a round starts with its first worker, and again where all others have gone with nothing
+def starts_clock(arrivals: Arrivals, others: int) -> bool:
+    """The clock of a round starts with its first worker, and again where all `others` have gone with nothing
     delivered: a round that nobody works on must not use up its time."""
-    return facts.begun is None or not (facts.live - {worker} or facts.on_time or facts.late)
+    return arrivals.begun is None or not (others or arrivals.on_time or arrivals.late)
 
 
 def extra_steps(
-    facts: RoundFacts,
-    state: OpenRound,
-    worker: str,
+    arrivals: Arrivals,
+    deadline: float | None,
+    others: int,
     round_: int,
     own_seconds: float | None,
     swarm: SwarmConfig,
@@ -238,15 +254,15 @@ def extra_steps(
 ) -> int:
     """Steps that a worker takes for an absent replica in the time its round leaves it, at most one replica's.
 
-    `own_seconds` is how long its own steps took it last time. 0 where that, or the round's length, is not
-    known yet.
+    `others` are the block's other live workers, `deadline` is the open round's, and `own_seconds` is how long
+    its own steps took it last time. 0 where that, or the round's length, is not known yet.
     """
-    others = len(facts.live - {worker})
-    seconds_left = round_seconds(facts.history, (), swarm, facts.before)[0] if facts.history else None
-    if round_ == facts.version:
+    history = arrivals.history
+    seconds_left = round_seconds(history, (), swarm, arrivals.before)[0] if history else None
+    if round_ == arrivals.version:
         # In the open round a replica that has delivered is not missing, and only the rest of it is left.
-        others += state.on_time
-        seconds_left = seconds_left if state.deadline is None else state.deadline - now
+        others += len(arrivals.on_time)
+        seconds_left = seconds_left if deadline is None else deadline - now
     if others >= swarm.replicas - 1 or not own_seconds or seconds_left is None or swarm.policy == "drop":
         return 0
     spare = swarm.stand_in * seconds_left / own_seconds - 1

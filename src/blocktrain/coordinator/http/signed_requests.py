@@ -28,7 +28,7 @@ from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import MAX_BODY_BYTES, ErrorReason
-from blocktrain.wire.signing import SignatureError, VerifiedRequest, verify_request
+from blocktrain.wire.signing import Reason, SignatureError, VerifiedRequest, verify_request
 
 BODY_GRACE_SECONDS = 30.0
 """A body may take this long, plus its length at the minimum rate."""
@@ -66,7 +66,16 @@ async def verified(request: Request) -> VerifiedRequest:
         )
     except SignatureError as error:
         raise Refusal.of_signature(error, now) from None
-    await run_in_threadpool(coordinator.remember, signature)
+    if coordinator.nonces.in_memory:
+        is_new = coordinator.nonces.is_new(signature)
+    else:
+        is_new = await run_in_threadpool(coordinator.nonces.is_new, signature)
+    if not is_new:
+        raise Refusal(
+            Reason.REPLAYED,
+            f"the request was already received: its nonce {signature.nonce} is used",
+            "sign every attempt again, with a fresh nonce",
+        )
     return signature
 
 
@@ -77,7 +86,7 @@ class SignedBody(Generic[Message]):
         self._model = model
 
     async def __call__(self, request: Request) -> Signed[Message]:
-        # Cheapest first: a length is a header, a signature some arithmetic, the look for a replay a
+        # Cheapest first: a length is a header, a signature some arithmetic, the look for a replay perhaps a
         # transaction.
         declared_length(request, MAX_BODY_BYTES)
         signature = await verified(request)

@@ -27,7 +27,7 @@ class LocalEngine(TextEngine):
     def __init__(self, checkpoint_path: Path, device: torch.device | None = None) -> None:
         checkpoint = load_checkpoint(checkpoint_path, device or torch.device("cpu"))
         self.blocks = tuple(range(len(checkpoint.blocks)))
-        info = model_info(checkpoint, fingerprint(checkpoint_path, checkpoint))
+        info = model_info(checkpoint_path, checkpoint, fingerprint(checkpoint_path, checkpoint))
         super().__init__(info, Batcher(HeldBlocks(checkpoint, self.blocks)), draft_blocks=(0,))
 
     @property

@@ -82,7 +82,7 @@ class RemoteEngine(TextEngine):
         self.config = config
         self.shape = fingerprint(checkpoint_path, checkpoint)
         batcher = Batcher(HeldBlocks(checkpoint, draft_blocks))
-        super().__init__(model_info(checkpoint, self.shape), batcher, draft_blocks)
+        super().__init__(model_info(checkpoint_path, checkpoint, self.shape), batcher, draft_blocks)
         self.pooling = checkpoint.pooling
         # One random name for this engine: its sessions outlive a connection, and no other client can guess
         # it.

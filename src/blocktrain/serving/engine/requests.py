@@ -180,6 +180,8 @@ class ModelInfo:
     num_blocks: int
     tokenizer: Tokenizer
     trained_for_sweep: bool = False
+    versions: tuple[int, ...] = ()
+    """Merges in each block, where the model was taken from a run."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:

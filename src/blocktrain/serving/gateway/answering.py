@@ -19,6 +19,7 @@ from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
+from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
@@ -36,6 +37,8 @@ class ClientGoneError(Exception):
 class Job:
     """A checked request: what to write and how the client wants to see it."""
 
+    engine: TextEngine
+    """The one that writes all of it."""
     choices: Sequence[Choice]
     format: AnswerFormat
     mode: Mode
@@ -63,6 +66,7 @@ class Job:
             wire_bytes_sent=totals.sum("wire_bytes_sent"),
             wire_bytes_received=totals.sum("wire_bytes_received"),
             degraded_blocks=totals.degraded_blocks,
+            versions=list(self.engine.model.versions),
         )
         return Usage(
             prompt_tokens=self.prompt_tokens,
@@ -74,6 +78,8 @@ class Job:
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""
         headers = {"x-blocktrain-mode": self.mode, "x-blocktrain-seed": str(self.seed)}
+        if self.engine.model.versions:
+            headers["x-blocktrain-versions"] = ",".join(map(str, self.engine.model.versions))
         if self.ignored:
             headers["x-blocktrain-ignored"] = ",".join(self.ignored)
         degraded = self.totals.degraded_blocks
@@ -94,8 +100,8 @@ class Job:
 
 
 class Answerer:
-    def __init__(self, engine: TextEngine, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
-        self.engine, self.limits, self.metrics = engine, limits, metrics
+    def __init__(self, engines: Engines, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
+        self.engines, self.limits, self.metrics = engines, limits, metrics
         self.places = Places(limits)
 
     async def write(self, job: Job, emit: Emit) -> None:
@@ -108,11 +114,12 @@ class Answerer:
             await emit(piece)
 
         try:
-            async with (
-                self.places.taken(len(job.choices), job.client),
-                asyncio.timeout(self.limits.request_seconds),
-            ):
-                await write_choices(self.engine, job.choices, timed, job.totals)
+            with self.engines.used(job.engine):
+                async with (
+                    self.places.taken(len(job.choices), job.client),
+                    asyncio.timeout(self.limits.request_seconds),
+                ):
+                    await write_choices(job.engine, job.choices, timed, job.totals)
         except TooManyRequestsError:
             self.metrics.refusals.labels("places").inc()
             raise

@@ -32,6 +32,7 @@ from blocktrain.serving.gateway.answering import Answerer, EventStream, Job
 from blocktrain.serving.gateway.api_errors import ApiError, as_api_error, printable
 from blocktrain.serving.gateway.chat_template import STOPS, chat_prompt
 from blocktrain.serving.gateway.choices import Choice, choice_seed
+from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.formats import AnswerFormat, ChatFormat, CompletionFormat
 from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Keys, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
@@ -67,6 +68,7 @@ ANSWER_HEADERS = (
     "x-blocktrain-mode",
     "x-blocktrain-seed",
     "x-blocktrain-traversals",
+    "x-blocktrain-versions",
     "x-blocktrain-wire-bytes-received",
     "x-blocktrain-wire-bytes-sent",
 )
@@ -97,11 +99,16 @@ class GatewayConfig:
 class Gateway:
     """Routes and the checks behind them."""
 
-    def __init__(self, engine: TextEngine, config: GatewayConfig) -> None:
-        self.engine, self.config, self.limits = engine, config, config.limits
+    def __init__(self, engines: Engines, config: GatewayConfig) -> None:
+        self.engines, self.config, self.limits = engines, config, config.limits
         self.metrics = GatewayMetrics()
-        self.answerer = Answerer(engine, config.limits, self.metrics)
+        self.answerer = Answerer(engines, config.limits, self.metrics)
         self.created = int(time.time())
+
+    @property
+    def engine(self) -> TextEngine:
+        """What a request gets that comes now."""
+        return self.engines.newest
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -140,6 +147,7 @@ class Gateway:
             chat_template=chat_prompt([ChatMessage(role="user", content="{question}")]),
             vocabulary=info.vocabulary,
             modes=list(info.modes),
+            versions=list(info.versions),
         )
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
@@ -251,7 +259,8 @@ class Gateway:
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
         self._require_model(body.model)
-        model, limits = self.engine.model, self.limits
+        engine, limits = self.engine, self.limits
+        model = engine.model
         texts = [
             prompt if isinstance(prompt, list) else [int(t) for t in model.tokenizer.encode(prompt.encode())]
             for prompt in prompts
@@ -315,6 +324,7 @@ class Gateway:
             for number in range(body.n or 1)
         ]
         return Job(
+            engine=engine,
             choices=[
                 Choice(i, request, tuple(stops), echo, bool(body.ignore_eos))
                 for i, request in enumerate(requests)
@@ -337,10 +347,10 @@ def _wrong(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def create_app(engine: TextEngine, config: GatewayConfig | None = None) -> FastAPI:
+def create_app(engines: Engines, config: GatewayConfig | None = None) -> FastAPI:
     """The application; whoever runs it starts and closes the engine (see `gateway.main`)."""
     config = config or GatewayConfig()
-    gateway = Gateway(engine, config)
+    gateway = Gateway(engines, config)
 
     # No /docs: its page would load scripts from another origin. /openapi.json is served.
     app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, docs_url=None, redoc_url=None)

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.api_errors import ApiError
 from blocktrain.serving.gateway.app import GatewayConfig, create_app
+from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.limits import load_keys, parse_limits
 from blocktrain.serving.transport import Address
+from blocktrain.serving.versions import current_checkpoint, watch
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,11 @@ class GatewayServer(uvicorn.Server):
         yield
 
 
-def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
+def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
     connections = max_connections()
     return GatewayServer(
         uvicorn.Config(
-            create_app(engine, config),
+            create_app(engines, config),
             http=limited_protocol(
                 connections,
                 lambda status, message: ApiError(status, message, code=CONNECTION_CODES[status]).json(),
@@ -67,10 +69,17 @@ def new_server(engine: TextEngine, config: GatewayConfig) -> GatewayServer:
 
 
 async def serve_gateway(
-    engine: TextEngine, server: GatewayServer, opened: socket.socket, announce: Announce
+    engines: Engines,
+    server: GatewayServer,
+    opened: socket.socket,
+    announce: Announce,
+    following: Callable[[], Coroutine[None, None, None]] | None = None,
 ) -> None:
-    """Serve until the server is told to exit; `announce` gets the readiness line."""
+    """Serve until the server is told to exit; `announce` gets the readiness line. `following` runs beside it
+    and replaces the engine (`follow`)."""
+    engine = engines.newest
     await engine.start()
+    beside = None if following is None else asyncio.create_task(following())
     try:
         opened.listen(BACKLOG)  # before the announcement, so that who reads it can connect
         ready, reason = engine.ready
@@ -78,8 +87,23 @@ async def serve_gateway(
         announce(f"gateway ready url={url_of(opened)} model={engine.model.name}")
         await server.serve(sockets=[opened])
     finally:
-        await engine.close()
+        if beside is not None:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+        await engines.close()
         opened.close()
+
+
+async def follow(
+    engines: Engines, folder: Path, served: Path, engine_of: Callable[[Path], TextEngine]
+) -> None:
+    """Without end: give new requests what the folder's `current` names (`serving.versions`)."""
+
+    async def take_over(checkpoint: Path) -> None:
+        # In a thread: answers go on while the new blocks are loaded.
+        await engines.replace(await asyncio.to_thread(engine_of, checkpoint))
+
+    await watch(folder, served, take_over)
 
 
 def gateway_config(
@@ -110,27 +134,35 @@ def run_gateway(
     blocks are held in this process."""
     # The port first: loading takes seconds, and a port that is taken should be said before them.
     with open_port(host, port) as opened:
-        engine: TextEngine
-        if stages:
-            addresses = [Address.parse(stage) for stage in stages]
-            engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, token=token))
-        else:
-            engine = LocalEngine(checkpoint)
-        server = new_server(engine, config or GatewayConfig())
-        asyncio.run(serve_gateway(engine, server, opened, announce))
+        addresses = [Address.parse(stage) for stage in stages]
+
+        def engine_of(path: Path) -> TextEngine:
+            if addresses:
+                return RemoteEngine(path, EngineConfig(stages=addresses, token=token))
+            return LocalEngine(path)
+
+        served = current_checkpoint(checkpoint)
+        engines = Engines(engine_of(served))
+        server = new_server(engines, config or GatewayConfig())
+
+        def following() -> Coroutine[None, None, None]:
+            return follow(engines, checkpoint, served, engine_of)
+
+        asyncio.run(serve_gateway(engines, server, opened, announce, following))
 
 
 @contextmanager
 def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) -> Iterator[str]:
     """A gateway in a thread of this process, on a free port; gives its address."""
     opened = open_port("127.0.0.1", 0)
-    server = new_server(engine, config or GatewayConfig())
+    engines = Engines(engine)
+    server = new_server(engines, config or GatewayConfig())
     opened_up = threading.Event()
     failures: list[BaseException] = []
 
     def serve() -> None:
         try:
-            asyncio.run(serve_gateway(engine, server, opened, lambda line: opened_up.set()))
+            asyncio.run(serve_gateway(engines, server, opened, lambda line: opened_up.set()))
         except BaseException as error:
             failures.append(error)
             opened_up.set()

@@ -354,6 +354,8 @@ class TraversalUsage(BaseModel):
     wire_bytes_received: int
     degraded_blocks: list[int]
     """Blocks that some traversal had to do without."""
+    versions: list[int] = []
+    """Merges in each block of the model that wrote it, where it was taken from a run."""
 
 
 class Usage(BaseModel):
@@ -461,6 +463,8 @@ class ModelCard(BaseModel):
     """A conversation of one question as the model sees it."""
     vocabulary: int
     modes: list[Mode]
+    versions: list[int] = []
+    """Merges in each block, where the model was taken from a run."""
 
 
 class ModelList(BaseModel):

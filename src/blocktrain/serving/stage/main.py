@@ -14,6 +14,7 @@ from blocktrain.errors import UserError
 from blocktrain.serving.blocks import HeldBlocks
 from blocktrain.serving.fingerprint import fingerprint
 from blocktrain.serving.stage.stage import Stage, StageConfig
+from blocktrain.serving.versions import current_checkpoint, watch
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import ModelShape
 
@@ -46,6 +47,17 @@ def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tupl
     return HeldBlocks(checkpoint, blocks), fingerprint(path, checkpoint)
 
 
+async def follow(stage: Stage, folder: Path, served: Path, device: torch.device) -> None:
+    """Without end: serve what the folder's `current` names too (`serving.versions`)."""
+
+    async def take_over(checkpoint: Path) -> None:
+        # In a thread: what is served goes on while the new blocks are loaded.
+        held, shape = await asyncio.to_thread(load_blocks, checkpoint, stage.blocks, device)
+        await stage.adopt(held, shape)
+
+    await watch(folder, served, take_over)
+
+
 def run_stage(
     path: Path,
     blocks: Sequence[int],
@@ -60,7 +72,8 @@ def run_stage(
     gets the readiness line."""
     if threads is not None:
         torch.set_num_threads(threads)
-    held, shape = load_blocks(path, blocks, device)
+    served = current_checkpoint(path)
+    held, shape = load_blocks(served, blocks, device)
 
     async def serve() -> None:
         stopped = asyncio.Event()
@@ -77,7 +90,9 @@ def run_stage(
             metrics, _ = start_http_server(metrics_port, config.listen.host, stage.metrics.registry)
             line += f" metrics={metrics.server_port}"
         announce(line)
+        following = asyncio.create_task(follow(stage, path, served, device))
         await stopped.wait()
+        following.cancel()
         await stage.drain()
         if metrics is not None:
             metrics.shutdown()

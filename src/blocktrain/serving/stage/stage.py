@@ -93,8 +93,28 @@ FAILURE_CODES: dict[type[Exception], FailureCode] = {
 
 
 @dataclass(eq=False)
+class ServedModel:
+    """A checkpoint's blocks with their sessions. While a newer one takes over, both are here."""
+
+    held: HeldBlocks
+    shape: ModelShape
+    sessions: SessionStore
+    batcher: Batcher
+
+    @property
+    def limits(self) -> FrameLimits:
+        """A context's ids; with sweep, also a row for each new token."""
+        position_bytes = frames.id_dtype(self.shape.vocabulary).itemsize
+        if self.held.objective.trained_for_sweep:
+            position_bytes += frames.row_bytes(Codec.F32, self.shape.vocabulary)
+        return FrameLimits(payload_bytes=self.shape.context * position_bytes)
+
+
+@dataclass(eq=False)
 class _Connection:
     stream: FrameStream
+    model: ServedModel
+    """What HELLO asked for; before it, the newest."""
     client: str = ""
     in_flight: int = 0
 
@@ -106,29 +126,51 @@ class Stage:
     _expiry: asyncio.Task[None]
 
     def __init__(self, held: HeldBlocks, shape: ModelShape, config: StageConfig) -> None:
-        self.held, self.shape, self.config = held, shape, config
+        self.config = config
         self.blocks = sorted(held.blocks)
-        self.sessions = SessionStore(
-            max_sessions=config.max_sessions,
-            max_positions=config.max_positions,
-            idle_seconds=config.idle_seconds,
-        )
         self.metrics = StageMetrics()
-        self._batcher = Batcher(held, max_waiting=config.max_waiting, observe=self.metrics.observe_forward)
-        # A context's ids; with sweep, also a row for each new token.
-        swept = held.objective.trained_for_sweep
-        position_bytes = frames.id_dtype(shape.vocabulary).itemsize
-        position_bytes += frames.row_bytes(Codec.F32, shape.vocabulary) if swept else 0
-        self._limits = FrameLimits(payload_bytes=shape.context * position_bytes)
+        self.newest = self._model(held, shape)
+        self._models = [self.newest]
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
-        self.metrics.sessions.set_function(lambda: len(self.sessions))
-        self.metrics.positions.set_function(lambda: self.sessions.num_positions)
-        self.metrics.evicted.set_function(lambda: self.sessions.num_evicted)
+        self.metrics.sessions.set_function(lambda: sum(len(one.sessions) for one in self._models))
+        self.metrics.positions.set_function(lambda: sum(one.sessions.num_positions for one in self._models))
+        self.metrics.evicted.set_function(lambda: self.newest.sessions.num_evicted)
         self.metrics.connections.set_function(lambda: len(self._connections))
-        self.metrics.waiting.set_function(lambda: self._batcher.num_waiting)
+        self.metrics.waiting.set_function(lambda: sum(one.batcher.num_waiting for one in self._models))
+
+    def _model(self, held: HeldBlocks, shape: ModelShape) -> ServedModel:
+        config = self.config
+        sessions = SessionStore(
+            max_sessions=config.max_sessions,
+            max_positions=config.max_positions,
+            idle_seconds=config.idle_seconds,
+        )
+        batcher = Batcher(held, max_waiting=config.max_waiting, observe=self.metrics.observe_forward)
+        return ServedModel(held, shape, sessions, batcher)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.newest.shape
+
+    @property
+    def sessions(self) -> SessionStore:
+        return self.newest.sessions
+
+    async def adopt(self, held: HeldBlocks, shape: ModelShape) -> None:
+        """Serve newer weights of the same blocks too. Connections stay with the model they asked for, and one
+        that nobody is connected to any more is dropped when the next is adopted."""
+        # A roll back names a model that may still be here.
+        known = [one for one in self._models if one.shape == shape]
+        self.newest = known[0] if known else self._model(held, shape)
+        used = {id(connection.model) for connection in self._connections} | {id(self.newest)}
+        unused = [one for one in self._models if id(one) not in used]
+        self._models = [one for one in self._models if id(one) in used and one is not self.newest]
+        self._models.append(self.newest)
+        for one in unused:
+            await one.batcher.close()
 
     @classmethod
     async def open(cls, held: HeldBlocks, shape: ModelShape, config: StageConfig) -> Stage:
@@ -156,7 +198,8 @@ class Stage:
         for task in (*self._requests, *self._talks):
             task.cancel()
         await asyncio.gather(*self._requests, *self._talks, self._expiry, return_exceptions=True)
-        await self._batcher.close()
+        for one in self._models:
+            await one.batcher.close()
 
     async def drain(self) -> None:
         """Take nothing new, finish what was accepted, then stop."""
@@ -179,13 +222,15 @@ class Stage:
         while True:
             await asyncio.sleep(self.config.idle_seconds / 4)
             # A client that died sent no RELEASE; its caches would stay until others push them out.
-            self.sessions.expire(loop.time())
+            for one in self._models:
+                one.sessions.expire(loop.time())
 
     # ---- connections ----
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of our own: asyncio's (before 3.12) reports one that was cancelled as an error.
-        talk = asyncio.get_running_loop().create_task(self._talk(_Connection(FrameStream(reader, writer))))
+        connection = _Connection(FrameStream(reader, writer), self.newest)
+        talk = asyncio.get_running_loop().create_task(self._talk(connection))
         self._talks.add(talk)
         talk.add_done_callback(self._talks.discard)
 
@@ -195,7 +240,7 @@ class Stage:
         try:
             if await self._greet(connection):
                 while True:
-                    await self._take(connection, await connection.stream.read(self._limits))
+                    await self._take(connection, await connection.stream.read(connection.model.limits))
                     self._count_bytes(connection.stream)
         except ConnectionLostError:
             pass
@@ -234,7 +279,9 @@ class Stage:
         elif self._draining:
             refusal = "this stage is shutting down"
         else:
-            refusal = model_mismatch(expected=self.shape, found=hello.model)
+            known = [one for one in self._models if one.shape == hello.model]
+            connection.model = known[0] if known else self.newest
+            refusal = model_mismatch(expected=connection.model.shape, found=hello.model)
         if refusal is not None or hello is None:
             self.metrics.refused.labels(reason="hello").inc()
             log.warning("refused connection peer=%s reason=%r", stream.peer, refusal)
@@ -243,7 +290,8 @@ class Stage:
             return False
         connection.client = hello.client
         # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
-        welcome = Welcome(self.shape, self.blocks, config.credits, self.shape.context)
+        shape = connection.model.shape
+        welcome = Welcome(shape, self.blocks, config.credits, shape.context)
         # In the header and not in WELCOME, whose fields older engines know by heart.
         header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS)
         await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
@@ -257,7 +305,9 @@ class Stage:
             await connection.stream.write(frames.encode_frame(replace(frame.header, type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
-            asyncio.get_running_loop().call_soon(self._release, (connection.client, frame.header.session))
+            asyncio.get_running_loop().call_soon(
+                self._release, connection.model.sessions, (connection.client, frame.header.session)
+            )
         elif frame.type not in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
@@ -270,8 +320,8 @@ class Stage:
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
 
-    def _release(self, key: SessionKey) -> None:
-        released = self.sessions.release(key)
+    def _release(self, sessions: SessionStore, key: SessionKey) -> None:
+        released = sessions.release(key)
         if released is not None and released.outcome is not None:
             released.outcome.cancel()
 
@@ -281,7 +331,7 @@ class Stage:
             kind = FrameType.LOG_PROBS
             logs = np.empty((0, 0))
             if frame.type == FrameType.REFINE:
-                kind, rows = await self._refined(frame)
+                kind, rows = await self._refined(connection.model, frame)
             else:
                 found = await self._rows(connection, frame)
                 if found is None:
@@ -296,7 +346,7 @@ class Stage:
             header = Header(kind, codec, rows=len(rows))
             if codec == Codec.BEST:
                 # In a thread: the noise of a row over 32,768 tokens takes a millisecond.
-                encoded = await asyncio.to_thread(self._best, decode_metadata(frame, Ask), rows)
+                encoded = await asyncio.to_thread(_best, connection.model, decode_metadata(frame, Ask), rows)
             else:
                 encoded = frames.encode_rows(rows, codec)
             payload = encoded + frames.encode_log_weights(logs)
@@ -319,19 +369,6 @@ class Stage:
         finally:
             connection.in_flight -= 1
 
-    def _best(self, ask: Ask, rows: NDArray[Any]) -> bytes:
-        """The best tokens of each row and their scores."""
-        draw = ask.draw
-        assert draw is not None, "checked when the rows were asked for"
-        weight = max(self.held.weight_of(ask.blocks), LEAST_WEIGHT)
-        sampler = Sampler(draw.seed, draw.temperature)
-        ids, scores = best_scores(rows, sampler, draw.position, weight, draw.tokens)
-        if not np.isfinite(scores).all():
-            raise RequestRefusedError(
-                FailureCode.BAD_REQUEST, f"no finite scores at temperature {draw.temperature}; expected more"
-            )
-        return frames.encode_best(ids, scores, self.shape.vocabulary)
-
     def _deadline(self, header: Header) -> float:
         if header.deadline_ms == frames.NO_DEADLINE:
             return float("inf")
@@ -339,17 +376,17 @@ class Stage:
 
     async def _rows(self, connection: _Connection, frame: Frame) -> WeighedRows | None:
         """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
-        header, ask = frame.header, decode_metadata(frame, Ask)
-        ids = frames.decode_ids(frame.payload, self.shape.vocabulary)
+        model, header, ask = connection.model, frame.header, decode_metadata(frame, Ask)
+        ids = frames.decode_ids(frame.payload, model.shape.vocabulary)
         blocks = tuple(ask.blocks)
         problem = None
         if not blocks or not set(blocks) <= set(self.blocks):
             problem = (
                 f"expected blocks among {self.blocks}, found {ask.blocks}; route by the blocks of WELCOME"
             )
-        elif not 1 <= header.rows <= len(ids) or header.base + len(ids) > self.shape.context:
+        elif not 1 <= header.rows <= len(ids) or header.base + len(ids) > model.shape.context:
             problem = (
-                f"expected 1 to {len(ids)} rows and positions up to {self.shape.context}, found "
+                f"expected 1 to {len(ids)} rows and positions up to {model.shape.context}, found "
                 f"{header.rows} rows and {header.base} + {len(ids)} positions"
             )
         elif header.codec == Codec.NONE:
@@ -359,13 +396,13 @@ class Stage:
         if problem is not None:
             raise RequestRefusedError(FailureCode.BAD_REQUEST, problem)
         if frame.type == FrameType.EXACT:
-            return await self._batcher.submit(RowWork(ids, 1, blocks, {}, exact=True), self._deadline(header))
+            return await model.batcher.submit(RowWork(ids, 1, blocks, {}, exact=True), self._deadline(header))
         if frame.type == FrameType.SCORE:
-            work = RowWork(ids, header.rows, blocks, self.held.new_caches(blocks))
-            return await self._batcher.submit(work, self._deadline(header))
+            work = RowWork(ids, header.rows, blocks, model.held.new_caches(blocks))
+            return await model.batcher.submit(work, self._deadline(header))
 
         key = (connection.client, header.session)
-        session = self.sessions.get(key)
+        session = model.sessions.get(key)
         asked = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
         step = next_step(session, asked)
         if step is Step.STALE:
@@ -375,12 +412,12 @@ class Stage:
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, blocks, self.held.new_caches(blocks))
+                session = Session(header.epoch, blocks, model.held.new_caches(blocks))
             work = RowWork(ids, header.rows, session.blocks, session.caches, header.base)
-            session.outcome = self._batcher.submit(work, self._deadline(header))
+            session.outcome = model.batcher.submit(work, self._deadline(header))
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
-            self.sessions.put(key, session, asyncio.get_running_loop().time())
+            model.sessions.put(key, session, asyncio.get_running_loop().time())
         assert session is not None
         assert session.outcome is not None
         try:
@@ -390,14 +427,14 @@ class Stage:
             return None
         except Exception:
             # Its caches may be half way through a forward pass: nothing may continue from them.
-            if self.sessions.get(key) is session:
-                self.sessions.release(key)
+            if model.sessions.get(key) is session:
+                model.sessions.release(key)
             raise
 
-    async def _refined(self, frame: Frame) -> tuple[FrameType, NDArray[Any]]:
+    async def _refined(self, model: ServedModel, frame: Frame) -> tuple[FrameType, NDArray[Any]]:
         """Rows of a sweep through this stage's blocks; nothing is kept."""
-        header, shape = frame.header, self.shape
-        if not self.held.objective.trained_for_sweep:
+        header, shape = frame.header, model.shape
+        if not model.held.objective.trained_for_sweep:
             raise RequestRefusedError(FailureCode.BAD_REQUEST, "this model was not trained for sweep")
         ask = decode_metadata(frame, Refine)
         blocks = tuple(ask.blocks)
@@ -421,8 +458,8 @@ class Stage:
         task = Refinement(
             known=known, num_new=header.rows, seed=ask.seed, position=ask.position, passes=ask.passes
         )
-        refined = await self._batcher.call(
-            lambda: self.held.refine(task, blocks, rows), self._deadline(header)
+        refined = await model.batcher.call(
+            lambda: model.held.refine(task, blocks, rows), self._deadline(header)
         )
         is_last = blocks[-1] == shape.num_blocks - 1
         return FrameType.LOG_PROBS if is_last else FrameType.REFINED, refined
@@ -448,3 +485,17 @@ class Stage:
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
+
+
+def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:
+    """The best tokens of each row and their scores."""
+    draw = ask.draw
+    assert draw is not None, "checked when the rows were asked for"
+    weight = max(model.held.weight_of(ask.blocks), LEAST_WEIGHT)
+    sampler = Sampler(draw.seed, draw.temperature)
+    ids, scores = best_scores(rows, sampler, draw.position, weight, draw.tokens)
+    if not np.isfinite(scores).all():
+        raise RequestRefusedError(
+            FailureCode.BAD_REQUEST, f"no finite scores at temperature {draw.temperature}; expected more"
+        )
+    return frames.encode_best(ids, scores, model.shape.vocabulary)

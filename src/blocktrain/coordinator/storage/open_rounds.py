@@ -1,0 +1,150 @@
+"""The blocks' open rounds as the database tells them, for `decisions.rounds` to decide on.
+
+Every heartbeat, assignment, commit and look asks, and the answer changes only with arrivals, verdicts and
+merges. So what has arrived is remembered, with the block's version and its `revision`, which every arrival
+and verdict raises in its own transaction. That is right for several processes too: they read the block's row
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import BigInteger, BindParameter, ColumnElement, Select, bindparam, select
+from sqlalchemy.orm import Session
+
+from blocktrain.coordinator.decisions.rounds import (
+    HISTORY_ARRIVALS,
+    PACE_ROUNDS,
+    Arrivals,
+    BlockPace,
+    OpenRound,
+    RoundClock,
+    RoundFacts,
+    round_clock,
+    round_state,
+    run_seconds_left,
+)
+from blocktrain.coordinator.reputation_rows import read_standing
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.states import COUNTED, WAITING, UpdateState
+from blocktrain.coordinator.storage.queries import live_since
+from blocktrain.coordinator.storage.store import BlockRow, MergeRow, UpdateRow, WorkerRow
+
+# Statements are made once, with names for what differs: making one takes as long as running it.
+_BLOCK: BindParameter[int] = bindparam("block")
+_VERSION: BindParameter[int] = bindparam("version", type_=BigInteger)
+_ON_HEAD = UpdateRow.base_version == _VERSION
+_COLUMNS = (UpdateRow.worker_id, UpdateRow.state, UpdateRow.base_version, UpdateRow.revealed)
+# What has a merge version belongs to the merge under way, no longer to the open round.
+_WAITING = select(*_COLUMNS, UpdateRow.merge_version).where(
+    UpdateRow.block == _BLOCK, UpdateRow.state.in_((*WAITING, UpdateState.JUDGING))
+)
+_REFUSED = select(UpdateRow.worker_id).where(
+    UpdateRow.block == _BLOCK, UpdateRow.state == UpdateState.REFUSED, _ON_HEAD
+)
+_LIVE = select(WorkerRow.worker_id, WorkerRow.established, WorkerRow.standing).where(
+    WorkerRow.block == _BLOCK, WorkerRow.last_seen > bindparam("since")
+)
+_VERSIONS = select(BlockRow.block, BlockRow.version).order_by(BlockRow.block)
+_MERGES = (
+    select(MergeRow.begun, MergeRow.closed)
+    .where(MergeRow.block == _BLOCK, MergeRow.version > _VERSION - PACE_ROUNDS)
+    .order_by(MergeRow.version)
+)
+
+
+def _offsets(*chosen: ColumnElement[bool]) -> Select[Any]:
+    """Offsets of the block's latest arrivals."""
+    return (
+        select(UpdateRow.offset)
+        .where(UpdateRow.block == _BLOCK, UpdateRow.offset.is_not(None), *chosen)
+        .order_by(UpdateRow.revealed.desc())
+        .limit(HISTORY_ARRIVALS)
+    )
+
+
+_COUNTED = UpdateRow.state.in_(COUNTED)
+_HISTORY = _offsets(_COUNTED, UpdateRow.base_version < _VERSION)
+_THIS_ROUND = _offsets(_COUNTED, _ON_HEAD)
+_THIS_ROUND_OF_ALL = _offsets(_ON_HEAD)
+
+
+class OpenRounds:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._arrivals: dict[int, tuple[tuple[int, int, int | None], Arrivals]] = {}
+        """Block to a moment of its row and what had arrived then."""
+        self._paces: dict[int, BlockPace] = {}
+
+    def state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
+        """The block's open round as it stands: who it waits for, until when, and whether it closes now."""
+        return round_state(self.facts(session, row, now), self._run.swarm, self._run.recipe.trust, now)
+
+    def clock(self, session: Session, row: BlockRow, now: float) -> RoundClock:
+        """Its deadline alone, which takes no look at the workers."""
+        return round_clock(self.arrivals(session, row), self._run.swarm, now)
+
+    def facts(self, session: Session, row: BlockRow, now: float) -> RoundFacts:
+        values = {"block": row.block, "since": live_since(now, self._run.swarm)}
+        workers = session.execute(_LIVE, values).all()
+        established = {
+            name: read_standing(standing).good_verdicts for name, is_one, standing in workers if is_one
+        }
+        live = frozenset(name for name, _, _ in workers)
+        return RoundFacts(**vars(self.arrivals(session, row)), live=live, established=established)
+
+    def arrivals(self, session: Session, row: BlockRow) -> Arrivals:
+        """Not for a transaction that has raised the block's revision itself: it may yet be rolled back."""
+        moment = row.revision, row.version, row.closing_version
+        remembered, found = self._arrivals.get(row.block, (None, None))
+        if found is None or remembered != moment:
+            # The row was read before: what is found now is of that moment, or newer.
+            found = _arrivals(session, row)
+            self._arrivals[row.block] = moment, found
+        return replace(
+            found, begun=row.begun, merging=row.closing_version is not None, claimed_until=row.claim_until
+        )
+
+    def seconds_left(self, session: Session, now: float) -> float | None:
+        """Until the run is finished, at the pace of the last rounds."""
+        connection, paces = session.connection(), []
+        for block, version in connection.execute(_VERSIONS):
+            pace = self._paces.get(block)
+            if pace is None or pace.version != version:
+                merges = connection.execute(_MERGES, {"block": block, "version": version}).all()
+                first = merges[0].closed - merges[0].begun if merges and merges[0].begun is not None else None
+                closed = tuple(one.closed for one in merges)
+                pace = self._paces[block] = BlockPace(version=version, closed=closed, first_seconds=first)
+            paces.append(pace)
+        return run_seconds_left(paces, self._run.swarm.rounds, now)
+
+
+def _arrivals(session: Session, row: BlockRow) -> Arrivals:
+    session.flush()
+    connection, values = session.connection(), {"block": row.block, "version": row.version}
+
+    def offsets(statement: Select[Any], version: int = row.version) -> Sequence[float]:
+        found = connection.execute(statement, {"block": row.block, "version": version})
+        return [offset for (offset,) in found if offset is not None]
+
+    updates = connection.execute(_WAITING, values).all()
+    waiting = [one for one in updates if one.state in WAITING and one.merge_version is None]
+    history = offsets(_HISTORY)
+    return Arrivals(
+        version=row.version,
+        begun=row.begun,
+        on_time=frozenset(one.worker_id for one in waiting if one.state == UpdateState.ACCEPTED),
+        late=frozenset(one.worker_id for one in waiting if one.state == UpdateState.LATE),
+        counted=frozenset(
+            one.worker_id for one in updates if one.state in WAITING and one.base_version == row.version
+        ),
+        refused=frozenset(name for (name,) in connection.execute(_REFUSED, values)),
+        judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
+        history=history,
+        before=offsets(_HISTORY, row.version - 1) if history else (),
+        # Where nothing counts nobody can be cut off, and a lone worker that was refused may try again soon.
+        this_round=() if history else offsets(_THIS_ROUND) or offsets(_THIS_ROUND_OF_ALL),
+    )
