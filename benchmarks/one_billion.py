@@ -2,7 +2,7 @@
 
     blocktrain data tokenizer train TEXT --vocabulary 32768 --out tokenizer.json
     blocktrain data prepare TEXT --tokenizer tokenizer.json --out dataset
-    python benchmarks/one_billion.py dataset --out one-billion.json        # an H200
+    python benchmarks/one_billion.py dataset --out one-billion.json        # an H200: 7 minutes
     python benchmarks/one_billion.py dataset --tiny --device cpu           # tries the script: a minute
 
 `blocktrain swarm` starts a coordinator and two workers for each block, which speak HTTP; then the checkpoint
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--blocks", type=int, default=4, help="train so many of the four blocks")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker's step")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="each keeps a snapshot of every block")
     parser.add_argument("--seconds", type=float, default=420.0, help="end the training after so long")
     parser.add_argument("--work", type=Path, help="folder for the run; default: a temporary one")
     parser.add_argument("--tiny", action="store_true", help="a shape for trying the script")

@@ -82,6 +82,11 @@ KINDS: Mapping[str, Kind] = {
         ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
         {"results": list},
     ),
+    "one_billion": Kind(
+        "one-billion.json",
+        (*SWARM, "benchmarks/one_billion.py", "recipes/one-billion.toml"),
+        {"training_loss": list, "final": dict, "greedy": list, "versions": list},
+    ),
     "specialise": Kind(
         "specialise-*.json", (*TRAINING, "benchmarks/specialise.py"), {"units": list, "pools": (list, dict)}
     ),
@@ -103,6 +108,9 @@ KINDS: Mapping[str, Kind] = {
         "t8.json",
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
         {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
+    ),
+    "refine": Kind(
+        "refine*.json", (*TRAINING, "benchmarks/refine.py"), {"gap": NUMBER, "end_to_end": NUMBER}
     ),
     "unequal": Kind(
         "unequal*.json", (*TRAINING, "benchmarks/unequal.py"), {"pools": dict, "gain": NUMBER, "blocks": list}

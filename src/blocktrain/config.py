@@ -73,6 +73,12 @@ OTHER_FAMILIES_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "training": {"clip_norm": 1.0},
 }
 """What a recipe of another family than `blocktrain` has where it says nothing."""
+SERIAL_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    # Parts that train at the same time all correct the same error, so their moves add up to too much: from
+    # scratch at 3e-3 that is 1.2 nats per byte where end to end is 0.68 (docs/decisions/0019).
+    "training": {"matrix_lr": 3e-4, "other_lr": 3e-4, "reference": False},
+}
+"""What a recipe with `objective.kind = "serial"` has where it says nothing."""
 
 
 class RopeScaling(typing.NamedTuple):
@@ -230,8 +236,8 @@ class ObjectiveConfig:
     kind: Literal["denoise", "chain", "serial"] = "denoise"
     """`denoise`: the published block-local objective, blocks independent (plain cross entropy where the
     family knows no noise); `chain`: a serial model, in which a block takes the features of the frozen one
-    before it as input; `serial`: parts of one deep model, as `import --parts` makes them, to be served and
-    exported."""
+    before it as input; `serial`: parts of one deep model, as `import --parts` makes them, each trained
+    with the exact loss through the frozen others."""
     hint_probability: float = 0.15
     """Share of sequences trained with a noised target; the rest see the null hint. 1 is the litepaper."""
     sweep_probability: float = 0.0
@@ -364,8 +370,8 @@ class TrainingConfig:
     clip_norm: float = 4.0
     """Gradient norm limit; the loss weight of the objective is about 4, so this is 1 for plain CE."""
     order: Literal["sequential", "turns"] = "sequential"
-    """`sequential`: one block after another; `turns`: one step of each block in turn, where the
-    frozen blocks of a `chain` are copies refreshed every `swarm.steps_per_round` steps, as in a swarm."""
+    """`sequential`: one block after another; `turns`: one step of each block in turn, where the frozen blocks
+    of a `chain` or `serial` model are copies refreshed every `swarm.steps_per_round` steps, as in a swarm."""
     checkpoint_seconds: float = 60.0
     """How often training state is saved for --resume."""
     reference: bool = True
@@ -381,8 +387,8 @@ class TrainingConfig:
     momentum: Literal["float32", "bfloat16"] = "float32"
     """How Muon keeps its momentum; `bfloat16` saves 2 bytes per value of the layers' matrices."""
     frozen_host_bytes: int = 1 << 30
-    """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"`); less of it means
-    more trips of weights to the device, and the same result."""
+    """Host memory for the features of frozen blocks upstream (`objective.kind = "chain"` or `"serial"`); less
+    of it means more trips of weights to the device, and the same result."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch"):
@@ -825,12 +831,16 @@ def resolve_recipe(
         dotted = dotted.strip()
         _require(bool(equals and dotted), f"--set {override!r}: expected section.key=value")
         _assign(merged, dotted, text.strip())
-    model = merged.get("model")
-    family = model.get("family", "blocktrain") if isinstance(model, dict) else "blocktrain"
-    if str(family) != "blocktrain":
-        for section, defaults in OTHER_FAMILIES_DEFAULTS.items():
-            given = merged.get(section, {})
-            merged[section] = {**defaults, **given} if isinstance(given, dict) else given
+
+    def chosen(section: str, key: str) -> str | None:
+        values = merged.get(section)
+        return str(values[key]) if isinstance(values, dict) and key in values else None
+
+    kinds = [OTHER_FAMILIES_DEFAULTS] if chosen("model", "family") not in (None, "blocktrain") else []
+    kinds += [SERIAL_DEFAULTS] if chosen("objective", "kind") == "serial" else []
+    for section, defaults in (item for kind in kinds for item in kind.items()):
+        given = merged.get(section, {})
+        merged[section] = {**defaults, **given} if isinstance(given, dict) else given
     recipe = _build(Recipe, merged, "")
     assert isinstance(recipe, Recipe)
     return recipe

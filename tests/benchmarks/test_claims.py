@@ -14,6 +14,7 @@ import codec
 import depth
 import large_shapes
 import litepaper
+import one_billion
 import pytest
 import sweep
 import tune
@@ -55,6 +56,10 @@ def worse_t8(report: Any) -> None:
     report[0]["p50_seconds"] = 0.246
 
 
+def worse_one_billion(report: Any) -> None:
+    report["greedy"][1]["same_tokens"] = False
+
+
 def worse_sweep(report: Any) -> None:
     next(row for row in report["rows"] if row["text"] == "sweep 1")["judge_nats_per_byte"] = 6.0
 
@@ -69,6 +74,7 @@ def worse_asynchrony(report: Any) -> None:
     ("name", "claims", "worsen"),
     [
         ("depth.json", lambda r: depth.claims_of(r["depth"], COUNTS, quick=False), worse_depth),
+        ("one-billion.json", one_billion.claims_of, worse_one_billion),
         ("t8.json", large_shapes.claims_of, worse_t8),
         ("sweep.json", lambda r: sweep.claims_of(r["rows"]), worse_sweep),
         ("t4.json", asynchrony_claims("T4"), worse_asynchrony),

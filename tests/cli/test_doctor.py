@@ -218,6 +218,14 @@ def test_the_foretold_memory_of_large_blocks_is_what_an_h200_measured() -> None:
     assert ratios == pytest.approx([1, 1, 1, 1], rel=0.1)
 
 
+def test_one_micro_batch_has_no_gradients_of_layers_at_its_output_map() -> None:
+    """The peak is what tests/training/test_memory_on_cuda.py measured on an H200 at 4774659."""
+    shape = Shape("large vocabulary", 1024, 8, 2, 8, 4096, 2048, 128256, 8, 8, 2)
+    recipe = large_recipe(shape, recompute=False)
+    objective = Setup.of(recipe, shape.vocabulary).objective
+    assert training_bytes(recipe, objective, "cuda") == pytest.approx(11_187_965_440, rel=0.1)
+
+
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
     device = read_device("cpu")
     assert device.problem is None

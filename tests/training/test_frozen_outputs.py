@@ -174,13 +174,13 @@ def test_freezing_drops_the_features_of_earlier_blocks() -> None:
 def test_a_chained_block_without_its_frozen_blocks_does_not_train() -> None:
     one = trainer(*CHAIN)
     one.freeze([])
-    with pytest.raises(AssertionError, match="block 2 takes input from blocks"):
+    with pytest.raises(AssertionError, match="block 2 trains beside blocks"):
         one.step(0, shard=0)
 
 
 def test_frozen_blocks_and_their_number_must_agree() -> None:
     one = trainer(*CHAIN)
-    with pytest.raises(AssertionError, match=r"takes input from blocks \(0, 1\)"):
+    with pytest.raises(AssertionError, match=r"trains beside blocks \(0, 1\)"):
         one.freeze(frozen_blocks(one.objective, 2)[:1])
 
 

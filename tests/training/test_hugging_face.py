@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from blocktrain.data.bpe import train_bpe
-from blocktrain.errors import CheckpointError, RecipeError, UserError
+from blocktrain.errors import CheckpointError, UserError
 from blocktrain.model.composition import block_log_probs, run_blocks
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling, pool
@@ -276,9 +276,3 @@ def test_a_folder_that_we_would_get_wrong_is_refused(case: str, good: Path, tmp_
 def test_there_are_no_more_parts_than_layers(good: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--parts 5 must be between 1 and the 4 layers"):
         import_folder(good, tmp_path / "checkpoint", 5)
-
-
-def test_serial_parts_are_not_trained(good: Path, tmp_path: Path) -> None:
-    recipe = import_folder(good, tmp_path / "checkpoint", 2)
-    with pytest.raises(RecipeError, match="import the model without --parts"):
-        Setup.of_swarm(recipe, 300)

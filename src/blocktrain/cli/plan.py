@@ -151,7 +151,7 @@ def show(plan: Plan) -> None:
         ("round", f"{plan.round_seconds:,.0f} s, {per_day:,.1f} a day"),
         ("traffic of a worker", f"{up / 1e6:,.1f} MB up and {down / 1e6:,.1f} MB down a round"),
         ("", f"{up * per_day / 1e9:,.2f} GB up and {down * per_day / 1e9:,.2f} GB down a day"),
-        ("tokens a day", f"{plan.tokens_per_day / 1e9:,.3f} B; 20 for a parameter take {days:,.0f} days"),
+        ("tokens a day", f"{plan.tokens_per_day / 1e9:,.3f} B; 20 for a parameter take {days:,.1f} days"),
     ):
         table.add_row(name, value)
     console.print(table)

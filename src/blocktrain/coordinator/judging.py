@@ -197,12 +197,11 @@ class Judging:
             )
             assert row.verdict_sequence is not None
             receipt = receipt_of(session, row.verdict_sequence)
-            assignment = session.get(AssignmentRow, row.assignment_id)
-            frozen = 0 if assignment is None else len(frozen_of(assignment))
+            before, behind = run.objective.upstream(row.block), run.objective.downstream(row.block)
         # Judges and guard cost at most 9.9 % of what they judged in the suite of attacks; /metrics has it.
         with self._counting:
             self.cost.judging += found.tokens
-            self.cost.judged += training_tokens(run.recipe, frozen)
+            self.cost.judged += training_tokens(run.recipe, len(before), len(behind))
             self.cost.updates += 1
         return OperatorAnswer(receipt=receipt)
 
@@ -226,7 +225,7 @@ class Judging:
         with resources.store.read() as session:
             heads = frozen_heads(session, resources.run, block)
         frozen = self._loaded(heads)
-        budget = self._scorer.budget(len(frozen))
+        budget = self._scorer.budget(block)
         windows = budget.guard_windows(sizes[0], len(sizes))
         with self._scoring:
             found = self._scorer.guard(block, base, merges, windows, seed, frozen)

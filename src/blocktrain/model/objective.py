@@ -38,12 +38,21 @@ class Objective:
         """The blocks that must run, in this order, before `block`: it takes the features of the last of them
         as input. In training they are frozen.
 
-        The only place that looks at `objective.kind`. Everything else asks here: the trainer which blocks to
+        Everything else asks here or below and does not look at `objective.kind`: the trainer which blocks to
         freeze, a coordinator which snapshots an assignment names, a stage which blocks it must hold too.
         """
         # `denoise` needs no other block, so none can be stale and any subset is a model. A `chain` costs 52 %
         # more compute for 1.086 against 1.064 nats per byte after 500 steps: docs/decisions/0008.
         return tuple(range(block)) if self.config.kind in ("chain", "serial") else ()
+
+    def downstream(self, block: int) -> tuple[int, ...]:
+        """The blocks that the loss of `block` runs through, in this order, behind it. In training they are
+        frozen: gradients pass through them to `block` and change nothing on the way."""
+        return tuple(range(block + 1, self.model.blocks)) if self.is_serial else ()
+
+    def frozen(self, block: int) -> tuple[int, ...]:
+        """All other blocks that take part in a step of `block`, in the order in which they run."""
+        return (*self.upstream(block), *self.downstream(block))
 
     @property
     def is_serial(self) -> bool:

@@ -1,5 +1,8 @@
-"""The features that a block in training takes from frozen blocks upstream: computed for a window of steps at
-once, one frozen block on the device at once, and kept in host memory until the step that needs them.
+"""Frozen blocks around a block in training, one of them on the device at once.
+
+The features that it takes from blocks upstream are computed for a window of steps at once and kept in host
+memory until the step that needs them. Where it is a part of a serial model, its loss runs through the parts
+behind it: forward, and once more backward for the gradient of its own features.
 
 A frozen block sees the tokens of a step's batch, without hints or gradients, in one pass of the same size
 as the step's own, so that neither the window nor the memory it may take changes a result. Knows nothing of
@@ -13,8 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blocktrain.model.block import Block
-from blocktrain.training.device import DeviceRoom, autocast
+from blocktrain.model.adaptive import AdaptiveBlock
+from blocktrain.model.block import Block, BlockOutput
+from blocktrain.model.objective import Objective
+from blocktrain.training.device import HOST, DeviceRoom, autocast
 
 
 @torch.no_grad()
@@ -26,10 +31,75 @@ def upstream_features(frozen: Sequence[Block], tokens_BT: Tensor, codebook_VD: T
     room, features = DeviceRoom(tokens_BT.device), None
     with room.lent():
         for block in frozen:
-            if next(block.parameters()).device != room.device:
-                room.take(block)
+            _visit(room, block)
             features = _features(block, tokens_BT, codebook_VD, features)
     return features
+
+
+def _visit(room: DeviceRoom, block: Block) -> None:
+    if next(block.parameters()).device != room.device:
+        room.take(block)
+
+
+def gradient_behind(
+    objective: Objective,
+    behind: Sequence[Block],
+    features_BTD: Tensor,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    codebook_VD: Tensor,
+    share: float,
+) -> tuple[Tensor, Tensor]:
+    """The cross entropy of a serial model that goes on from these features with the parts `behind`, and the
+    gradient of `share` times its loss by the features.
+
+    Kept between forward and backward are the inputs of the parts alone: each runs again for its gradients,
+    so that its weights and activations are on the device only while it is its turn.
+    """
+    *inner, last = behind
+    inputs, room = [features_BTD.detach()], DeviceRoom(tokens_BT.device)
+    with room.lent():
+        for part in inner:
+            _visit(room, part)
+            with torch.no_grad(), autocast(room.device):
+                inputs.append(part(tokens_BT, codebook_VD, upstream_BTD=inputs[-1]).features_BTD)
+        _visit(room, last)
+        x_BTD = inputs.pop().requires_grad_()
+        with autocast(room.device):
+            loss = objective.loss(last, tokens_BT, targets_BT, codebook_VD, upstream_BTD=x_BTD)
+        # By the features and by nothing else: no weight of a frozen part gets a gradient.
+        (gradient_BTD,) = torch.autograd.grad(share * loss.total, x_BTD)
+        while inputs:
+            part, x_BTD = inner[len(inputs) - 1], inputs.pop().requires_grad_()
+            _visit(room, part)
+            with autocast(room.device):
+                y_BTD = part(tokens_BT, codebook_VD, upstream_BTD=x_BTD).features_BTD
+            (gradient_BTD,) = torch.autograd.grad(y_BTD, x_BTD, gradient_BTD)
+    return loss.ce, gradient_BTD
+
+
+@torch.no_grad()
+def logits_behind(
+    behind: Sequence[Block], output: BlockOutput, tokens_BT: Tensor, codebook_VD: Tensor
+) -> Tensor:
+    """The logits of a block's output, or those of the last part behind it where there are any."""
+    room = DeviceRoom(tokens_BT.device)
+    with room.lent():
+        for part in behind:
+            _visit(room, part)
+            output = part(tokens_BT, codebook_VD, upstream_BTD=output.features_BTD)
+        return output.logits_BTV
+
+
+def for_host_memory(block: Block, device: torch.device) -> Block:
+    """A frozen block that waits in host memory for its turn on the device: of a plain causal model in bf16
+    where the device computes in bf16 anyway, which halves memory and transfers."""
+    block = block.to(HOST).eval()
+    if device.type == "cuda" and not isinstance(block, AdaptiveBlock):
+        # Parameters only: rotary tables in bf16 would keep two digits of a position.
+        for parameter in block.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return block
 
 
 def _features(block: Block, tokens_BT: Tensor, codebook_VD: Tensor, upstream_BTD: Tensor | None) -> Tensor:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from blocktrain.config import Recipe, TrainingConfig
 from blocktrain.data.batches import Batches
-from blocktrain.errors import DeviceError, RecipeError
+from blocktrain.errors import DeviceError
 from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block, Hint, make_codebook
 from blocktrain.model.families import codebook_rows, denoises
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.device import DeviceRoom, autocast
-from blocktrain.training.frozen import FrozenOutputs
+from blocktrain.training.frozen import FrozenOutputs, gradient_behind
 from blocktrain.training.memory import fitting_micro_batch
 from blocktrain.training.optimizer import Optimizer
 
@@ -82,13 +82,9 @@ class BlockTrainer:
         frozen: Sequence[Block] = (),
         codebook_optimizer: Optimizer | None = None,
     ) -> None:
-        if objective.is_serial and index is not None:
-            raise RecipeError(
-                'parts of a serial model (objective.kind = "serial") are served, evaluated and exported, not '
-                "trained: their loss runs through the parts behind them; import the model without --parts"
-            )
         self.recipe, self.objective, self.block, self.index = recipe, objective, block, index
         self.shards, self.codebook = shards, codebook
+        block.requires_grad_(True)  # it may have been frozen behind another until now
         self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))
         self.codebook_optimizer = codebook_optimizer
         self.device = next(block.parameters()).device
@@ -114,12 +110,17 @@ class BlockTrainer:
                 block.compile_layers()
 
     def freeze(self, blocks: Sequence[Block], codebook_VD: Tensor | None = None) -> None:
-        """Use these frozen blocks (on the CPU, in the order of `objective.upstream`) as input from the next
-        step, with the codebook as it was when they were copied (None: as it is now)."""
-        needed = () if self.index is None else self.objective.upstream(self.index)
-        assert len(blocks) in (0, len(needed)), f"block {self.index} takes input from blocks {needed}"
+        """Use these frozen blocks (on the CPU, in the order of `objective.frozen`) from the next step, with
+        the codebook as it was when they were copied (None: as it is now)."""
+        needed = () if self.index is None else self.objective.frozen(self.index)
+        assert len(blocks) in (0, len(needed)), f"block {self.index} trains beside blocks {needed}"
+        before = 0 if self.index is None else len(self.objective.upstream(self.index))
+        self.behind = list(blocks[before:])
+        for block in self.behind:
+            block.requires_grad_(False)
+            block.recompute = self.recipe.training.recompute
         self.frozen = FrozenOutputs(
-            blocks,
+            blocks[:before],
             self.codebook.copied() if codebook_VD is None else codebook_VD,
             max_host_bytes=self.recipe.training.frozen_host_bytes,
         )
@@ -153,6 +154,15 @@ class BlockTrainer:
         for start in range(0, batch, length):
             part = slice(start, min(start + length, batch))
             count = part.stop - start
+            before = upstream[part] if upstream is not None else None
+            if self.behind:
+                with autocast(self.device):
+                    features = self.block(tokens[part], table, upstream_BTD=before).features_BTD
+                place = features, tokens[part], targets[part], table
+                part_ce, gradient = gradient_behind(self.objective, self.behind, *place, count / batch)
+                features.backward(gradient)
+                ce = ce + part_ce * (count / batch)
+                continue
             with autocast(self.device):
                 loss = self._loss(
                     self.block,
@@ -162,7 +172,7 @@ class BlockTrainer:
                     Hint(hint.z_PTD[part], hint.sigma_P[part])
                     if hint is not None and start < hinted
                     else None,
-                    upstream[part] if upstream is not None else None,
+                    before,
                     min(max(swept - start, 0), count),
                 )
             # Under no autocast: gradients take the types of the forward pass. A learned codebook is part of
@@ -203,9 +213,10 @@ class BlockTrainer:
 
     def _upstream(self, step: int, shard: int) -> Tensor | None:
         """The features that the block takes as input in this step, computed for a window of steps at once."""
+        needed = () if self.index is None else self.objective.frozen(self.index)
+        have = len(self.frozen.blocks) + len(self.behind)
+        assert have == len(needed), f"block {self.index} trains beside blocks {needed}: freeze() them first"
         if not self.frozen:
-            needed = () if self.index is None else self.objective.upstream(self.index)
-            assert not needed, f"block {self.index} takes input from blocks {needed}: freeze() them first"
             return None
         if not self.frozen.prepared(shard, step):
             end = self.recipe.training.steps if self.window_end is None else self.window_end

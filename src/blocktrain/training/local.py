@@ -37,8 +37,8 @@ from blocktrain.training.cost import (
     forward_flops_per_token,
     training_flops,
 )
-from blocktrain.training.device import HOST
 from blocktrain.training.evaluation import Evaluator, bigram_cross_entropy
+from blocktrain.training.frozen import for_host_memory
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.memory import block_needs, check_fits, usable_memory
 from blocktrain.training.optimizer import Optimizer
@@ -289,8 +289,8 @@ class LocalRun:
 class Group:
     """Units trained side by side, one step each in turn, saved and resumed together.
 
-    A block upstream is a finished one of an earlier group, or a copy of a member of this group that is as old
-    as the round, like the snapshots that a worker of a swarm has.
+    A frozen block is one of another group, or a copy of a member of this group that is as old as the round,
+    like the snapshots that a worker of a swarm has.
     """
 
     def __init__(self, run: LocalRun, units: list[Unit], path: Path) -> None:
@@ -316,20 +316,22 @@ class Group:
         # CPU copies of the members that others here take as input. Independent blocks have none: then nothing
         # is copied, and a group costs what its members cost.
         members = {unit.index: unit.block for unit in units if unit.index is not None}
-        needed = {other for index in members for other in run.objective.upstream(index)}
-        self.copies = {i: copy.deepcopy(b).to(HOST).eval() for i, b in members.items() if i in needed}
+        needed = {other for index in members for other in run.objective.frozen(index)}
+        self.copies = {
+            i: for_host_memory(copy.deepcopy(b), run.device) for i, b in members.items() if i in needed
+        }
         self.table = run.codebook.copied()
         self.seconds = 0.0
 
     def _freeze(self, first: int, *, refresh: bool) -> None:
-        """Give every trainer the blocks upstream for the round that began at step `first`."""
+        """Give every trainer its frozen blocks for the round that began at step `first`."""
         recipe = self.run.recipe
         if refresh:
             for index, kept in self.copies.items():
                 kept.load_state_dict(self.run.blocks[index].state_dict())
             self.table = self.run.codebook.copied()
         for unit, trainer in zip(self.units, self.trainers, strict=True):
-            needed = () if unit.index is None else self.run.objective.upstream(unit.index)
+            needed = () if unit.index is None else self.run.objective.frozen(unit.index)
             trainer.freeze([self.copies.get(i, self.run.blocks[i]) for i in needed], self.table)
             trainer.window_end = min(first + recipe.swarm.steps_per_round, recipe.training.steps)
 

@@ -39,11 +39,6 @@ class Setup:
                 f'a swarm needs objective.codebook = "fixed" or "own", found {recipe.objective.codebook!r}: '
                 "blocks on different machines cannot share a learned one"
             )
-        if recipe.objective.kind == "serial":
-            raise RecipeError(
-                'a swarm trains no parts of a serial model (objective.kind = "serial"): their loss runs '
-                "through the parts behind them; import the model without --parts"
-            )
         return cls.of(recipe, vocabulary)
 
     @property

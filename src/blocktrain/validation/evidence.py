@@ -27,13 +27,14 @@ from blocktrain.config import ObjectiveConfig, Recipe
 from blocktrain.model.block import Block, Hint
 from blocktrain.model.noise import sample_sigma, training_interval
 from blocktrain.model.objective import Objective
+from blocktrain.training.frozen import logits_behind
 from blocktrain.wire.messages import EvidenceReport, GainReport
 
 FORWARDS_PER_STEP = 3
-"""A training step costs about as much as this many forward passes of its batch, and one for every block that
-takes part frozen."""
+"""A training step costs about as much as this many forward passes of its batch, and one for every block
+before it, which is frozen."""
 FORWARDS_PER_WINDOW = 2
-"""Before and after; a frozen block runs once for both."""
+"""Before and after; a frozen block before the judged one runs once for both."""
 GUARD_SHARE = 0.2
 """Part of the compute kept for the guard after the merge."""
 WINDOW_PART = 4
@@ -60,33 +61,37 @@ class Budget:
     other: int
     guard: int
     """Windows of held-out text for the guard of a merge, per merged update."""
-    frozen: int = 0
-    """Blocks that run beside the judged one."""
+    before: int = 0
+    """Frozen blocks that run before the judged one, once for all that is compared."""
+    behind: int = 0
+    """Frozen blocks that run behind it, each time."""
 
     @property
     def forwards(self) -> int:
-        return FORWARDS_PER_WINDOW + self.frozen
+        return FORWARDS_PER_WINDOW * (1 + self.behind) + self.before
 
     def guard_windows(self, merged: int, candidates: int) -> int:
         """For `candidates` merges of these updates and their base, each one forward pass of every window."""
         return max(FEWEST_WINDOWS, self.forwards * merged * self.guard // self.guard_forwards(candidates))
 
     def guard_forwards(self, candidates: int) -> int:
-        return candidates + 1 + self.frozen
+        return (candidates + 1) * (1 + self.behind) + self.before
 
 
-def training_tokens(recipe: Recipe, frozen: int = 0) -> int:
+def training_tokens(recipe: Recipe, before: int = 0, behind: int = 0) -> int:
     """Cost of the work that one update stands for, in tokens of forward passes."""
     tokens = recipe.training.batch * recipe.model.context
-    return (FORWARDS_PER_STEP + frozen) * recipe.swarm.steps_per_round * tokens
+    # A block behind runs forward twice and backward once, for the gradient of its input alone.
+    return (FORWARDS_PER_STEP * (1 + behind) + before) * recipe.swarm.steps_per_round * tokens
 
 
-def evidence_budget(recipe: Recipe, frozen: int = 0) -> Budget:
+def evidence_budget(recipe: Recipe, before: int = 0, behind: int = 0) -> Budget:
     """How many windows an update's compute pays for: 40 % held-out, 30 % assigned, 30 % other text."""
     # `trust.compute_share` of the work is the judges': a tenth by default, of which a fifth is the guard's.
     length = min(recipe.model.context, max(SHORTEST_WINDOW, recipe.model.context // WINDOW_PART))
-    forwards = FORWARDS_PER_WINDOW + frozen
-    affordable = recipe.trust.compute_share * training_tokens(recipe, frozen) / (forwards * length)
+    forwards = FORWARDS_PER_WINDOW * (1 + behind) + before
+    work = training_tokens(recipe, before, behind)
+    affordable = recipe.trust.compute_share * work / (forwards * length)
     judged = affordable * (1 - GUARD_SHARE)
     return Budget(
         length=length,
@@ -94,7 +99,8 @@ def evidence_budget(recipe: Recipe, frozen: int = 0) -> Budget:
         assigned=max(FEWEST_WINDOWS, int(0.3 * judged)),
         other=max(FEWEST_WINDOWS, int(0.3 * judged)),
         guard=max(1, int(affordable * GUARD_SHARE)),
-        frozen=frozen,
+        before=before,
+        behind=behind,
     )
 
 
@@ -255,10 +261,11 @@ def with_hints(
 
 @torch.no_grad()
 def window_losses(
-    objective: Objective, block: Block, codebook_VD: Tensor, windows: ScoredWindows
+    block: Block, codebook_VD: Tensor, windows: ScoredWindows, behind: Sequence[Block] = ()
 ) -> list[float]:
-    """Cross entropy of each window in nats per token."""
-    logits_BTV = block(windows.tokens_BT, codebook_VD, windows.hint, windows.upstream_BTD).logits_BTV
+    """Cross entropy of each window in nats per token, of the model that goes on with the parts `behind`."""
+    output = block(windows.tokens_BT, codebook_VD, windows.hint, windows.upstream_BTD)
+    logits_BTV = logits_behind(behind, output, windows.tokens_BT, codebook_VD)
     ce_BT = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), windows.targets_BT.flatten(), reduction="none"
     ).view(windows.targets_BT.shape)

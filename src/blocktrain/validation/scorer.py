@@ -51,7 +51,7 @@ class Work:
 
 
 FrozenBlocks = Mapping[int, Tensors]
-"""Weights of blocks upstream by index, in the order they run."""
+"""Weights of the blocks that take part beside the judged one by index, in the order they run."""
 NONE_FROZEN: FrozenBlocks = {}
 
 
@@ -133,9 +133,10 @@ class Scorer:
         self._pairs: dict[tuple[Schema, int], tuple[Block, Block]] = {}
         self._others: dict[int, Block] = {}
 
-    def budget(self, frozen: int = 0) -> Budget:
-        """Evidence budget for a block that `frozen` other blocks run alongside."""
-        return evidence_budget(self.recipe, frozen)
+    def budget(self, block: int) -> Budget:
+        """Evidence budget for a block, beside the frozen ones that it takes."""
+        before, behind = self._objective.upstream(block), self._objective.downstream(block)
+        return evidence_budget(self.recipe, len(before), len(behind))
 
     def judge(
         self,
@@ -162,12 +163,12 @@ class Scorer:
         frozen: FrozenBlocks = NONE_FROZEN,
     ) -> Evidence:
         """The gains of moving `block` from `base` to `after` beside these frozen blocks."""
-        budget, blocks = self.budget(len(frozen)), self._loaded(block, base, after)
-        upstream = self._upstream(frozen)
+        budget, blocks = self.budget(block), self._loaded(block, base, after)
+        others = self._beside(frozen)
 
         def differences(text: Windows, starts: Tokens, seed: int) -> list[float]:
             """Loss before less loss after, window by window; not finite where the update broke the block."""
-            old, new = self._losses(block, blocks, upstream, text, starts, seed)
+            old, new = self._losses(block, blocks, others, text, starts, seed)
             return [was - became for was, became in zip(old, new, strict=True)]
 
         # Held-out text decides, so it is looked at in steps: harm is sure after few windows.
@@ -222,15 +223,15 @@ class Scorer:
         frozen: FrozenBlocks = NONE_FROZEN,
     ) -> list[list[float]]:
         """What each candidate gains over `base`, window by window of the same held-out text."""
-        text, upstream = self._held_out_of(block), self._upstream(frozen)
+        text, others = self._held_out_of(block), self._beside(frozen)
         starts, _ = text.draw(seed, windows, self.recipe.data.own_share)
         before, after = self._loaded(block, base, base)
-        [old] = self._losses(block, (before,), upstream, text.windows, starts, seed)
+        [old] = self._losses(block, (before,), others, text.windows, starts, seed)
         found = []
         # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
-            [new] = self._losses(block, (after,), upstream, text.windows, starts, seed)
+            [new] = self._losses(block, (after,), others, text.windows, starts, seed)
             found.append([was - became for was, became in zip(old, new, strict=True)])
         return found
 
@@ -245,8 +246,8 @@ class Scorer:
             load_into(module, weights)
         return self._pairs[shape]
 
-    def _upstream(self, frozen: FrozenBlocks) -> list[Block]:
-        """In host memory: each visits the device for its features."""
+    def _beside(self, frozen: FrozenBlocks) -> list[Block]:
+        """In host memory: each visits the device for its turn."""
         for index, weights in frozen.items():
             if index not in self._others:
                 self._others[index] = self._objective.build(index, 0).eval()
@@ -261,7 +262,7 @@ class Scorer:
         self,
         block: int,
         modules: Sequence[Block],
-        upstream: Sequence[Block],
+        others: Sequence[Block],
         text: Windows,
         starts: Tokens,
         seed: int,
@@ -269,15 +270,18 @@ class Scorer:
         """Losses of each module on the same windows with the same hints: the noise that they share cancels
         in their difference."""
         found: list[list[float]] = [[] for _ in modules]
-        size, length = self.recipe.evaluation.batch, self.budget().length + 1
+        size, length = self.recipe.evaluation.batch, self.budget(block).length + 1
+        before = len(self._objective.upstream(block))
         for first in range(0, len(starts), size):
             windows = torch.from_numpy(text.cut(starts[first : first + size], length)).to(self.device)
             tokens, targets = windows[:, :-1], windows[:, 1:]
             # Seeded by the place in the draw, so that a batch's hints do not depend on what came before it.
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))
             drawn = with_hints(self._objective, block, tokens, targets, self._codebook, generator)
-            features = upstream_features(upstream, tokens, self._codebook)
+            features = upstream_features(others[:before], tokens, self._codebook)
+            # In fp32, as the judged block computes; a frozen one on CUDA gives bf16.
+            features = None if features is None else features.float()
             drawn = dataclasses.replace(drawn, upstream_BTD=features)
             for losses, module in zip(found, modules, strict=True):
-                losses += window_losses(self._objective, module, self._codebook, drawn)
+                losses += window_losses(module, self._codebook, drawn, others[before:])
         return found

@@ -54,7 +54,7 @@ class FrozenSnapshots:
     def bring(self, assignment: Assignment) -> dict[int, Base]:
         """The snapshots by block, in the order named; RequestRefused where one is no longer kept."""
         snapshots = self.keeper.snapshots
-        wanted = snapshots.setup.objective.upstream(assignment.block)
+        wanted = snapshots.setup.objective.frozen(assignment.block)
         named = tuple(one.block for one in assignment.frozen)
         if named != wanted:
             raise WireError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from blocktrain.client.snapshots import Base
 from blocktrain.data.batches import Batches
 from blocktrain.model.block import Block
+from blocktrain.training.frozen import for_host_memory
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import load_into, tensors_of
@@ -66,7 +67,7 @@ class LocalTraining:
             for block, base in frozen.items():
                 if block not in self._frozen_blocks:
                     # They stay in host memory: the device holds the weights of one block at a time.
-                    self._frozen_blocks[block] = self.setup.initial(block).eval()
+                    self._frozen_blocks[block] = for_host_memory(self.setup.initial(block), self.device)
                 load_into(self._frozen_blocks[block], base.weights)
                 others.append(self._frozen_blocks[block])
             self.trainer.freeze(others)

@@ -114,11 +114,15 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
 
     # Fewest workers first, then the stalest; equals are told apart by what the worker has and prefers, then
     # by size: a large block fits few workers, and one that fits should not begin with what all can train.
+    # Blocks of a chain differ by a few percent and begin with the first.
+    smallest = min(view.training_bytes for view in fitting)
+
     def priority(one: _Candidate) -> tuple[int, int, bool, bool, int, int, int]:
         block = one.view.block
-        held = worker.holding.get(block, -1)
+        held, size = worker.holding.get(block, -1), one.view.training_bytes
+        size = size if size > 1.25 * smallest else smallest
         elsewhere, other = block != worker.current_block, block != worker.prefer_block
-        return one.view.seats, one.round, elsewhere, other, -held, -one.view.training_bytes, block
+        return one.view.seats, one.round, elsewhere, other, -held, -size, block
 
     best = min(candidates, key=priority)
     own = next((one for one in candidates if one.view.block == worker.current_block), None)

@@ -137,9 +137,9 @@ def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:
 
 def frozen_heads(session: Session, run: Run, block: int) -> list[FrozenSnapshot]:
     """The heads of the blocks that the objective needs for training `block`."""
-    upstream = run.objective.upstream(block)
-    if not upstream:
+    frozen = run.objective.frozen(block)
+    if not frozen:
         return []
     columns = select(BlockRow.block, BlockRow.version, BlockRow.head_hash)
-    heads = session.execute(columns.where(BlockRow.block.in_(upstream)).order_by(BlockRow.block))
+    heads = session.execute(columns.where(BlockRow.block.in_(frozen)).order_by(BlockRow.block))
     return [FrozenSnapshot(block=row.block, version=row.version, hash=row.head_hash) for row in heads]

@@ -1,0 +1,186 @@
+"""The last part of a training, continued end to end or by parts that each see frozen neighbours.
+
+    python benchmarks/refine.py --docs FOLDER [--steps 4000] [--round 30] [--weight 1] [--json FILE]
+    python benchmarks/refine.py --docs FOLDER --quick      # CPU, tiny models, a minute
+
+FOLDER has train.txt.xz and valid.txt.xz. A Llama of 12 layers of width 384 is trained end to end on bytes for
+three quarters of the steps. The last quarter is done twice from there, with the same schedule and batches of
+the same size: end to end with fresh optimizer state, and as four parts (`objective.kind = "serial"`), which
+train rounds of `--round` steps beside copies of the others from the round's start and are then merged with
+weight `--weight`. Without compression and without a network. Also printed: the peak of device memory of a
+step, end to end and of each part alone (on CUDA).
+Exits 1 when the parts end more than 0.010 nats per byte above end to end, or take over 0.45 of its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import hashlib
+import lzma
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from provenance import check_claims, write_report
+
+from blocktrain.config import Recipe, resolve_recipe
+from blocktrain.data.shards import Shards
+from blocktrain.ids import CorpusHash
+from blocktrain.model.block import Block
+from blocktrain.model.pooling import Pooling
+from blocktrain.training.evaluation import Evaluator
+from blocktrain.training.frozen import for_host_memory
+from blocktrain.training.hugging_face import whole_name
+from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.setup import Setup
+
+PARTS = 4
+MAX_GAP, MAX_MEMORY = 0.010, 0.45
+
+
+class Experiment:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.quick, self.steps = arguments.quick, 40 if arguments.quick else arguments.steps
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.train_tokens, self.valid_tokens = (self._bytes(name) for name in ("train", "valid"))
+        self.corpus = CorpusHash(hashlib.sha256(self.train_tokens.astype(np.uint8).tobytes()).hexdigest())
+
+    def _bytes(self, name: str) -> NDArray[np.int64]:
+        with lzma.open(self.arguments.docs / f"{name}.txt.xz") as file:
+            return np.frombuffer(file.read(1_000_000 if self.quick else -1), np.uint8).astype(np.int64)
+
+    def recipe(self, parts: int) -> Recipe:
+        matrix_lr, other_lr = (float(rate) for rate in self.arguments.rates.split(","))
+        layers = 4 if self.quick else 12
+        model: dict[str, Any] = {"family": "llama", "blocks": parts, "layers_per_block": layers // parts}
+        training: dict[str, Any] = {"steps": self.steps, "matrix_lr": matrix_lr, "other_lr": other_lr}
+        if self.quick:
+            model |= {"width": 32, "heads": 2, "context": 32}
+            training |= {"batch": 8, "warmup_steps": 5}
+        kind = "serial" if parts > 1 else "denoise"
+        return resolve_recipe(
+            {"seed": self.arguments.seed, "model": model, "training": training, "objective": {"kind": kind}}
+        )
+
+    def trainer(self, setup: Setup, block: Block, index: int) -> BlockTrainer:
+        shards = Shards.of(setup.recipe, self.train_tokens, self.corpus, self.device)
+        codebook = setup.codebook().to(self.device)
+        return BlockTrainer(
+            setup.recipe, setup.objective, block.to(self.device).train(), index, shards, codebook
+        )
+
+    def frozen(self, setup: Setup, heads: Sequence[Block], index: int) -> list[Block]:
+        others = setup.objective.frozen(index)
+        return [for_host_memory(copy.deepcopy(heads[other]), self.device) for other in others]
+
+    def score(self, setup: Setup, blocks: Sequence[Block]) -> float:
+        for block in blocks:
+            block.to(self.device).eval()
+        codebook = setup.codebook()().to(self.device)
+        evaluator = Evaluator(setup.objective, codebook, setup.recipe.evaluation, seed=0)
+        weights = (0.0,) * (len(blocks) - 1) + (1.0,)
+        valid = self.valid_tokens[: 4_000 if self.quick else None]
+        return evaluator.score(blocks, Pooling(weights), valid, euler=False).consensus.ce
+
+    def continued_in_parts(self, start: dict[str, torch.Tensor], first: int) -> float:
+        setup = Setup.of(self.recipe(PARTS))
+        heads, length = self.parts_of(setup, start), 5 if self.quick else self.arguments.round
+        local = [copy.deepcopy(head) for head in heads]
+        trainers = [self.trainer(setup, block, index) for index, block in enumerate(local)]
+        for begin in range(first, self.steps, length):
+            end = min(begin + length, self.steps)
+            for index, trainer in enumerate(trainers):
+                trainer.freeze(self.frozen(setup, heads, index))
+                trainer.window_end = end
+                for step in range(begin, end):
+                    trainer.step(step, index)
+            for head, block in zip(heads, local, strict=True):
+                with torch.no_grad():
+                    for kept, moved in zip(head.parameters(), block.parameters(), strict=True):
+                        kept.lerp_(moved.to(kept.device), self.arguments.weight)
+                        moved.copy_(kept)
+        return self.score(setup, heads)
+
+    def parts_of(self, setup: Setup, start: dict[str, torch.Tensor]) -> list[Block]:
+        parts = []
+        for index in range(PARTS):
+            part, before = setup.initial(index), setup.recipe.model.layers_before(index)
+            part.load_state_dict({name: start[whole_name(name, before)] for name in part.state_dict()})
+            parts.append(part)
+        return parts
+
+    def peak_bytes(self, setup: Setup, heads: Sequence[Block], index: int) -> int:
+        """Of two steps of one trainer alone, which is what a worker has."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer = self.trainer(setup, copy.deepcopy(heads[index]), index)
+        trainer.freeze(self.frozen(setup, heads, index))
+        for step in range(2):
+            trainer.window_end = step + 1
+            trainer.step(step, index)
+        return torch.cuda.max_memory_allocated() - before
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--docs", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--round", type=int, default=30)
+    parser.add_argument("--weight", type=float, default=1.0, help="of a part's move in its merge")
+    parser.add_argument("--rates", default="6e-3,1e-3", help="matrix_lr,other_lr of the whole schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    experiment, began = Experiment(arguments), time.monotonic()
+    whole = Setup.of(experiment.recipe(1))
+    block, first = whole.initial(0), 3 * experiment.steps // 4
+    trainer = experiment.trainer(whole, block, 0)
+    for step in range(first):
+        trainer.step(step, 0)
+    start = {name: tensor.detach().cpu().clone() for name, tensor in block.state_dict().items()}
+    report: dict[str, Any] = {"steps": experiment.steps, "round": arguments.round, "weight": arguments.weight}
+    report["before"] = experiment.score(whole, [block])
+    print(f"{time.monotonic() - began:.0f} s: before {report['before']:.4f}", flush=True)
+    trainer = experiment.trainer(whole, block, 0)
+    for step in range(first, experiment.steps):
+        trainer.step(step, 0)
+    report["end_to_end"] = experiment.score(whole, [block])
+    print(f"{time.monotonic() - began:.0f} s: end to end {report['end_to_end']:.4f}", flush=True)
+    report["parts"] = experiment.continued_in_parts(start, first)
+    report["gap"] = report["parts"] - report["end_to_end"]
+    print(
+        f"{time.monotonic() - began:.0f} s: parts {report['parts']:.4f}, gap {report['gap']:+.4f}", flush=True
+    )
+    claims = {f"parts end within {MAX_GAP} of end to end": report["gap"] <= MAX_GAP}
+    if experiment.device.type == "cuda":
+        del trainer, block
+        serial = Setup.of(experiment.recipe(PARTS))
+        heads = experiment.parts_of(serial, start)
+        joined = whole.initial(0)
+        report["peak_bytes"] = {
+            "end_to_end": experiment.peak_bytes(whole, [joined], 0),
+            "parts": [experiment.peak_bytes(serial, heads, index) for index in range(PARTS)],
+        }
+        peaks = report["peak_bytes"]
+        ratio = max(peaks["parts"]) / peaks["end_to_end"]
+        print(f"device memory: {peaks}, {ratio:.2f} of end to end")
+        claims[f"a part takes at most {MAX_MEMORY} of the memory"] = ratio <= MAX_MEMORY
+    write_report(arguments.json, "refine", report, [arguments.seed])
+    return 0 if arguments.quick else check_claims(claims)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
