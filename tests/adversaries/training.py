@@ -1,7 +1,7 @@
 """What honest workers do and everybody measures: deltas trained from a snapshot, and held-out loss.
 
-A delta follows from the snapshot, the shard and the steps alone (the optimizer begins afresh each round, as a
-newcomer's does), so equal runs give equal bytes and nothing is trained twice.
+A delta follows from the recipe, the snapshot, the shard and the steps alone (the optimizer begins afresh each
+round, as a newcomer's does), so equal runs give equal bytes and no process trains anything twice.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.snapshot import Tensors, load_into, snapshot_hash, tensors_of
 from blocktrain.training.update import Weights, difference
 
+_known: dict[tuple[object, ...], Weights] = {}
+
 
 class Training:
     def __init__(self, recipe: Recipe, corpus: Corpus) -> None:
@@ -35,7 +37,9 @@ class Training:
         self._objective = Objective(recipe.model, recipe.objective, vocabulary=self._tokenizer.vocabulary)
         self._codebook = build_codebook(recipe, self._tokenizer.vocabulary)
         self._shards = self._shards_of(corpus.train)
-        self._known: dict[tuple[str, int, int, int, int], Weights] = {}
+        # What a run does with updates changes nothing here: tests with other rules find each other's work.
+        how = (self.recipe.model, self.recipe.objective, self.recipe.training)
+        self._place = (repr(how), recipe.seed, recipe.data.own_share, corpus.sha256)
 
     def _shards_of(self, text: bytes) -> Shards:
         return Shards.of(self.recipe, self._tokenizer.encode(text), self.corpus.sha256, torch.device("cpu"))
@@ -52,8 +56,8 @@ class Training:
     ) -> Weights:
         """What training on the shard takes away from `base`; on another text where one is given."""
         beside = "".join(snapshot_hash(one) for one in frozen.values())
-        key = (snapshot_hash(base), shard, first_step, steps, hash((text, beside)))
-        if key not in self._known:
+        key = (*self._place, block, snapshot_hash(base), shard, first_step, steps, text, beside)
+        if key not in _known:
             module = self._objective.build(block, 0)
             load_into(module, base)
             shards = self._shards if text is None else self._shards_of(text)
@@ -61,8 +65,8 @@ class Training:
             trainer.freeze([self._module(index, weights) for index, weights in frozen.items()])
             for step in range(first_step, first_step + steps):
                 trainer.step(step, shard)
-            self._known[key] = difference(base, tensors_of(module))
-        return self._known[key]
+            _known[key] = difference(base, tensors_of(module))
+        return _known[key]
 
     def _module(self, block: int, weights: Tensors) -> Block:
         module = self._objective.build(block, 0).eval()

@@ -11,6 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -69,8 +70,7 @@ def steps(peer: Peer, payload: bytes) -> list[tuple[str, Callable[[], object]]]:
 
 
 def test_kill_nine_at_each_step_loses_nothing_and_merges_once(tmp_path: Path) -> None:
-    with program(tmp_path) as coordinator:
-        peer = Peer(coordinator.url, time.time)
+    with program(tmp_path) as coordinator, closing(Peer(coordinator.url, time.time)) as peer:
         payload = peer.payload(0)
         for _, step in steps(peer, payload):
             step()
@@ -84,8 +84,7 @@ def test_kill_nine_at_each_step_loses_nothing_and_merges_once(tmp_path: Path) ->
 
 
 def test_sigterm_drains_and_exits(tmp_path: Path) -> None:
-    with program(tmp_path) as coordinator:
-        peer = Peer(coordinator.url, time.time)
+    with program(tmp_path) as coordinator, closing(Peer(coordinator.url, time.time)) as peer:
         peer.join()
         peer.deliver(peer.lend())
         with httpx2.stream("GET", f"{coordinator.url}/v1/events?since=0", timeout=20) as response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -33,6 +34,7 @@ class LocalClient(CoordinatorClient):
 
     def __init__(self, running: Running, identity: Identity) -> None:
         super().__init__(running.url, identity, Traffic(), threading.Event(), lambda _: None, attempts=2)
+        running.clients.callback(self.close)
         self.clock = running.clock
         self.audience = self.run().run_id
 
@@ -184,7 +186,7 @@ def cut_off(folder: Path, receipts: Path) -> None:
 
 
 def tampered(folder: Path) -> None:
-    with sqlite3.connect(folder / "coordinator.sqlite") as database:
+    with contextlib.closing(sqlite3.connect(folder / "coordinator.sqlite")) as database, database:
         database.execute(
             "UPDATE ledger SET body = replace(body, 'accepted', 'accEpted') WHERE kind = 'verdict'"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -162,8 +162,9 @@ def opened(
         f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
         "between processes with --database postgresql://…",
     )
-    with alone if database_url is None else nullcontext():  # SQLite takes one process
-        store = Store(database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}")
+    database = database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}"
+    # SQLite takes one process.
+    with alone if database_url is None else nullcontext(), closing(Store(database)) as store:
         identity = load_or_create(data_dir / KEY_FILE)
         refuse_another_run(store, identity, recipe, text)
         store.migrate()

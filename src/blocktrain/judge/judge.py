@@ -6,6 +6,7 @@ for a judge. Learns payloads before they are merged, so its key must be trusted 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import threading
@@ -43,7 +44,7 @@ class Judge:
         held_out: str | None,
         say: Callable[[str], None],
     ) -> None:
-        self._client, self._say = client, say
+        self._client, self._say, self._at_end = client, say, contextlib.ExitStack()
         run = client.run()
         client.audience = run.run_id
         setup = run_setup(run.recipe, run.vocabulary)
@@ -60,18 +61,19 @@ class Judge:
     def _open_text(self, setup: Setup, run: RunAnswer, corpus: str | None) -> RunText:
         if corpus is not None or run.dataset is None:
             return load_run_text(setup, run, corpus)
-        # Gone with the process: held-out text should not lie around on a machine that stopped judging.
-        self._folder = tempfile.TemporaryDirectory(prefix="blocktrain-judge-")
-        cache = BlobCache(Path(self._folder.name), MAX_TEXT_BYTES)
+        # Gone at the end: held-out text should not lie around on a machine that stopped judging.
+        folder = self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-judge-"))
+        cache = BlobCache(Path(folder), MAX_TEXT_BYTES)
         return FetchedText(self._client, run, cache, self._say, judge=True)
 
     def run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            answer = self._client.judge_lease()
-            if isinstance(answer, JudgeTask):
-                self._judge(answer)
-            else:
-                stop.wait(answer.seconds)
+        with self._at_end:
+            while not stop.is_set():
+                answer = self._client.judge_lease()
+                if isinstance(answer, JudgeTask):
+                    self._judge(answer)
+                else:
+                    stop.wait(answer.seconds)
 
     def _judge(self, task: JudgeTask) -> None:
         layout = self._layouts[task.block]

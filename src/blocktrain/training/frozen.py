@@ -96,7 +96,7 @@ def for_host_memory(block: Block, device: torch.device) -> Block:
     where the device computes in bf16 anyway, which halves memory and transfers."""
     block = block.to(HOST).eval()
     if device.type == "cuda" and not isinstance(block, AdaptiveBlock):
-        # Parameters only: rotary tables in bf16 would turn positions by up to half a degree.
+        # Parameters only: rotary tables in bf16 would keep two digits of a position.
         for parameter in block.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     return block

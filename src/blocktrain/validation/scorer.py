@@ -279,6 +279,8 @@ class Scorer:
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))
             drawn = with_hints(self._objective, block, tokens, targets, self._codebook, generator)
             features = upstream_features(others[:before], tokens, self._codebook)
+            # In fp32, as the judged block computes; a frozen one on CUDA gives bf16.
+            features = None if features is None else features.float()
             drawn = dataclasses.replace(drawn, upstream_BTD=features)
             for losses, module in zip(found, modules, strict=True):
                 losses += window_losses(module, self._codebook, drawn, others[before:])

@@ -79,6 +79,7 @@ class StageThread:
             asyncio.run_coroutine_threadsafe(self.stage.close(), self.loop).result(PATIENCE_SECONDS)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(10)
+            self.loop.close()
 
 
 @contextmanager
