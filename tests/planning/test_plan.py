@@ -140,9 +140,15 @@ def test_a_setting_that_is_given_stays() -> None:
     recipe = replace(recipe, training=replace(recipe.training, micro_batch=4, recompute=True))
     everything = plan_run(recipe, [machines(memory_gb=80)], VOCABULARY).settings
     plan = plan_run(recipe, [machines(memory_gb=80)], VOCABULARY, set(everything))
-    given = {"model.blocks": 8, "model.layers_per_block": 2, "training.micro_batch": 4}
-    given |= {"training.recompute": True, "swarm.codec": "dense", "swarm.steps_per_round": 45}
-    assert plan.settings == {**given, "swarm.replicas": 3}
+    assert plan.settings == {
+        "model.blocks": 8,
+        "model.layers_per_block": 2,
+        "training.micro_batch": 4,
+        "training.recompute": True,
+        "swarm.codec": "dense",
+        "swarm.steps_per_round": 45,
+        "swarm.replicas": 3,
+    }
     assert all(everything[key] != value for key, value in plan.settings.items())
 
 
