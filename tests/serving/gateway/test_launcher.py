@@ -160,15 +160,13 @@ def is_ready(remote: Served) -> bool:
 
 @contextmanager
 def verb(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "blocktrain", *arguments], stdout=subprocess.PIPE, text=True, **options
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+    command = [sys.executable, "-m", "blocktrain", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 def output(*arguments: str, text: str = "") -> str:
