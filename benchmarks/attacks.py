@@ -55,7 +55,14 @@ from tests.adversaries.clusters import (  # noqa: E402
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
-from tests.adversaries.swarm import Settings, Warm, fresh_text, training_of, warmed_up  # noqa: E402
+from tests.adversaries.swarm import (  # noqa: E402
+    PATIENT_SECONDS,
+    Settings,
+    Warm,
+    fresh_text,
+    training_of,
+    warmed_up,
+)
 
 MAX_GROWTH_MB = 64.0
 FRESH_SEEDS = (41, 42, 43)
@@ -156,7 +163,7 @@ class Campaigns:
         self._alone: dict[tuple[int, int, bool, bool], Ending] = {}
 
     def settings(self, seed: int) -> Settings:
-        return Settings(seed=seed, steps=20, deadline=120.0)
+        return Settings(seed=seed, steps=20, deadline=PATIENT_SECONDS, lease=PATIENT_SECONDS)
 
     def alone(self, seed: int, one: Lasting, *, defended: bool = False) -> Ending:
         key = (seed, one.honest, defended, one.fresh)
@@ -286,7 +293,7 @@ def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison
 
 def asides(folder: Path, seed: int) -> Iterator[tuple[str, bool]]:
     """Sentences below the table, and whether each is as it should be."""
-    settings = Settings(seed=seed, steps=20, deadline=120.0)
+    settings = Settings(seed=seed, steps=20, deadline=PATIENT_SECONDS, lease=PATIENT_SECONDS)
     verdicts, merged, rating = copying_campaign(folder / "copies", settings, COPIED_ROUNDS)
     told = ", ".join(f"{reason} {count}" for reason, count in verdicts.items())
     yield (

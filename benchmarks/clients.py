@@ -24,15 +24,23 @@ LEAST_RATIO = 1.0
 LEAST_RATIO_AT = {8: 2.0}
 LEAST_AFTER_BURST = 0.9
 BURSTS = 3
+WARM_TOKENS = 8
+"""A segment is timed from when every client has so many: before, prompts are read, here and by the stages."""
 
 
 async def write_on(
-    engine: Any, mode: str, client: int, prompts: list[list[int]], tokens: int, texts: dict[int, list[int]]
-) -> int:
-    """One client: a text after another until cancelled; gives the bytes it got by then."""
+    engine: Any,
+    mode: str,
+    client: int,
+    prompts: list[list[int]],
+    tokens: int,
+    texts: dict[int, list[int]],
+    written: list[int],
+) -> None:
+    """One client: a text after another until cancelled; `written` has the bytes of each client."""
     from blocktrain.serving.engine.requests import GenerationRequest, Mode
 
-    count = number = 0
+    number = 0
     try:
         while True:
             # The texts of a client are the same in every segment, so that modes can be compared.
@@ -45,7 +53,7 @@ async def write_on(
             generation, text = engine.generate(request), []
             try:
                 async for chunk in generation:
-                    count += len(chunk.tokens)
+                    written[client] += len(chunk.tokens)
                     text += chunk.tokens
             finally:
                 await generation.aclose()
@@ -54,7 +62,7 @@ async def write_on(
                 assert known[:shared] == text[:shared], "modes wrote different texts"
                 texts[seed] = max(known, text, key=len)
     except asyncio.CancelledError:
-        return count
+        return
 
 
 async def segment(
@@ -67,16 +75,20 @@ async def segment(
     texts: dict[int, list[int]],
 ) -> float:
     """Bytes a second of all clients together; a token is a byte here."""
-    began = time.monotonic()
+    written = [0] * clients
     writing = [
-        asyncio.create_task(write_on(engine, mode, client, prompts, tokens, texts))
+        asyncio.create_task(write_on(engine, mode, client, prompts, tokens, texts, written))
         for client in range(clients)
     ]
+    while min(written) < WARM_TOKENS and not any(task.done() for task in writing):
+        await asyncio.sleep(0.02)
+    began, before = time.monotonic(), sum(written)
     await asyncio.wait(writing, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-    spent = time.monotonic() - began
+    speed = (sum(written) - before) / (time.monotonic() - began)
     for task in writing:
         task.cancel()
-    return sum(await asyncio.gather(*writing)) / spent
+    await asyncio.gather(*writing)
+    return speed
 
 
 async def load_role(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:

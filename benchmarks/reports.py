@@ -126,6 +126,16 @@ KINDS: Mapping[str, Kind] = {
         )
         for name in ("t1", "t2", "t3")
     },
+    "attacks": Kind(
+        "attack-*.json",
+        (
+            "src/blocktrain/validation",
+            "src/blocktrain/coordinator",
+            "tests/adversaries",
+            "benchmarks/attacks.py",
+        ),
+        {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
+    ),
     "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
 }
 """First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""

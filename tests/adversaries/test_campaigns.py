@@ -32,12 +32,12 @@ from tests.adversaries.clusters import (
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
-from tests.adversaries.swarm import Settings, fresh_text, swarm, training_of
+from tests.adversaries.swarm import PATIENT_SECONDS, Settings, fresh_text, swarm, training_of
 
 ROUNDS = 2
 COLLUDING_ROUNDS = 3
 """They hide in the second and push in the third."""
-SETTINGS = Settings(seed=11, steps=20, deadline=120.0)
+SETTINGS = Settings(seed=11, steps=20, deadline=PATIENT_SECONDS, lease=PATIENT_SECONDS)
 """Rounds end when everybody has delivered; a slow machine changes nothing."""
 
 

@@ -156,6 +156,20 @@ def test_the_status_of_a_run_fits_a_terminal_of_80_columns(running: Running) -> 
     assert "block 0: " in screen.getvalue()
 
 
+@pytest.mark.parametrize(("versions", "told"), [((0, 0), False), ((1, 0), True)])
+def test_the_status_says_where_a_score_is_of_older_rounds(
+    running: Running, versions: tuple[int, int], told: bool
+) -> None:
+    scored = EvaluationState(
+        time=1.0, versions=versions, scored_bytes=9, consensus_ce=2.0, euler_ce=None, block_ce=(2.0, 3.0),
+        weights=(0.5, 0.5),
+    )  # fmt: skip
+    screen = io.StringIO()
+    status = running.coordinator.status().model_copy(update={"evaluations": (scored,)})
+    Console(file=screen, width=120).print(status_tables(status))
+    assert ("(at rounds 1, 0, not the newest)" in screen.getvalue()) is told
+
+
 def test_a_reference_is_a_number_or_the_report_of_a_run_on_the_same_text(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     report = {"corpus_sha256": "ab" * 32, "scored_tokens": 99, "tokens": {"reference": 7}}

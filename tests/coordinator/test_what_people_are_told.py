@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sqlite3
 import tarfile
@@ -123,7 +124,7 @@ def test_refusals_of_an_older_database_are_sorted_by_their_reason(tmp_path: Path
 
 def test_the_time_left_is_that_of_the_slowest_block() -> None:
     fast = BlockPace(version=5, closed=(10, 20, 30), first_seconds=10)
-    slow = BlockPace(version=2, closed=(15, 35), first_seconds=15)
+    slow = BlockPace(version=2, closed=(15, 35), first_seconds=15, begun=35)
     assert run_seconds_left([fast], 8, now=30) == 30
     assert run_seconds_left([fast, slow], 8, now=35) == 6 * 20
     assert run_seconds_left([fast, slow], 8, now=45) == 6 * 20 - 10
@@ -134,6 +135,12 @@ def test_a_week_without_the_coordinator_is_no_weeklong_round() -> None:
     week = 7 * 86400.0
     pace = BlockPace(version=4, closed=(10, 20, 20 + week, 30 + week), first_seconds=10)
     assert run_seconds_left([pace], 6, now=30 + week) == 2 * 10
+
+
+def test_a_run_that_is_extended_or_started_again_has_its_round_before_it() -> None:
+    pace = BlockPace(version=2, closed=(10, 20), first_seconds=10)
+    assert run_seconds_left([pace], 3, now=500) == 10
+    assert run_seconds_left([dataclasses.replace(pace, begun=496)], 3, now=500) == 6
 
 
 def test_the_time_left_is_not_known_before_the_first_round_and_nothing_after_the_last() -> None:

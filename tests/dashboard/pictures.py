@@ -88,7 +88,7 @@ def attacked_swarm(folder: Path) -> Iterator[Coordinator]:
         options = ("--gateway", gateway, "--reference", str(reference / "report.json"))
         with running_swarm(folder, recipe, LABELS, options, port) as coordinator:
             attack(coordinator)
-            coordinator.reach(SHOWN_ROUND, seconds=300)
+            coordinator.reach(SHOWN_ROUND, seconds=1800)  # a busy machine takes long
             yield coordinator
 
 

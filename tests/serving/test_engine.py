@@ -14,6 +14,7 @@ import torch
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.serving.engine import rows
+from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
 from blocktrain.serving.engine.requests import (
@@ -378,5 +379,17 @@ def test_tls_with_a_pinned_key(checkpoint: Path) -> None:
             assert not refused.ready[0]
             await refused.close()
         await stage.close()
+
+    asyncio.run(served())
+
+
+def test_the_round_trip_to_each_stage_is_measured(checkpoint: Path) -> None:
+    patient = LinkConfig(ping_seconds=0.01, connect_seconds=HOUR, dead_seconds=HOUR)
+
+    async def served() -> None:
+        async with cluster(checkpoint, link=patient) as c:
+            while any(link.round_trip_seconds is None for link in c.engine.links):
+                await c.engine.fanout.wait_for_change(1.0)
+            assert all(0 < (link.round_trip_seconds or 0) < HOUR for link in c.engine.links)
 
     asyncio.run(served())

@@ -96,6 +96,18 @@ def test_a_route_prefers_quick_then_warm_stages() -> None:
     assert stage_route([0, 1], [slow, cold]).legs == [(1, (0, 1))]
 
 
+def test_near_stages_are_asked_before_a_far_one_that_holds_more() -> None:
+    far = Candidate(0, frozenset({0, 1, 2}), round_trip_seconds=0.2)
+    near = [Candidate(i + 1, frozenset({i}), round_trip_seconds=0.01) for i in range(3)]
+    assert stage_route([0, 1, 2], [far, *near]).legs == [(1, (0,)), (2, (1,)), (3, (2,))]
+    # As good as equally near: fewer legs.
+    busy = Candidate(0, frozenset({0, 1, 2}), round_trip_seconds=0.03)
+    assert stage_route([0, 1, 2], [busy, *near]).legs == [(0, (0, 1, 2))]
+    # A session stays where its caches are.
+    warm = Candidate(0, frozenset({0, 1, 2}), warm=True, round_trip_seconds=0.2)
+    assert stage_route([0, 1, 2], [warm, *near]).legs == [(0, (0, 1, 2))]
+
+
 def test_sessions_spread_over_equal_stages() -> None:
     candidates = [Candidate(i, frozenset({0})) for i in range(3)]
     used = {stage_route([0], candidates, spread).legs[0][0] for spread in range(30)}

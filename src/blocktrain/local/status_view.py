@@ -26,6 +26,9 @@ def status_tables(status: StatusAnswer) -> Group:
     score = ""
     if newest is not None:
         score = f", held-out CE {per_byte(newest.consensus_ce, newest.bytes_per_token)}"
+        # Scoring takes its time: 5.5452, that of a block at its start, stood beside the last round.
+        if list(newest.versions) != [block.head_version for block in status.blocks]:
+            score += f" (at rounds {', '.join(map(str, newest.versions))}, not the newest)"
     share = f", participation {status.participation:.0%}" if status.participation is not None else ""
     left = ""
     if status.seconds_left and not status.finished:

@@ -271,7 +271,8 @@ def possible_cuts(
     layers = total_layers(recipe)
     counts = [one for one in range(1, layers + 1) if layers % one == 0]
     found = []
-    for blocks in [recipe.model.blocks] if "model.blocks" in fixed else counts:
+    given = not {"model.blocks", "model.layers_per_block"}.isdisjoint(fixed)
+    for blocks in [recipe.model.blocks] if given else counts:
         model = replace(recipe.model, blocks=blocks, layers_per_block=layers // blocks)
         least = replace(recipe, model=model, training=replace(recipe.training, recompute=True))
         setup, block = _on_paper(least, vocabulary)
@@ -318,7 +319,7 @@ def choose_cut(cuts: Sequence[Cut], groups: Sequence[MachineGroup]) -> tuple[Cut
         rule = f"the fewest for {ENOUGH_COMPUTE:.0%} of all speed" if enough else "the most speed"
         reasons.append(f"so {_blocks(chosen.blocks)}: {rule}; a deeper block learns more")
     if workers < chosen.blocks:
-        reasons.append(f"{workers} of them take turns at the blocks, and fetch a block at each turn")
+        reasons.append(f"{workers} machines for {chosen.blocks} blocks take turns, and fetch a block at each")
     return chosen, reasons
 
 
@@ -339,7 +340,7 @@ def fit_holders(
         if None not in sizes:
             break
         small = cut.holders[sizes.index(None)]
-        reasons = [f"recompute: without it a block does not fit into {small.memory_gb:g} GB"]
+        reasons = [f"without training.recompute a block does not fit into {small.memory_gb:g} GB"]
     rate = 1e12 / flops_per_token(tried, vocabulary)
     fits = [
         Fit(
@@ -367,6 +368,7 @@ def choose_round(
 ) -> Plan:
     """The shortest round, and in it the best codec, with which machines rarely wait for their lines."""
     replicas = max(1, sum(fit.group.count for fit in fits) // cut.blocks)
+    replicas = recipe.swarm.replicas if "swarm.replicas" in fixed else replicas
     schema = schema_of(_on_paper(recipe, vocabulary)[1])
     plans = []
     for steps in [recipe.swarm.steps_per_round] if "swarm.steps_per_round" in fixed else ROUND_STEPS:
@@ -406,7 +408,7 @@ def choose_round(
         f"{one.fit.group.count} x {one.fit.group.device} are faster than the round, and wait "
         f"{plan.idle_share(one):.0%} of the time: plan a run of their own for them"
         for one in plan.times
-        if plan.idle_share(one) > MOST_IDLE
+        if one.period_seconds < plan.round_seconds and plan.idle_share(one) > MOST_IDLE
     ]
     return replace(plan, reasons=(*reasons, because, *late, *idle))
 

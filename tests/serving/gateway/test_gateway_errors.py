@@ -250,3 +250,20 @@ def test_a_browser_may_call_from_a_named_page_only(engine_of: Any) -> None:
         assert allowed.headers["access-control-allow-origin"] == "http://dashboard:8080"
         refused = client.options("/v1/completions", headers={"origin": "http://elsewhere", **asked})
         assert "access-control-allow-origin" not in refused.headers
+
+
+def test_what_each_key_used_is_counted_and_logged(engine_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "blocktrain.serving.gateway")
+    config = GatewayConfig(keys=Keys([("alice", "sk-aaaaaaaa"), ("bob", "sk-bbbbbbbb")]))
+    with serve_engine(engine_of(), config) as served:
+        answer = served.openai("sk-aaaaaaaa").completions.create(model="tiny", prompt="The ", max_tokens=5)
+        with served.http() as client:
+            page = client.get("/metrics").text
+    assert 'blocktrain_gateway_key_answers_total{key="alice"} 1.0' in page
+    assert 'blocktrain_gateway_key_tokens_total{key="alice",kind="prompt"} 4.0' in page
+    assert 'blocktrain_gateway_key_tokens_total{key="alice",kind="completion"} 5.0' in page
+    assert "bob" not in page
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("answered")]
+    assert len(lines) == 1
+    assert f"id={answer.id} caller=alice mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
+    assert lines[0].endswith("end=complete")

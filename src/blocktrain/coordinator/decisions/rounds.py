@@ -213,6 +213,8 @@ class BlockPace:
     """When its last rounds closed, oldest first; at most PACE_ROUNDS."""
     first_seconds: float | None
     """How long the first of these took."""
+    begun: float | None = None
+    """When the open round began; None while nobody is at it."""
 
 
 def run_seconds_left(blocks: Sequence[BlockPace], rounds: int, now: float) -> float | None:
@@ -226,7 +228,8 @@ def run_seconds_left(blocks: Sequence[BlockPace], rounds: int, now: float) -> fl
         pace = statistics.median(gaps) if gaps else block.first_seconds
         if not pace:
             return None
-        under_way = min(max(0.0, now - block.closed[-1]), pace)
+        # From its own beginning: a run that was stopped, or extended, was told to have 0 s left.
+        under_way = 0.0 if block.begun is None else min(max(0.0, now - block.begun), pace)
         longest = max(longest, (rounds - block.version) * pace - under_way)
     return longest
 

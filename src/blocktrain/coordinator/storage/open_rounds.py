@@ -48,7 +48,7 @@ _REFUSED = select(UpdateRow.worker_id).where(
 _LIVE = select(WorkerRow.worker_id, WorkerRow.established, WorkerRow.standing).where(
     WorkerRow.block == _BLOCK, WorkerRow.last_seen > bindparam("since")
 )
-_VERSIONS = select(BlockRow.block, BlockRow.version).order_by(BlockRow.block)
+_VERSIONS = select(BlockRow.block, BlockRow.version, BlockRow.begun).order_by(BlockRow.block)
 _MERGES = (
     select(MergeRow.begun, MergeRow.closed)
     .where(MergeRow.block == _BLOCK, MergeRow.version > _VERSION - PACE_ROUNDS)
@@ -111,14 +111,14 @@ class OpenRounds:
     def seconds_left(self, session: Session, now: float) -> float | None:
         """Until the run is finished, at the pace of the last rounds."""
         connection, paces = session.connection(), []
-        for block, version in connection.execute(_VERSIONS):
+        for block, version, begun in connection.execute(_VERSIONS):
             pace = self._paces.get(block)
             if pace is None or pace.version != version:
                 merges = connection.execute(_MERGES, {"block": block, "version": version}).all()
                 first = merges[0].closed - merges[0].begun if merges and merges[0].begun is not None else None
                 closed = tuple(one.closed for one in merges)
                 pace = self._paces[block] = BlockPace(version=version, closed=closed, first_seconds=first)
-            paces.append(pace)
+            paces.append(replace(pace, begun=begun))
         return run_seconds_left(paces, self._run.swarm.rounds, now)
 
 

@@ -175,7 +175,9 @@ class Drafter:
             return []
         if self._reading is not None and not self._reading.done():
             return []
-        if len(tokens) - self.start - len(self.seen) > READ_FIRST:
+        start = window_start(len(tokens), self.context)
+        known = len(self.seen) if start == self.start else 0
+        if len(tokens) - start - known > READ_FIRST:
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
             self._reading = self.drafting.begin(self, list(tokens), 0)

@@ -19,6 +19,8 @@ from blocktrain.serving.engine.questions import Question
 from blocktrain.serving.engine.requests import StagesUnavailableError
 from blocktrain.serving.engine.rows import Part
 
+FAR_TIMES, FAR_SECONDS = 1.5, 0.02
+"""A stage is far where a ping takes so much longer than to the nearest: a busy one answers 20 ms late too."""
 HEALTH_POLL_SECONDS = 0.05
 """How often a waiting leg looks at its link's health."""
 
@@ -43,6 +45,7 @@ class Candidate:
     """It was beaten by a spare a moment ago."""
     warm: bool = False
     """It holds this session's caches."""
+    round_trip_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,19 @@ class StageRoute:
 
 
 def stage_route(blocks: Collection[int], candidates: Sequence[Candidate], spread: int = 0) -> StageRoute:
-    """Every block from one link: quick ones first, then those with warm caches, then those with most blocks.
+    """Every block from one link: quick ones first, then those with warm caches, then near ones, then those
+    with most blocks.
 
-    `spread` (a session's number) turns the order of equals, so that sessions share out equal stages.
+    A traversal waits for its slowest leg, so one far stage with all blocks loses to near ones that share
+    them. `spread` (a session's number) turns the order of equals, so that sessions share out equal stages.
     """
 
-    def cost(candidate: Candidate) -> tuple[bool, bool, int, int]:
+    nearest = min((candidate.round_trip_seconds for candidate in candidates), default=0.0)
+
+    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, int]:
         turn = (candidate.link + spread) % max(1, len(candidates))
-        return candidate.slow, not candidate.warm, -len(candidate.blocks), turn
+        far = candidate.round_trip_seconds > FAR_TIMES * nearest + FAR_SECONDS
+        return candidate.slow, not candidate.warm, far, -len(candidate.blocks), turn
 
     left = set(blocks)
     legs: list[tuple[int, tuple[int, ...]]] = []
@@ -94,7 +102,13 @@ class Fanout:
     def route(self, question: Question, blocks: Collection[int], avoid: frozenset[int]) -> StageRoute:
         now = asyncio.get_running_loop().time()
         candidates = [
-            Candidate(link.number, link.blocks, link.slow_until > now, question.is_warm(link))
+            Candidate(
+                link.number,
+                link.blocks,
+                link.slow_until > now,
+                question.is_warm(link),
+                link.round_trip_seconds or 0.0,
+            )
             for link in self.links
             if link.number not in avoid and link.usable(now)
         ]

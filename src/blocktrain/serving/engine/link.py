@@ -63,6 +63,9 @@ class StageLink:
         """Tokens of a row that the stage sends at most where only the best are asked for; 0 if it cannot."""
         self.slow_until = 0.0
         self.latency_seconds: float | None = None
+        """Of a traversal, computing included, as a mean of recent ones."""
+        self.round_trip_seconds: float | None = None
+        """Of a ping, as a mean of recent ones."""
         self.changed: Callable[[], None] = lambda: None
         self._stream: FrameStream | None = None
         self._pending: dict[ReplyKey, asyncio.Future[Frame]] = {}
@@ -159,6 +162,10 @@ class StageLink:
         try:
             while True:
                 frame = await stream.read(self._limits)
+                if frame.type == FrameType.PONG and self._asked is not None:
+                    took = asyncio.get_running_loop().time() - self._asked
+                    usual = self.round_trip_seconds
+                    self.round_trip_seconds = took if usual is None else usual + 0.2 * (took - usual)
                 # Any frame is a sign of life; whoever waits for a suspect link may go on.
                 was_silent, self._asked = self._asked is not None, None
                 self.draining = self.draining or frame.type == FrameType.GOODBYE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,11 @@ class Job:
 
 
 class Answerer:
-    def __init__(self, engines: Engines, limits: GatewayLimits, metrics: GatewayMetrics) -> None:
-        self.engines, self.limits, self.metrics = engines, limits, metrics
+    def __init__(
+        self, engines: Engines, limits: GatewayLimits, metrics: GatewayMetrics, *, keyed: bool = False
+    ) -> None:
+        """`keyed`: callers have keys, and what they use is counted by key."""
+        self.engines, self.limits, self.metrics, self.keyed = engines, limits, metrics, keyed
         self.places = Places(limits)
 
     async def write(self, job: Job, emit: Emit) -> None:
@@ -132,7 +136,19 @@ class Answerer:
             raise several.exceptions[0] from None
         finally:
             # Also when the client went away: what was computed for it was spent.
-            self.metrics.count_usage(job.usage)
+            usage = job.usage
+            self.metrics.count_usage(usage, job.client if self.keyed else None)
+            ended = sys.exception()
+            log.info(
+                "answered id=%s caller=%s mode=%s prompt_tokens=%d completion_tokens=%d seconds=%.3f end=%s",
+                job.format.heading["id"],
+                job.client,
+                job.mode,
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                time.monotonic() - begun,
+                "complete" if ended is None else type(ended).__name__,
+            )
 
     async def whole(self, job: Job, receive: Receive) -> Response:
         pieces: list[list[Piece]] = [[] for _ in job.choices]

@@ -102,7 +102,7 @@ class Gateway:
     def __init__(self, engines: Engines, config: GatewayConfig) -> None:
         self.engines, self.config, self.limits = engines, config, config.limits
         self.metrics = GatewayMetrics()
-        self.answerer = Answerer(engines, config.limits, self.metrics)
+        self.answerer = Answerer(engines, config.limits, self.metrics, keyed=config.keys is not None)
         self.created = int(time.time())
 
     @property

@@ -22,6 +22,8 @@ class GatewayMetrics:
         self.completion_tokens = self._counter("completion_tokens", "Tokens given to clients", "mode")
         self.text_bytes = self._counter("text_bytes", "Bytes of generated text given to clients", "mode")
         self.traversals = self._counter("traversals", "Traversals of the stages", "mode")
+        self.key_answers = self._counter("key_answers", "Answers begun, by the name of the key", "key")
+        self.key_tokens = self._counter("key_tokens", "Tokens read and given, by key", "key", "kind")
         self.wire_sent = self._counter("wire_bytes_sent", "Bytes sent to stages")
         self.wire_received = self._counter("wire_bytes_received", "Bytes received from stages")
         self.active = self._gauge("active_generations", "Generations in progress")
@@ -39,8 +41,13 @@ class GatewayMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"blocktrain_gateway_{name}", text, buckets=SECONDS, registry=self.registry)
 
-    def count_usage(self, usage: Usage) -> None:
+    def count_usage(self, usage: Usage, key: str | None) -> None:
+        """`key` is the name of the caller's key, where there are keys: addresses would be endless labels."""
         cost, mode = usage.blocktrain, usage.blocktrain.mode
+        if key is not None:
+            self.key_answers.labels(key).inc()
+            self.key_tokens.labels(key, "prompt").inc(usage.prompt_tokens)
+            self.key_tokens.labels(key, "completion").inc(usage.completion_tokens)
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.completion_tokens.labels(mode).inc(usage.completion_tokens)
         self.text_bytes.labels(mode).inc(cost.text_bytes)
