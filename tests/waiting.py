@@ -2,8 +2,8 @@
 
 The deadline is there to end a test that hangs. It is far above what anything takes, because a machine that
 does ten other things is no reason to fail: a condition that comes true is noticed within 10 ms, or a tenth of
-what it took, whatever the deadline is. Asking costs: a signed request to a coordinator takes 8 ms of two
-processors, so asking every 10 ms would slow down what is waited for.
+what it took, whatever the deadline is. Asking costs: a signed request takes client and coordinator 9 ms of
+processor time, so asking every 10 ms would slow down what is waited for.
 """
 
 from __future__ import annotations

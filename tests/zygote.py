@@ -9,6 +9,7 @@ go to the child, and the child dies with its shim, a moment later. What the chil
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -59,9 +60,17 @@ def serve(listener: socket.socket, shim: str) -> None:
     selector.register(woken, selectors.EVENT_READ)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
+    # It ends with the tests, also where these were killed.
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    selector.register(tests.sentinel, selectors.EVENT_READ)
     shims: dict[int, socket.socket] = {}
     while True:
         for key, _ in selector.select():
+            if key.fileobj == tests.sentinel:
+                for pid in shims:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
             if key.fileobj is woken:
                 woken.recv(4096)
             elif key.fileobj is listener:

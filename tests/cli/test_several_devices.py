@@ -147,7 +147,7 @@ def test_the_plan_names_every_device_and_limit(invited: str) -> None:
 
 
 def test_a_worker_pauses_and_goes_on_by_verb(tmp_path: Path) -> None:
-    assert "no worker has been in" in run_main("pause", "--data-dir", tmp_path / "other").complaint
+    assert "no worker has used" in run_main("pause", "--data-dir", tmp_path / "other").complaint
     said: list[str] = []
     begun: list[int] = []
 

@@ -249,14 +249,17 @@ def _work(session: Session) -> WorkCounts:
             state = merged_outcome(VerdictReason.CARRIED if is_carried else None)
         word = verdict_word(state, held_against)
         counts[word] = counts.get(word, 0) + count
-    # Of rounds that are over: what was lent and not handed back, less what arrived.
+    # Of rounds that are over: what was lent and not handed back, less what arrived. A lease that was called
+    # off because its round had passed brought nothing either.
     lent = session.scalar(
         select(func.count())
         .select_from(AssignmentRow)
         .join(BlockRow, BlockRow.block == AssignmentRow.block)
         .where(
             AssignmentRow.round < BlockRow.version,
-            AssignmentRow.state.in_((*LIVE, AssignmentState.WITHHELD, AssignmentState.REFUSED)),
+            AssignmentRow.state.in_(
+                (*LIVE, AssignmentState.WITHHELD, AssignmentState.REFUSED, AssignmentState.RECALLED)
+            ),
         )
     )
     came = session.scalar(
