@@ -162,7 +162,7 @@ def test_the_run_folder_in_place_of_its_checkpoint_gets_a_hint(trained: tuple[Pa
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "no text at"), (b"", "is empty"), (b"x", "at least two"), (b"\xff\xfe", "not UTF-8")],
+    [(None, "no text at"), (b"", "is empty"), (b"x", "at least 2"), (b"\xff\xfe", "not UTF-8")],
 )
 def test_a_text_that_cannot_be_scored_is_refused(
     checkpoint: Path, tmp_path: Path, content: bytes | None, complaint: str
@@ -232,7 +232,7 @@ def test_the_demo_never_deletes_what_is_not_a_demo(trained: tuple[Path, Outcome]
         before = {f: f.read_bytes() for f in out.rglob("*") if f.is_file()}
         outcome = run_main("demo", "--out", out)
         assert outcome.code == 2
-        assert "not a demo" in outcome.complaint
+        assert "holds no demo" in outcome.complaint
         assert {f: f.read_bytes() for f in out.rglob("*") if f.is_file()} == before
 
 

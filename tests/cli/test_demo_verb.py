@@ -69,7 +69,7 @@ def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None
 
 def test_a_folder_that_is_not_a_demo_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="not a demo"):
+    with pytest.raises(UserError, match="holds no demo"):
         clear_earlier_demo(tmp_path, "demo")
 
 

@@ -76,7 +76,7 @@ def test_scores_and_text_are_those_of_the_verbs(checkpoint: Path, text_folder: P
     assert ("the " + blocktrain.generate(model, "the ", max_tokens=30, seed=5) + "\n").encode() == (
         written.decode(errors="replace").encode()
     )
-    with pytest.raises(blocktrain.BlocktrainError, match="at least two"):
+    with pytest.raises(blocktrain.BlocktrainError, match="at least 2"):
         blocktrain.evaluate(model, "x")
     with pytest.raises(blocktrain.BlocktrainError, match="prompt is empty"):
         blocktrain.generate(model, "")

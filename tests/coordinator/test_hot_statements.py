@@ -12,6 +12,7 @@ from blocktrain.coordinator.storage import open_rounds, queries
 from blocktrain.coordinator.storage.store import Store
 
 VALUES = {
+    "made": 0.0,
     **{"worker": "w", "assignment": "a", "hash": "h"},
     **{"block": 1, "round": 3, "version": 3, "base_version": 3, "since": 1.0},
 }

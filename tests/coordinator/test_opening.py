@@ -129,6 +129,19 @@ def test_blobs_at_an_unknown_scheme_are_refused(tmp_path: Path) -> None:
         pass
 
 
+INDEXES_OF_0005 = (
+    ("ix_workers_last_seen", "workers", "last_seen"),
+    ("ix_workers_block", "workers", "block"),
+    ("ix_assignments_worker_id", "assignments", "worker_id"),
+    ("updates_of_block", "updates", "block, state"),
+)
+INDEXES_OF_0007 = (
+    *("workers_by_sight", "workers_of_block", "assignments_of_worker", "assignments_of_worker_by_time"),
+    *("updates_by_arrival", "updates_of_worker_by_state", "updates_of_worker_by_base"),
+    "updates_of_worker_by_arrival",
+)
+
+
 def test_an_older_folder_that_is_refused_stays_as_it_was(local: Place) -> None:
     def version(database: sqlite3.Connection) -> str:
         return str(database.execute("SELECT version_num FROM alembic_version").fetchone()[0])
@@ -137,8 +150,15 @@ def test_an_older_folder_that_is_refused_stays_as_it_was(local: Place) -> None:
         pass
     with closing(sqlite3.connect(local.data_dir / DATABASE_FILE)) as old, old:
         newest = version(old)
+        # Without what came after 0005: two columns by 0006, and the column and indexes of 0007.
         old.execute("ALTER TABLE updates DROP COLUMN held_against")
         old.execute("ALTER TABLE workers DROP COLUMN unused")
+        old.execute("ALTER TABLE blocks DROP COLUMN revision")
+        for index, table, columns in INDEXES_OF_0005:
+            old.execute(f"DROP INDEX IF EXISTS {index}")
+            old.execute(f"CREATE INDEX {index} ON {table} ({columns})")
+        for index in INDEXES_OF_0007:
+            old.execute(f"DROP INDEX {index}")
         old.execute("UPDATE alembic_version SET version_num = '0005'")
     with pytest.raises(UserError, match="of another recipe"), local.serve(tiny_recipe(outer_lr=0.5)):
         pass

@@ -156,6 +156,25 @@ def test_a_worker_that_is_alone_and_refused_does_not_wait_for_the_deadline(tmp_p
         running.wait_for_version(0, 2)
 
 
+def test_a_second_try_that_was_lent_behind_work_ahead_calls_that_off(tmp_path: Path) -> None:
+    """A worker does things in the order in which they were lent: two refused workers waited without end for a
+    round that only their second tries could close."""
+    recipe = judged_recipe({"max_deadline_seconds": 600.0})
+    with judged(tmp_path, recipe) as running:
+        worker = Trainer(running, recipe)
+        lease = worker.peer.lend()
+        ahead = worker.peer.lend(after=lease.assignment_id)
+        running.advance(10)
+        assert worker.send(lease, flipped(worker.train(lease))).outcome is Outcome.REFUSED
+        running.advance(recipe.swarm.min_deadline_seconds)
+        again = worker.peer.lend(after=ahead.assignment_id)
+        assert (ahead.round, again.round) == (1, 0)
+        assert worker.peer.heartbeat(ahead).cancel
+        assert not worker.peer.heartbeat(again).cancel
+        assert worker.send(again, worker.train(again)).outcome is Outcome.ACCEPTED
+        running.wait_for_version(0, 1)
+
+
 def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates that help alone and harm together cannot be had on demand: the finding is forced here."""
     recipe = judged_recipe()

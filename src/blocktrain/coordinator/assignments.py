@@ -150,6 +150,18 @@ _REFUSED_IN_ROUND = (
         AssignmentRow.state == AssignmentState.COMMITTED,
     )
 )
+# Lent again behind what the worker trains ahead: it comes to the second try only without that.
+_SECOND_TRY_BEHIND = (
+    select(AssignmentRow.assignment_id)
+    .where(
+        AssignmentRow.worker_id == _WORKER,
+        AssignmentRow.block == _BLOCK,
+        AssignmentRow.round == _ROUND,
+        AssignmentRow.state == AssignmentState.LEASED,
+        AssignmentRow.made > bindparam("made"),
+    )
+    .limit(1)
+)
 LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 
 
@@ -401,9 +413,12 @@ class Assignments:
                 not cancel
                 and row.state == AssignmentState.LEASED
                 and row.round > block.version
-                and any(
-                    _may_retry(revealed, rounds.state(session, block, now))
-                    for revealed in session.scalars(_REFUSED_IN_ROUND, of_round).all()
+                and (
+                    session.scalars(_SECOND_TRY_BEHIND, {**of_round, "made": row.made}).first() is not None
+                    or any(
+                        _may_retry(revealed, rounds.state(session, block, now))
+                        for revealed in session.scalars(_REFUSED_IN_ROUND, of_round).all()
+                    )
                 )
             ):
                 # It trains ahead for a round that cannot open before the open one closes, and that one now
