@@ -6,7 +6,6 @@ modules can make these tests easier.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import tarfile
@@ -81,16 +80,14 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def check_same_run(old: Old, found: Path, expected: Path) -> None:
-    """The same losses and weights; to the last bit where the sums are the same machine's."""
+    """The same losses and weights to rounding: Muon multiplies in fp32 on a CPU now (docs/decisions/0002)."""
     reports = [json.loads((folder / "report.json").read_text()) for folder in (found, expected)]
     for key in ("blocks", "composed", "reference", "bigram", "curves", "tokens", "parameters", "flops"):
-        assert flat(reports[0][key]) == pytest.approx(flat(reports[1][key]), rel=1e-4), key
+        assert flat(reports[0][key]) == pytest.approx(flat(reports[1][key]), rel=1e-3), key
     mine, theirs = weights_of(found / "checkpoint"), weights_of(expected / "checkpoint")
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=1e-4, rtol=1e-3)
-    if old.same_machine:
-        assert digests(found / "checkpoint") == digests(expected / "checkpoint")
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-3, rtol=1e-3)
 
 
 def flat(value: Any, where: str = "") -> dict[str, float]:
@@ -99,10 +96,6 @@ def flat(value: Any, where: str = "") -> dict[str, float]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {path: number for key, one in items for path, number in flat(one, f"{where}/{key}").items()}
     return {} if value is None else {where: float(value)}
-
-
-def digests(checkpoint: Path) -> dict[str, str]:
-    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in checkpoint.glob("*.safetensors")}
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,20 @@ def orthogonalised(
     # The gram matrix then has the shorter side, and the norm bounds the singular values by 1.
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    # A processor without bf16 instructions (AVX2 and less) multiplies in bf16 at a ninetieth of the speed of
+    # fp32: 0.9 against 79 GFLOP/s on one core. So on any CPU the products are made in fp32, and rounded to
+    # bf16 where products in bf16 are: machines with and without such instructions then train alike.
+    in_fp32 = x.device.type == "cpu"
+
+    def rounded(product: Tensor) -> Tensor:
+        return product.bfloat16().float() if in_fp32 else product
+
+    x = x.float() if in_fp32 else x
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = rounded(x @ x.mT)
+        polynomial = rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
+        x = rounded(torch.baddbmm(x, polynomial, x, beta=a))
+    x = x.bfloat16()
     return x.mT if tall else x
 
 
