@@ -101,8 +101,8 @@ def parsed_size(text: str) -> float:
 
 
 def with_cut(recipe: Recipe, changes: list[str]) -> Recipe:
-    """The recipe with these settings. One that names a number of blocks cuts the same model anew, where
-    elsewhere it makes another."""
+    """The recipe with these settings. A setting of the number of blocks cuts the same model in another
+    way; elsewhere it makes another model."""
     from blocktrain.config import resolve_recipe
     from blocktrain.planning.cut import total_layers
 

@@ -386,7 +386,7 @@ class Updates:
             for row in session.scalars(waiting).all():
                 if resources.blobs.size(payload_key(row.payload_hash)) is not None:
                     continue
-                # A merge that was begun with it begins anew without it.
+                # A merge that had begun with it starts again without it.
                 if row.merge_version is not None:
                     block = block_row(session, row.block)
                     block.closing_version = block.claim_until = None

@@ -228,7 +228,7 @@ def _on_paper(recipe: Recipe, vocabulary: int) -> tuple[Setup, Block]:
 
 
 def total_layers(recipe: Recipe) -> int:
-    """Layers of the whole model, which a plan may cut anew."""
+    """Layers of the whole model, which a plan may cut in another way."""
     unequal = [key for key in PER_BLOCK if getattr(recipe.model, key) is not None]
     if unequal:
         raise UserError(f"a plan cuts a model into equal blocks; leave out model.{unequal[0]}")

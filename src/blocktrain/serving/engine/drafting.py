@@ -98,7 +98,7 @@ class Drafting:
                 for draft in came:
                     draft.drafter.catch_up(draft)
                 active = self._step(active + [draft for draft in came if draft.due], loop)
-            except Exception as error:  # whoever waits hears of it; the next draft begins anew
+            except Exception as error:  # those who wait are told; the next draft starts fresh
                 for draft in active + came:
                     loop.call_soon_threadsafe(_fail, draft.done, error)
                 active = []
