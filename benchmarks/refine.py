@@ -106,9 +106,14 @@ class Experiment:
         recipe = self.recipe(parts)
         training, steps = recipe.training, self.steps // 4
         factor = learning_rate_factor(self.steps - steps, training)
-        matrix_lr, other_lr = training.matrix_lr * factor, training.other_lr * factor
-        changed = {"steps": steps, "warmup_steps": 0, "matrix_lr": matrix_lr, "other_lr": other_lr}
-        return replace(recipe, training=replace(training, **changed))
+        changed = replace(
+            training,
+            steps=steps,
+            warmup_steps=0,
+            matrix_lr=training.matrix_lr * factor,
+            other_lr=training.other_lr * factor,
+        )
+        return replace(recipe, training=changed)
 
     def continued_by_a_swarm(self, begun: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The report of a run over HTTP that goes on with the parts."""
