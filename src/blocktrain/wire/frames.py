@@ -380,8 +380,9 @@ def encode_activations(values: NDArray[Any], codec: ActivationCodec) -> bytes:
     if codec is ActivationCodec.F32:
         return single.tobytes()
     if codec is ActivationCodec.BF16:
-        bits = single.view("<u4")
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+        bits: NDArray[np.uint32] = single.view("<u4")
+        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+        return bytes(halves.tobytes())
     positions, width = single.shape
     groups = -(-width // ACTIVATION_GROUP)
     padded = np.zeros((positions, groups * ACTIVATION_GROUP), "<f4")
