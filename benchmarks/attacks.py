@@ -7,9 +7,12 @@ held-out text, loss on text of the same kind that is in no run may not. The tabl
 the end, seed by seed, and the largest of all rounds. Memory is the peak of the coordinator's resident memory
 above that of a run in which as many updates are all honest.
 
-    python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--json FILE]
+    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100]
 
-`--quick` takes one seed and fewer rounds. Exit code 1 if anything is not as it should be.
+`--quick` takes one seed and fewer rounds. `--rules` runs the lasting attacks against rules of the literature
+instead of judge and guard, and prints by how much each lets the loss rise; it claims nothing. Exit code 1 if
+anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -38,14 +41,18 @@ from tests.adversaries.campaigns import (  # noqa: E402
     campaign,
     colludes,
     copying_campaign,
+    drifts,
     flips_signs,
     hides,
     knows_all_the_judge_scores,
     knows_held_out_text,
+    merged_by,
     plants_backdoor,
     pleases_the_judge,
+    reverses_the_mean,
     sends_noise,
     stale_campaign,
+    stays_within_the_spread,
     undefended,
     works_little,
 )
@@ -55,6 +62,7 @@ from tests.adversaries.clusters import (  # noqa: E402
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
+from tests.adversaries.rules import RULES  # noqa: E402
 from tests.adversaries.swarm import (  # noqa: E402
     PATIENT_SECONDS,
     Settings,
@@ -68,6 +76,7 @@ MAX_GROWTH_MB = 64.0
 FRESH_SEEDS = (41, 42, 43)
 """Never looked at while thresholds were chosen."""
 STALE_NUMBER, STALE_ROUNDS = 8, 6
+POISON_NUMBER = 22
 COPIED_ROUNDS = 5
 
 
@@ -152,6 +161,9 @@ LASTING = (
     Lasting(21, "pleasing the judge by training text, 3 of 8", 5, 3, pleases_the_judge, False, True),
     Lasting(21, "held-out text known, 3 of 8", 5, 3, knows_held_out_text, True, True),
     Lasting(21, "held-out and training text pleased, 3 of 8", 5, 3, knows_all_the_judge_scores, False, True),
+    Lasting(23, "within the honest spread, 3 of 8", 5, 3, stays_within_the_spread, quick=False),
+    Lasting(24, "the honest mean reversed, 3 of 8", 5, 3, reverses_the_mean, quick=False),
+    Lasting(25, "a slow drift, 3 of 8", 5, 3, drifts, quick=False),
 )
 
 
@@ -259,7 +271,7 @@ def lasting_rows(
             yield runs.row(one)
     if wanted(STALE_NUMBER):
         yield runs.stale_row()
-    if wanted(22):
+    if wanted(POISON_NUMBER):
         for poison in (poisons_its_own_cluster, poisons_the_other_cluster):
             yield poisoned_row(folder, seeds, rounds, poison)
 
@@ -277,7 +289,7 @@ def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison
         honest += found.honest_refused
     told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
     return Row(
-        22,
+        POISON_NUMBER,
         f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
         told,
         f"at worst {max(risen):+.4f} on a cluster's text",
@@ -286,6 +298,26 @@ def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison
         max(risen) <= TOLERANCE and "harmful" not in honest,
         {"risen": risen, "honest_refused": dict(honest)},
     )
+
+
+def rule_rows(attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
+    """By how much the loss is higher at the end than that of the honest workers' mean; the worst seed."""
+    found: dict[str, dict[str, float]] = {}
+    print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        for one in attacks:
+            risen: dict[str, list[float]] = {rule: [] for rule in RULES}
+            for seed in seeds:
+                training = training_of(Settings(seed=seed, steps=20), Path(name))
+                alone = merged_by(RULES["mean"], training, one.honest, rounds, (), seed)
+                for rule in RULES:
+                    crowd = [one.behaviour] * one.attackers
+                    losses = merged_by(RULES[rule], training, one.honest, rounds, crowd, seed)
+                    risen[rule].append(losses[-1] - alone[-1])
+            found[one.name] = {rule: max(rises) for rule, rises in risen.items()}
+            told = " | ".join(f"{rise:+.4f}" for rise in found[one.name].values())
+            print(f"| {one.name} | {told} |", flush=True)
+    return found
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
@@ -329,9 +361,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", type=lambda text: set(map(int, text.split(","))), help="Numbers of attacks."
     )
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
+    parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
+    parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
     parser.add_argument("--json", type=Path, help="Write everything there too.")
     options = parser.parse_args(arguments)
-    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER}
+    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER}
     if unknown := sorted((options.only or set()) - known):
         parser.error(f"no attack has number {unknown}; there are {sorted(known)}")
     return options
@@ -340,10 +374,15 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     seeds, rounds = (options.seeds[:1], 3) if options.quick else (options.seeds, 4)
+    rounds = options.rounds or rounds
 
     def wanted(number: int) -> bool:
         return options.only is None or number in options.only
 
+    if options.rules:
+        found = rule_rows([one for one in LASTING if wanted(one.number) and not one.fresh], seeds, rounds)
+        write_report(options.json, "rules", {"rounds": rounds, "rises": found}, seeds)
+        return 0
     begun, rows, failures = time.monotonic(), [], 0
     print(HEADING, flush=True)
     with tempfile.TemporaryDirectory() as name:

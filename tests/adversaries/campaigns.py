@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from blocktrain.ids import derive_seed
+from blocktrain.training.setup import Setup
+from blocktrain.training.snapshot import tensors_of
 from blocktrain.training.update import Weights
 from blocktrain.wire.messages import Assignment, Outcome
+from tests.adversaries.rules import Rule
 from tests.adversaries.swarm import (
     Client,
     Settings,
@@ -77,6 +83,30 @@ def colludes(turn: Turn) -> Weights:
     if turn.round % 2:
         return hides(turn)
     return blended(scaled(mean_of(turn.honest), -1.0), turn.noise(turn.round, turn.number), 0.1)
+
+
+def stays_within_the_spread(turn: Turn) -> Weights:
+    """A little is enough (Baruch et al., 2019): the honest mean, moved uphill by as many standard deviations
+    as some honest updates lie away from it, so that no rule that looks for outliers finds one."""
+    mean, share = mean_of(turn.honest), statistics.NormalDist().inv_cdf(0.75)
+    return {
+        name: np.asarray(
+            mean[name] - np.float32(share) * np.stack([one[name] for one in turn.honest]).std(axis=0)
+        )
+        for name in mean
+    }
+
+
+def reverses_the_mean(turn: Turn) -> Weights:
+    """Inner-product manipulation (Xie et al., 2019): the honest mean, reversed and half as long."""
+    return scaled(mean_of(turn.honest), -0.5)
+
+
+def drifts(turn: Turn) -> Weights:
+    """Nearly honest in every round, and always a little in one and the same direction."""
+    mean = mean_of(turn.honest)
+    aside = scaled(turn.noise(2000), norm_of(mean) / norm_of(turn.honest[0]))
+    return blended(mean, aside, 0.25)
 
 
 def works_little(turn: Turn) -> Weights:
@@ -247,6 +277,23 @@ def campaign(
             bans=crowd.bans,
             scales=tuple(tuple(one.scale for one in merge.inputs) for merge in workers[0].merges(0).merges),
         )
+
+
+def merged_by(
+    rule: Rule, training: Training, honest: int, rounds: int, behaviours: Sequence[Behaviour], seed: int
+) -> tuple[float, ...]:
+    """Held-out loss after every round where a rule alone merges: no coordinator, codec, judge or guard."""
+    base: Weights = dict(tensors_of(Setup.of(training.recipe).initial(0)))
+    merged: Weights = {name: np.zeros_like(value) for name, value in base.items()}
+    steps, losses = training.recipe.swarm.steps_per_round, []
+    for round_ in range(rounds):
+        deltas = [training.delta(0, base, shard, round_ * steps, steps) for shard in range(honest)]
+        turns = [Turn(round_, number, deltas, base, training, seed) for number in range(len(behaviours))]
+        sent = [behaviour(turn) for behaviour, turn in zip(behaviours, turns, strict=True)]
+        merged = rule([*deltas, *sent], len(behaviours), merged)
+        base = blended(base, merged, -1.0)
+        losses.append(training.held_out_loss(base))
+    return tuple(losses)
 
 
 def _round(
