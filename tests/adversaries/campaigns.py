@@ -89,24 +89,25 @@ def stays_within_the_spread(turn: Turn) -> Weights:
     """A little is enough (Baruch et al., 2019): the honest mean, moved uphill by as many standard deviations
     as some honest updates lie away from it, so that no rule that looks for outliers finds one."""
     mean, share = mean_of(turn.honest), statistics.NormalDist().inv_cdf(0.75)
-    return {
-        name: np.asarray(
-            mean[name] - np.float32(share) * np.stack([one[name] for one in turn.honest]).std(axis=0)
-        )
-        for name in mean
-    }
+    spread = {name: np.stack([one[name] for one in turn.honest]).std(axis=0) for name in mean}
+    return _unlike(turn, blended(mean, spread, -share))
+
+
+def _unlike(turn: Turn, update: Weights) -> Weights:
+    """With noise of its own: equal updates of several workers are refused as copies."""
+    return blended(update, turn.noise(turn.round, turn.number), 0.1)
 
 
 def reverses_the_mean(turn: Turn) -> Weights:
     """Inner-product manipulation (Xie et al., 2019): the honest mean, reversed and half as long."""
-    return scaled(mean_of(turn.honest), -0.5)
+    return _unlike(turn, scaled(mean_of(turn.honest), -0.5))
 
 
 def drifts(turn: Turn) -> Weights:
     """Nearly honest in every round, and always a little in one and the same direction."""
     mean = mean_of(turn.honest)
     aside = scaled(turn.noise(2000), norm_of(mean) / norm_of(turn.honest[0]))
-    return blended(mean, aside, 0.25)
+    return _unlike(turn, blended(mean, aside, 0.25))
 
 
 def works_little(turn: Turn) -> Weights:
