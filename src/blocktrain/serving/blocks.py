@@ -28,6 +28,10 @@ from blocktrain.model.sampling import normalised
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
 
+KEPT_ROWS, KEPT_VALUES = 128, 1 << 20
+"""Rows and log-probs of the last positions that a cache keeps at most where pooling follows the text. So far
+back a wrong draft may lie without the text being sent again."""
+
 
 class RoughBlocks(Protocol):
     """Rough rows for drafts: `model.quick`. A cache belongs to the steps that made it."""
@@ -178,7 +182,8 @@ class HeldBlocks:
             return F.log_softmax(logits_RV.float(), dim=-1), np.empty(0)
         # Of all new tokens: how well the block predicted each of them counts from the next one on.
         log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
-        past_TD = record.extend(work.base, work.ids, log_probs_TV, keep=work.num_rows)
+        keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
+        past_TD = record.extend(work.base, work.ids, log_probs_TV, keep=keep)
         logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
         return log_probs_TV[-work.num_rows :], logs
 

@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from blocktrain.model.generation import shared_length
 from blocktrain.serving.blocks import Refinement, WeighedRows
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.requests import GenerationStats
-from blocktrain.serving.engine.rows import Part
+from blocktrain.serving.engine.rows import Part, Traversal
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import Ask, Draw, ModelShape, Refine, encode_metadata
 from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
@@ -47,6 +48,15 @@ class Question:
     def is_warm(self, link: StageLink) -> bool:
         """Whether the stage holds caches that the question continues."""
         return False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return False
+
+    def asks_again(self) -> bool:
+        """Whether the question is put again where a stage failed."""
+        return True
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
         """The stage's answer, or LinkError."""
@@ -97,10 +107,12 @@ class StageCache:
     start: int
     """Where in the text the cached window begins."""
     ids: list[int] = field(default_factory=list)
+    """Once it has run what it was sent: several traversals may be under way, and a stage takes them in order.
+    Where one got lost it finds that its ids are others, and has them sent again."""
     traversal: int = 0
     question: Question | None = None
-    """The question that `traversal` numbers. Asked again, for lack of an answer or for whole rows instead of
-    the best tokens, it keeps its number, and the stage answers from memory."""
+    """The question that `traversal` numbers. Asked again for lack of an answer, it keeps its number while it
+    is the last one, and the stage answers from memory."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,6 +123,18 @@ class TraverseQuestion(Question):
     start: int
     caches: dict[int, StageCache]
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
+    traversal: Traversal
+
+    @property
+    def is_void(self) -> bool:
+        return self.traversal.void
+
+    def asks_again(self) -> bool:
+        # Only the first of those under way. They share a connection that one damaged frame ends, and with one
+        # frame in four damaged eight of them never got through together.
+        if not self.traversal.leads:
+            self.traversal.void = True
+        return not self.traversal.void
 
     def is_warm(self, link: StageLink) -> bool:
         cache = self.caches.get(link.number)
@@ -124,17 +148,13 @@ class TraverseQuestion(Question):
         if cache is None or cache.blocks != blocks or cache.start != self.start:
             cache = self._new_epoch(link, blocks)
         frame = await self._traverse(link, cache)
-        if frame.type == FrameType.RESEND:
+        if frame.type == FrameType.RESEND and self.asks_again():
             # The stage evicted the session, or holds other ids than we think.
             self.stats.retries += 1
-            cache = self._new_epoch(link, blocks)
-            frame = await self._traverse(link, cache)
+            frame = await self._traverse(link, self._new_epoch(link, blocks))
         if frame.type == FrameType.RESEND:
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
-        part = self.read(link, frame, blocks)
-        # All but the drafts are certain to stay in the text.
-        cache.ids = self.ids[: len(self.ids) - self.num_rows + 1]
-        return part
+        return self.read(link, frame, blocks)
 
     def _new_epoch(self, link: StageLink, blocks: tuple[int, ...]) -> StageCache:
         """An epoch in which the stage has nothing cached; what it may hold of older ones is stale there."""
@@ -146,7 +166,9 @@ class TraverseQuestion(Question):
     async def _traverse(self, link: StageLink, cache: StageCache) -> Frame:
         if cache.question is not self:
             cache.traversal, cache.question = cache.traversal + 1, self
-        base = min(len(cache.ids), len(self.ids) - self.num_rows)
+        # Where the texts part, a draft was wrong. A row needs its own position in the pass.
+        base = min(shared_length(cache.ids, self.ids), len(self.ids) - self.num_rows)
+        cache.ids = self.ids
         loop = asyncio.get_running_loop()
         began = loop.time()
         frame = await self.send(

@@ -34,7 +34,7 @@ from blocktrain.serving.engine.requests import (
     ServingError,
     StagesUnavailableError,
 )
-from blocktrain.serving.engine.rows import BestRows, Rows, best_pooled, pooled
+from blocktrain.serving.engine.rows import BestRows, Rows, Traversal, best_pooled, pooled
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
@@ -221,18 +221,18 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
-        self._asked: TraverseQuestion | None = None
         engine.running.add(self)
 
-    async def rows(self, tokens: Sequence[int], num_rows: int) -> Rows | BestRows:
+    async def rows(self, traversal: Traversal) -> Rows | BestRows:
+        tokens, num_rows = traversal.tokens, traversal.num_rows
         start = window_start(len(tokens) - num_rows + 1, self.engine.shape.context)
         draw = None
         # As few as the least capable stage sends; an older one sends whole rows alone.
         count = min([self.best_tokens, *(link.best_tokens for link in self.engine.links if link.blocks)])
-        if count:
+        if count and not traversal.whole:
             position = len(tokens) - num_rows + 1
             draw = Draw(self.sampler.seed, position, self.sampler.temperature, count)
-        self._asked = question = TraverseQuestion(
+        question = TraverseQuestion(
             type=FrameType.TRAVERSE,
             codec=self.codec if draw is None else Codec.BEST,
             draw=draw,
@@ -246,17 +246,12 @@ class StageSession:
             session=self.session,
             start=start,
             caches=self.caches,
+            traversal=traversal,
         )
         parts = await self.engine.fanout.collect(question)
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary)
-
-    async def whole_rows(self) -> Rows:
-        question = self._asked
-        assert question is not None, "there are no rows before the first traversal"
-        question.codec, question.draw = self.codec, None
-        return pooled(await self.engine.fanout.collect(question), self.engine.pooling)
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self.engine.shape.context) :]
