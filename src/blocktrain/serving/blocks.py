@@ -61,6 +61,10 @@ class BlockCache:
     record: TrackRecord | None
     """None where pooling does not follow the text."""
 
+    def copy_of(self, other: BlockCache) -> None:
+        """Hold what another cache holds."""
+        self.layers, self.record = copy.deepcopy(other.layers), copy.deepcopy(other.record)
+
     def continues(self, base: int) -> bool:
         return self.layers.length >= base and (self.record is None or self.record.continues(base))
 
@@ -79,11 +83,13 @@ class RowWork:
     """Positions to keep in the caches; what they hold beyond is forgotten first."""
     exact: bool = False
     """One row in float64, from the ids alone."""
+    like: dict[int, BlockCache] | None = None
+    """Another text's caches to begin with, which hold what stands before the ids."""
 
     @property
     def runnable(self) -> bool:
         """Whether the caches hold what the ids continue."""
-        return all(cache.continues(self.base) for cache in self.caches.values())
+        return all(cache.continues(self.base) for cache in (self.like or self.caches).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +147,12 @@ class HeldBlocks:
         """The rows of each work; its caches then hold its ids too."""
         if works[0].exact:
             return [self.exact_row(work.ids, work.blocks) for work in works]
+        # Copies first: a text that others begin with may itself go on in this pass.
         for work in works:
             assert work.runnable, "the caches lack positions before the new ids"
+            for index, other in (work.like or {}).items():
+                work.caches[index].copy_of(other)
+        for work in works:
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
         device = self.codebook.device

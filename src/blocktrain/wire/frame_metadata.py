@@ -67,13 +67,17 @@ class Draw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Metadata of TRAVERSE, SCORE and EXACT. Defaults are not sent: an older stage does not know `draw`."""
+    """Metadata of TRAVERSE, SCORE and EXACT. Defaults are not sent: an older stage does not know `draw` and
+    `like`."""
 
     blocks: _Blocks
     prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
     draw: Draw | None = None
     """With the codec BEST."""
+    like: Annotated[int, msgspec.Meta(ge=0, lt=2**64)] | None = None
+    """With a session's first TRAVERSE: another session of the client, which has the ids before `base`
+    cached."""
 
 
 class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +23,9 @@ from blocktrain.serving.engine.rows import Part, Traversal
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import Ask, Draw, ModelShape, Refine, encode_metadata
 from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
+
+LEAST_SHARED = 32
+"""Tokens that two texts must share before one begins with the other's caches: fewer are read as fast."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -110,9 +114,43 @@ class StageCache:
     """Once it has run what it was sent: several traversals may be under way, and a stage takes them in order.
     Where one got lost it finds that its ids are others, and has them sent again."""
     traversal: int = 0
+    like: int | None = None
+    """Before the first traversal, the session whose caches this one begins with."""
     question: Question | None = None
     """The question that `traversal` numbers. Asked again for lack of an answer, it keeps its number while it
     is the last one, and the stage answers from memory."""
+
+
+class KeptSessions:
+    """Sessions whose text is complete, and whose caches stages still hold: a text that begins as one of them
+    does is sent from where the two part."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._caches: OrderedDict[int, dict[int, StageCache]] = OrderedDict()
+
+    def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
+        """Gives the sessions that make room, those least recently used."""
+        self._caches[session] = caches
+        return dict(self._caches.popitem(last=False) for _ in range(len(self._caches) - self.most))
+
+    def drop(self) -> dict[int, dict[int, StageCache]]:
+        """Gives all of them, and keeps none."""
+        dropped, self._caches = self._caches, OrderedDict()
+        return dropped
+
+    def like(self, link: int, blocks: tuple[int, ...], ids: list[int]) -> tuple[int, list[int]] | None:
+        """The session that has most of `ids` cached on this stage, and how much; None where it is little."""
+        best, shared = None, LEAST_SHARED - 1
+        for session, caches in self._caches.items():
+            cache = caches.get(link)
+            if cache is not None and cache.blocks == blocks and cache.start == 0:
+                length = shared_length(cache.ids, ids)
+                best, shared = (session, length) if length > shared else (best, shared)
+        if best is None:
+            return None
+        self._caches.move_to_end(best)
+        return best, ids[:shared]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,6 +162,7 @@ class TraverseQuestion(Question):
     caches: dict[int, StageCache]
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
     traversal: Traversal
+    kept: KeptSessions
 
     @property
     def is_void(self) -> bool:
@@ -146,7 +185,9 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            cache = self._new_epoch(link, blocks)
+            known = self.kept.like(link.number, blocks, self.ids) if link.knows_like else None
+            like = known if cache is None and not self.start else None
+            cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)
         if frame.type == FrameType.RESEND and self.asks_again():
             # The stage evicted the session, or holds other ids than we think.
@@ -156,10 +197,14 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
         return self.read(link, frame, blocks)
 
-    def _new_epoch(self, link: StageLink, blocks: tuple[int, ...]) -> StageCache:
-        """An epoch in which the stage has nothing cached; what it may hold of older ones is stale there."""
-        before = self.caches.get(link.number)
-        cache = StageCache(before.epoch + 1 if before is not None else 0, blocks, self.start)
+    def _new_epoch(
+        self, link: StageLink, blocks: tuple[int, ...], like: tuple[int, list[int]] | None = None
+    ) -> StageCache:
+        """An epoch in which the stage has nothing cached but what another session has; what it may hold of
+        older ones is stale there."""
+        before, (session, ids) = self.caches.get(link.number), like or (None, [])
+        epoch = before.epoch + 1 if before is not None else 0
+        cache = StageCache(epoch, blocks, self.start, ids, like=session)
         self.caches[link.number] = cache
         return cache
 
@@ -168,12 +213,12 @@ class TraverseQuestion(Question):
             cache.traversal, cache.question = cache.traversal + 1, self
         # Where the texts part, a draft was wrong. A row needs its own position in the pass.
         base = min(shared_length(cache.ids, self.ids), len(self.ids) - self.num_rows)
-        cache.ids = self.ids
+        cache.ids, like, cache.like = self.ids, cache.like if base else None, None
         loop = asyncio.get_running_loop()
         began = loop.time()
         frame = await self.send(
             link,
-            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw),
+            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw, like),
             frames.encode_ids(self.ids[base:], self.shape.vocabulary),
             session=self.session,
             epoch=cache.epoch,

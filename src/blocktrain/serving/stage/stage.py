@@ -292,8 +292,9 @@ class Stage:
         # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         shape = connection.model.shape
         welcome = Welcome(shape, self.blocks, config.credits, shape.context)
-        # In the header and not in WELCOME, whose fields older engines know by heart.
-        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS)
+        # In the header and not in WELCOME, whose fields older engines know by heart. `base` says that a
+        # session may begin with what another has cached.
+        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS, base=1)
         await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
         return True
 
@@ -405,6 +406,12 @@ class Stage:
         session = model.sessions.get(key)
         asked = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
         step = next_step(session, asked)
+        other = model.sessions.get((connection.client, ask.like)) if ask.like is not None else None
+        # What it has cached is what its ids say only while nothing of it is under way.
+        if session is None and other is not None and other.outcome is not None and other.outcome.done():
+            step = next_step(other, replace(asked, epoch=other.epoch, traversal=other.traversal + 1))
+        else:
+            other = None
         if step is Step.STALE:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND:
@@ -412,8 +419,16 @@ class Stage:
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, blocks, model.held.new_caches(blocks))
-            work = RowWork(ids, header.rows, session.blocks, session.caches, header.base)
+                known = other.ids[: header.base] if other is not None else []
+                session = Session(header.epoch, blocks, model.held.new_caches(blocks), known)
+            work = RowWork(
+                ids,
+                header.rows,
+                session.blocks,
+                session.caches,
+                header.base,
+                like=other.caches if other is not None else None,
+            )
             session.outcome = model.batcher.submit(work, self._deadline(header))
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
