@@ -36,6 +36,9 @@ MOST_AHEAD = 64
 class RowSource(Protocol):
     """What one generation asks of the blocks."""
 
+    most_flights: int
+    """Traversals that may be under way."""
+
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         """Log-probs of what follows each of the last prefixes of the traversal's text. Traversals are asked
         in the order in which they are begun, and several may be under way."""
@@ -86,11 +89,12 @@ async def decode(
         while len(tokens) < end:
             text = [*tokens, *(one.token for one in guess)]
             may_draft = drafter is not None and worth_it and not whole and not again
-            most = drafter.flights if drafter is not None and not calm else 1
+            most = min(drafter.flights, source.most_flights) if drafter is not None and not calm else 1
             if drafter is not None and may_draft and drafting is None and len(flights) < most:
                 # Never past the point where the visible context slides: a traversal has one window.
                 room = min(window_start(len(text), context) + context, end - 1) - len(text)
-                draft = drafter.draft(text, min(room, MOST_AHEAD - len(guess)), guess, wait=bool(flights))
+                room = min(room, MOST_AHEAD - len(guess), drafter.length.most_of(most))
+                draft = drafter.draft(text, room, guess, wait=bool(flights))
                 drafting, drafted_from = tasks.start(draft), len(text)
             waited = [task for task in (drafting, flights[0].rows if flights else None) if task is not None]
             if waited and not again:

@@ -186,7 +186,7 @@ class Drafter:
     ) -> list[DraftedToken]:
         """Up to `most` tokens, as many as seem worth it; the last of `tokens`, those `ahead`, are drafts
         themselves. A long text is waited for until it is read here only if asked to `wait`."""
-        most, margins = min(most, self.length.most_of(self.flights)), [one.margin for one in ahead]
+        margins = [one.margin for one in ahead]
         # Asked here too: where no token is worth its time, the computing thread is left alone.
         if most <= 0 or not self.length.go_on(margins, self.drafting.num_open, time.monotonic()):
             return []

@@ -1,6 +1,7 @@
 """The engine that a gateway runs: drafts here, blocks on stages, one round trip per traversal.
 
-`ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once.
+`ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once. The
+parts of a serial model are asked as a chain in which stages hand on to one another (`pipeline`).
 `sweep` composes by `euler`, a chain, and the gateway carries its state from stage to stage (decision 0005).
 Rows travel as Q16 codes by default and as fp32 for scoring, log-probs, top-p and sweeps; of a large
 vocabulary only the best tokens travel, and whole rows where these cannot settle a choice. Near ties are
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,11 +24,12 @@ from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import HeldBlocks, Refinement
-from blocktrain.serving.engine.draft_length import AdaptiveLength, DraftLength
+from blocktrain.serving.engine.draft_length import FLIGHTS, AdaptiveLength, DraftLength
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.fanout import Fanout, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig, StageLink
+from blocktrain.serving.engine.pipeline import Pipeline
 from blocktrain.serving.engine.questions import (
     LEAST_SHARED,
     KeptSessions,
@@ -46,7 +49,7 @@ from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import Draw, Hello
-from blocktrain.wire.frames import Codec, FrameType
+from blocktrain.wire.frames import ActivationCodec, Codec, FrameType
 
 BEST_TOKENS = 32
 """With two bytes each for id and score, a row of 32,768 tokens takes 132 bytes instead of 65,540."""
@@ -66,6 +69,8 @@ class EngineConfig:
     """How rows travel when neither log-probs nor top-p were asked for."""
     start_seconds: float = 10.0
     """How long start() waits for every block to be there; it goes on without if some are not."""
+    activations: Literal["f32", "bf16", "q8"] = "f32"
+    """How values travel between the stages of a serial model."""
     best_tokens: int | None = None
     """Tokens of each row that stages send, where a choice depends on temperature and noise alone; the others
     are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger."""
@@ -98,9 +103,14 @@ class RemoteEngine(TextEngine):
         hello = Hello(secrets.token_hex(16), self.shape, config.token)
         self.links = [StageLink(i, address, hello, config.link) for i, address in enumerate(config.stages)]
         self.fanout = Fanout(self.links, self.shape.num_blocks, config.fanout)
+        if checkpoint.objective.is_serial:
+            self.fanout = Pipeline(
+                self.links, self.shape.num_blocks, config.fanout, ActivationCodec(config.activations)
+            )
         self.running: weakref.WeakSet[StageSession] = weakref.WeakSet()
         """Generations that hold caches on stages."""
-        self.kept = KeptSessions(config.kept_sessions)
+        # A chain of stages has no word for another session's caches.
+        self.kept = KeptSessions(0 if checkpoint.objective.is_serial else config.kept_sessions)
         large = self.shape.vocabulary >= LEAST_VOCABULARY
         self.best_tokens = (BEST_TOKENS if large else 0) if config.best_tokens is None else config.best_tokens
         self._adaptive = AdaptiveLength()
@@ -150,6 +160,8 @@ class RemoteEngine(TextEngine):
         problems = "; ".join(link.problem for link in self.links if link.problem is not None)
         if len(lost) == len(self.fanout.blocks):
             return False, f"no stage can be reached: {problems}"
+        if lost and self.fanout.needs_all:
+            return False, f"a serial model needs every part, and no stage serves parts {lost} now: {problems}"
         if lost:
             return True, f"degraded: no stage serves blocks {lost} now: {problems}"
         return True, "ready"
@@ -238,6 +250,8 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
+        # What a chain has cached is known when it has answered, so its traversals come one after another.
+        self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
