@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
 
-from blocktrain.serving.engine.draft_length import most_flights
+from blocktrain.model.sampling import Sampler
+from blocktrain.serving.engine.draft_length import DraftLength, most_flights
+from blocktrain.serving.engine.drafting import DraftedToken, Drafter
+from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest
 from blocktrain.wire.frames import FrameType
@@ -123,3 +127,30 @@ def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
 def test_many_requests_have_one_traversal_each() -> None:
     assert most_flights(1) == 8
     assert [most_flights(requests) for requests in (4, 8, 16, 64)] == [4, 2, 1, 1]
+
+
+def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -> None:
+    async def served() -> list[str]:
+        engine = LocalEngine(checkpoint)
+        order: list[str] = []
+
+        def begin(name: str, text: bytes, most: int) -> asyncio.Future[list[DraftedToken]]:
+            drafter = Drafter(engine.drafting, Sampler(0, 1.0), DraftLength(most))
+            done = engine.drafting.begin(drafter, list(text), most, [])
+            done.add_done_callback(lambda _: order.append(name))
+            return done
+
+        # All are begun before the computing thread comes to the first.
+        begun = threading.Event()
+        engine.batcher.executor.submit(begun.wait)
+        reading = [begin("read", b"x" * 90, 0) for _ in range(6)]
+        drafted = begin("drafted", b"The ", 2)
+        begun.set()
+        await asyncio.gather(*reading, drafted)
+        assert len(drafted.result()) == 2
+        await engine.close()
+        return order
+
+    order = asyncio.run(served())
+    assert order.count("read") == 6
+    assert order.index("drafted") < 5

@@ -52,6 +52,7 @@ class Draft:
     drafter: Drafter
     text: list[int]
     most: int
+    """Tokens to draft at most; 0 where the text is only read."""
     margins: list[float]
     """Of all tokens that are not verified, those of this draft last."""
     done: asyncio.Future[list[DraftedToken]]
@@ -99,15 +100,22 @@ class Drafting:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in the computing thread until no draft is left."""
         active: list[Draft] = []
+        unread: list[Draft] = []
         while True:
             with self._lock:
                 came, self._waiting = self._waiting, []
-                self._running = bool(active or came)
+                self._running = bool(active or came or unread)
             if not self._running:
                 return
+            # One text is read for every step of the drafts. Of 64 that come at once the first get drafts
+            # while the others are read, which takes a second; before, they all waited for the last.
+            unread += [draft for draft in came if not draft.most]
+            came = [draft for draft in came if draft.most] + unread[:1]
+            del unread[:1]
             try:
                 for draft in came:
-                    draft.drafter.catch_up(draft)
+                    if not draft.done.cancelled():
+                        draft.drafter.catch_up(draft)
                 active = self._step(active + [draft for draft in came if draft.due], loop)
             except Exception as error:  # those who wait are told; the next draft starts fresh
                 for draft in active + came:
