@@ -144,7 +144,7 @@ def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -
         begun = threading.Event()
         engine.batcher.executor.submit(begun.wait)
         reading = [begin("read", b"x" * 90, 0) for _ in range(6)]
-        drafted = begin("drafted", b"The ", 2)
+        drafted = begin("drafted", b"T", 2)
         begun.set()
         await asyncio.gather(*reading, drafted)
         assert len(drafted.result()) == 2

@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 
 from blocktrain.serving.engine.questions import KeptSessions, StageCache
+from blocktrain.wire.frames import HEADER_BYTES, FrameType, decode_header
 from tests.serving.cluster import cluster, text_of
+from tests.serving.stages import LIMITS
 from tests.waiting import until_async
 
 SHARED = b"The arguments of the function are given in the order "
@@ -19,13 +21,25 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
         async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
             expected = [await text_of(c.engine, prompt, 16, seed=2) for prompt in prompts]
         async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            bases: list[int] = []
+
+            def noted(kind: FrameType, raw: bytes) -> list[bytes]:
+                header = decode_header(raw[:HEADER_BYTES], LIMITS)
+                if kind == FrameType.TRAVERSE and header.traversal == 1:
+                    bases.append(header.base)
+                return [raw]
+
+            c.proxies[0].to_stage = noted
             found = [await text_of(c.engine, prompt, 16, seed=2, mode="ar") for prompt in prompts]
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
             first, *others = (stats for _, stats in found)
             for stats in others:
-                # An id is a byte here, and each of two stages gets it.
-                assert stats.wire_bytes_sent < first.wire_bytes_sent - len(SHARED)
+                assert stats.wire_bytes_sent < first.wire_bytes_sent
                 assert stats.retries == 0
+            # The tokens that were not sent.
+            assert bases[0] == 0
+            assert len(bases) == 3
+            assert min(bases[1:]) >= len(SHARED)
             assert all(len(stage.sessions) == 3 for stage in c.stages)
             # As many at once as like to begin with what is kept.
             together = await asyncio.gather(*(text_of(c.engine, prompt, 16, seed=2) for prompt in prompts))
