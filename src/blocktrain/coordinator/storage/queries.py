@@ -19,6 +19,7 @@ from blocktrain.coordinator.states import COUNTED, WAITING, AssignmentState, Upd
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
+    Prepared,
     RunRow,
     UpdateRow,
     WorkerRow,
@@ -28,8 +29,8 @@ from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
 # Plus nothing: SQLite would else group by the index on blocks, through all workers that ever were.
 _SEAT = WorkerRow.block + literal_column("0")
-_SEATS = select(_SEAT, func.count()).where(WorkerRow.last_seen > bindparam("since")).group_by(_SEAT)
-_GIVEN_UP = (
+_SEATS = Prepared(select(_SEAT, func.count()).where(WorkerRow.last_seen > bindparam("since")).group_by(_SEAT))
+_GIVEN_UP = Prepared(
     select(AssignmentRow.made)
     .outerjoin(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
     .where(
@@ -68,7 +69,7 @@ def live_since(now: float, swarm: SwarmConfig) -> float:
 def seats(session: Session, swarm: SwarmConfig, now: float, *, without: WorkerRow) -> dict[int, int]:
     """Live workers on each block, but for one that has just been seen."""
     session.flush()
-    rows = session.connection().execute(_SEATS, {"since": live_since(now, swarm)})
+    rows = _SEATS(session, since=live_since(now, swarm))
     found = {block: count for block, count in rows if block is not None}
     if without.block is not None:
         found[without.block] -= 1
@@ -96,8 +97,7 @@ def num_assignments(session: Session, block: int, round_: int, states: Sequence[
 def given_up(session: Session, worker_id: str, now: float) -> list[float]:
     """When the assignments were lent that the worker handed back recently, or spent on a commit without a
     payload or on bytes that are no update."""
-    values = {"worker": worker_id, "since": now - GIVEN_UP_SECONDS}
-    return list(session.scalars(_GIVEN_UP, values))
+    return [made for (made,) in _GIVEN_UP(session, worker=worker_id, since=now - GIVEN_UP_SECONDS)]
 
 
 def running_median(session: Session, block: int) -> float | None:
