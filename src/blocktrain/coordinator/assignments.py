@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from sqlalchemy import BindParameter, and_, bindparam, func, or_, select
+from sqlalchemy import BindParameter, and_, bindparam, case, func, or_, select
+from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.admission import Admission
@@ -53,7 +54,7 @@ from blocktrain.coordinator.storage.store import (
     WorkerRow,
     message_of,
 )
-from blocktrain.validation.reputation import after_giving_up, after_withholding
+from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, after_giving_up, after_withholding
 from blocktrain.validation.ruling import age_ruling
 from blocktrain.wire.hashing import canonical_json
 from blocktrain.wire.identity import WorkerId
@@ -173,6 +174,19 @@ _SECOND_TRY_BEHIND = Prepared(
         AssignmentRow.made > bindparam("made"),
     )
     .limit(1)
+)
+_HEARD = Prepared(
+    select(WorkerRow.worker_id)
+    .where(WorkerRow.worker_id == _WORKER, WorkerRow.last_seen > bindparam("since"))
+    .with_for_update()
+)
+_NOW: BindParameter[float] = bindparam("now")
+_LATER = case((WorkerRow.last_seen > _NOW, WorkerRow.last_seen), else_=_NOW)
+_SEEN = Prepared(sql_update(WorkerRow).where(WorkerRow.worker_id == _WORKER).values(last_seen=_LATER))
+_BEAT = Prepared(
+    sql_update(WorkerRow)
+    .where(WorkerRow.worker_id == _WORKER)
+    .values(last_seen=_LATER, block=bindparam("seat"), step=bindparam("at_step"), loss=bindparam("at_loss"))
 )
 LEDGER_KEYS = ("assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash")
 
@@ -409,11 +423,16 @@ class Assignments:
     ) -> HeartbeatAnswer:
         now, swarm, rounds = self._resources.clock(), self._resources.run.swarm, self._resources.open_rounds
         with self._resources.store.write() as session, session.no_autoflush:
-            worker = present_worker(session, worker_id, now)
+            # The commonest request of all: the worker's row is written without being loaded, 0.5 ms less.
+            # After a long silence, or where there is no worker, it is looked at as by every other request.
+            if not _HEARD(session, worker=worker_id, since=now - SILENCE_GRACE_SECONDS):
+                present_worker(session, worker_id, now)
+                session.flush()
+            refuse_banned(session, worker_id, now)
             row = own_assignment(session, worker_id, assignment_id)
             block = block_row(session, row.block)
-            if row.state in LIVE:
-                worker.block, worker.step, worker.loss = row.block, request.step, request.loss
+            seat = {"seat": row.block, "at_step": request.step, "at_loss": request.loss}
+            (_BEAT if row.state in LIVE else _SEEN)(session, worker=worker_id, now=now, **seat)
             clock = rounds.clock(session, block, now)
             by_age = age_ruling(block.version - row.round, swarm, finished=block.version >= swarm.rounds)
             cancel, reason = not by_age.counts, by_age.sentence

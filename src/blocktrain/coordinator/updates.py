@@ -395,7 +395,7 @@ class Updates:
                     continue
                 # A merge that had begun with it starts again without it.
                 if row.merge_version is not None:
-                    block = block_row(session, row.block)
+                    block = block_row(session, row.block, lock=True)
                     block.closing_version = block.claim_until = None
                     for one in inputs_of_merge(session, row.block, row.merge_version):
                         one.merge_version = one.scale = None

@@ -30,6 +30,7 @@ from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 # Plus nothing: SQLite would else group by the index on blocks, through all workers that ever were.
 _SEAT = WorkerRow.block + literal_column("0")
 _SEATS = Prepared(select(_SEAT, func.count()).where(WorkerRow.last_seen > bindparam("since")).group_by(_SEAT))
+_BLOCK = Prepared(select(BlockRow.__table__).where(BlockRow.block == bindparam("block")))
 _GIVEN_UP = Prepared(
     select(AssignmentRow.made)
     .outerjoin(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
@@ -53,8 +54,13 @@ def lock_run(session: Session) -> None:
 
 
 def block_row(session: Session, block: int, *, lock: bool = False) -> BlockRow:
+    """The block as it is now; one that is not locked is a copy, and what is changed in it is not written."""
     # Read again, also where the session has the row: another process may have moved the head.
-    row = session.get(BlockRow, block, with_for_update=lock or None, populate_existing=True)
+    if lock:
+        row = session.get(BlockRow, block, with_for_update=True, populate_existing=True)
+    else:
+        names, found = BlockRow.__table__.columns.keys(), _BLOCK(session, block=block)
+        row = BlockRow(**dict(zip(names, found[0], strict=True))) if found else None
     if row is None:
         count = session.scalar(select(func.count()).select_from(BlockRow)) or 0
         raise Refusal(ErrorReason.NOT_FOUND, f"no block {block}; this run has 0 to {count - 1}")

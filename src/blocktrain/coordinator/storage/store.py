@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
@@ -283,6 +283,7 @@ class EvaluationRow(Table):
 
 
 LASTS = "lasts"
+AFTER = "after"
 _NOT_SYNCED = text("SET LOCAL synchronous_commit TO OFF")
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -296,6 +297,11 @@ def message_of(model: type[Message], row: Table, **others: Any) -> Message:
 def must_last(session: Session) -> None:
     """Let this transaction be answered only when it is on the disk."""
     session.info[LASTS] = True
+
+
+def after_commit(session: Session, tell: Callable[[], None]) -> None:
+    """Call `tell` when this transaction is in the database, and not if it fails."""
+    session.info.setdefault(AFTER, []).append(tell)
 
 
 class Prepared:
@@ -409,6 +415,8 @@ class Store:
             # possible, and 1,000 workers need more.
             if lasts and self._log is not None:
                 self._log.wait()
+            for tell in session.info.get(AFTER, ()):
+                tell()
 
     def write_later(self, statement: Prepared, row: Mapping[str, Any]) -> None:
         """Write a row along with the next transaction of this process."""
