@@ -151,7 +151,8 @@ def test_an_imported_model_writes_what_transformers_writes(tmp_path: Path) -> No
         bos_token_id=None,
     )
     torch.manual_seed(1)
-    model: Any = transformers.LlamaForCausalLM(config)
+    make: Any = transformers.LlamaForCausalLM
+    model = make(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
