@@ -6,6 +6,7 @@ The need is a formula, asked before anything is allocated: by the doctor, by wor
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -48,8 +49,10 @@ def training_bytes(
     *,
     block: int | None = None,
     micro_batch: int | None = None,
+    parts: int = 1,
 ) -> int:
-    """What training a block (the last, unless named) needs, without training it.
+    """What training a block (the last, unless named) needs, without training it; its state may be in `parts`
+    on several devices.
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
     within 10 % of the allocator's peak (tests/training/test_memory_on_cuda.py); ours stays below: bf16 and
@@ -64,6 +67,10 @@ def training_bytes(
     # Muon keeps one moment per matrix value, AdamW two.
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
+    if parts > 1:
+        # Whole at one moment are the layer that runs and the one that comes next, with the gradients of one,
+        # and all that is outside the layers.
+        state = state // parts + 12 * matrices // model.layers_per_block + 8 * rest
     state += _behind_bytes(recipe, objective, device_type, block, tokens)
     if device_type == "cuda" and not denoises(model):
         return state + _compiled_bytes(model, training, objective.vocabulary, matrices, tokens)
@@ -76,7 +83,7 @@ def training_bytes(
     else:
         values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
     # Saved for the backward pass are the weights too, as autograd counts.
-    return state + 4 * (matrices + rest + values)
+    return state + 4 * ((matrices + rest) // parts + values)
 
 
 def _behind_bytes(recipe: Recipe, objective: Objective, device_type: str, block: int, tokens: int) -> int:
@@ -139,10 +146,20 @@ def _compiled_bytes(
     return max(backward, output, stack)
 
 
-def block_needs(recipe: Recipe, objective: Objective, device_type: str = "cpu") -> list[int]:
-    """What training each block needs; blocks may differ."""
+def block_needs(
+    recipe: Recipe,
+    objective: Objective,
+    device_type: str = "cpu",
+    *,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> list[int]:
+    """What training each block needs of one device; blocks may differ. Each of several ranks has a share of
+    the batch, and of a sharded block also of its state."""
+    share = dataclasses.replace(recipe.training, batch=-(-recipe.training.batch // ranks))
+    own, parts = dataclasses.replace(recipe, training=share), ranks if sharded else 1
     blocks = range(recipe.model.blocks)
-    return [training_bytes(recipe, objective, device_type, block=block) for block in blocks]
+    return [training_bytes(own, objective, device_type, block=block, parts=parts) for block in blocks]
 
 
 def usable_memory(device: torch.device, limit: int | None = None) -> int | None:
