@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -31,14 +31,13 @@ from blocktrain.config import Recipe
 from blocktrain.data.batches import Batches
 from blocktrain.errors import BlocktrainError, DeviceError, UserError
 from blocktrain.training.device import HOST
-from blocktrain.training.snapshot import check_names
-from blocktrain.wire.codec import Tensors
 
 # Importing these takes 0.8 s of processor time, which only sharded ranks spend.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+Arrays = Mapping[str, NDArray[np.float32]]
 STEP_SECONDS = 300.0
 """How long ranks wait for one another within a step; the first one may compile for minutes."""
 BUCKET_VALUES = 1 << 24
@@ -128,12 +127,10 @@ class Ranks:
         return tensor
 
     def spread_arrays(
-        self, module: nn.Module, tensors: Tensors | None
+        self, module: nn.Module, tensors: Arrays | None
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with rank 0's values for it, whole: one tensor at a time, so that no rank holds a
         second copy of the block."""
-        if tensors is not None:
-            check_names(module, tensors)
         for name, parameter in module.named_parameters():
             if tensors is None:
                 values = torch.empty(parameter.shape, dtype=torch.float32)
@@ -142,13 +139,13 @@ class Ranks:
             yield parameter, self.spread(values)
 
     @torch.no_grad()
-    def load(self, module: nn.Module, tensors: Tensors | None) -> None:
+    def load(self, module: nn.Module, tensors: Arrays | None) -> None:
         """Set every parameter to rank 0's values; None on the other ranks."""
         for parameter, values in self.spread_arrays(module, tensors):
             local(parameter).copy_(local(split(values, parameter)))
 
     @torch.no_grad()
-    def move(self, module: nn.Module, shift: Tensors | None) -> None:
+    def move(self, module: nn.Module, shift: Arrays | None) -> None:
         """Add what a new snapshot brought, rank 0's values, to every parameter; None on the other ranks."""
         for parameter, values in self.spread_arrays(module, shift):
             # Skipped where zero: -0.0 + 0.0 is 0.0, and a swarm of one must equal the local loop bit for bit.

@@ -23,6 +23,7 @@ from blocktrain.training.frozen import for_host_memory
 from blocktrain.training.inner import BlockTrainer, Codebook
 from blocktrain.training.ranks import ALONE, RankError, Ranks, SpreadBatches, whole
 from blocktrain.training.setup import Setup
+from blocktrain.training.snapshot import check_names
 from blocktrain.training.update import Weights
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate, move_share
 from blocktrain.worker.logic import batch_of, own_steps
@@ -119,6 +120,8 @@ class LocalTraining:
                 self.ranks.shard(module)
             else:
                 module.to(self.device)
+            if weights is not None:
+                check_names(module, weights)
             self.ranks.load(module, weights)
             self.trainer = BlockTrainer(
                 recipe, self.setup.objective, module, block, self.shards, self.codebook, ranks=self.ranks
