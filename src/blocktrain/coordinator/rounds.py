@@ -25,6 +25,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
+from blocktrain.coordinator.decisions.merging import merging_weight
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change, merged_outcome
@@ -37,6 +38,7 @@ from blocktrain.coordinator.storage.queries import (
 )
 from blocktrain.coordinator.storage.store import (
     BlockRow,
+    EvaluationRow,
     MergeRow,
     SnapshotRow,
     UpdateRow,
@@ -51,7 +53,14 @@ from blocktrain.validation.guard import guard_decision, is_doubted, merge_choice
 from blocktrain.validation.ruling import Ruling
 from blocktrain.wire.codec import Schema, Values
 from blocktrain.wire.hashing import SnapshotHasher
-from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
+from blocktrain.wire.messages import (
+    EvaluationState,
+    MergeInputRecord,
+    MergeRecord,
+    Outcome,
+    RoundReport,
+    VerdictReason,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +118,8 @@ class Rounds:
         """When `close_due` looked at all blocks last, by the run's clock and by the machine's."""
         self._claimed: dict[int, int] = {}
         """Block to the version that this process began to merge last."""
+        self._told_weight = math.inf
+        """The merging weight that the operator was told of last."""
         self._revisions: dict[int, int] = {}
         """Block to what its revision was at the last look."""
 
@@ -222,11 +233,27 @@ class Rounds:
             base_hash=row.head_hash,
             result_hash=UNKNOWN_HASH,
             codec=str(self._resources.run.codec),
-            alpha=self._resources.run.swarm.outer_lr,
+            alpha=self._weight(session),
             inputs=tuple(
                 _input_record(update, update.scale) for update in inputs_of_merge(session, row.block, version)
             ),
         )
+
+    def _weight(self, session: Session) -> float:
+        run = self._resources.run
+        if not run.objective.is_serial:
+            return run.swarm.outer_lr
+        records = session.scalars(select(EvaluationRow.record).order_by(EvaluationRow.time))
+        losses = [EvaluationState.model_validate_json(record).consensus_ce for record in records]
+        weight = merging_weight(run.swarm.outer_lr, losses)
+        if weight < min(self._told_weight, run.swarm.outer_lr):
+            log.warning(
+                "the held-out loss rose to %.4f, the lowest was %.4f: merges count %g from now on instead of "
+                "swarm.outer_lr = %g; if it goes on, start again with a lower training.matrix_lr",
+                losses[-1], min(losses), weight, run.swarm.outer_lr,
+            )  # fmt: skip
+        self._told_weight = weight
+        return weight
 
     # --- merge ---
 

@@ -7,7 +7,7 @@ matrices of equal shape gives the same update (a test holds it beside torch.opti
 launches. State and options are the parent's.
 
 Ranks that train together each orthogonalise some of the matrices. Where they hold parts of a block, momentum
-stays in parts, and the matrices of one stack are made whole and split again (docs/decisions/0021).
+stays in parts, and the matrices of one stack are made whole and split again (docs/decisions/0022).
 """
 
 from __future__ import annotations
