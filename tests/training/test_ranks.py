@@ -27,7 +27,7 @@ from tests.forked import processes
 from tests.tiny import tiny_recipe
 
 TEXT = np.random.default_rng(0).integers(0, 256, 5000).astype(np.int64)
-STEPS = 4
+STEPS = 2
 CASES = {
     "ours": ("training.micro_batch=3",),
     "ours-in-more-passes": ("training.micro_batch=1", "training.recompute=true"),
@@ -53,7 +53,7 @@ def trainer_of(recipe: Recipe, ranks: Ranks) -> BlockTrainer:
     trainer = BlockTrainer(
         recipe, setup.objective, block, index, batches, setup.codebook(), frozen=frozen, ranks=ranks
     )
-    trainer.window_end = 2
+    trainer.window_end = 1
     return trainer
 
 
@@ -106,8 +106,10 @@ def test_two_ranks_train_what_one_process_trains(case: str, sharded: bool, tmp_p
     alone, two = trained(recipe_of(case), Ranks()), by_ranks(2, case, sharded, tmp_path / "two")
     assert alone.keys() == two.keys()
     for name, values in alone.items():
-        # Adam's first steps are as long where a gradient is but rounding, so a tensor is compared whole.
-        assert np.linalg.norm(two[name] - values) <= 0.01 * np.linalg.norm(values), name
+        # Momenta are sums of gradients. Muon and Adam turn what is but rounding in a gradient into steps of
+        # full size, so weights agree as tensors and not in every value.
+        limit = 1e-3 if name[0].isdigit() else 0.03
+        assert np.linalg.norm(two[name] - values) <= limit * np.linalg.norm(values), name
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
