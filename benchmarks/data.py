@@ -134,7 +134,9 @@ def _trained(folder: str, source: str, vocabulary: int) -> str:
     return f"{folder}/tokenizer.json"
 
 
-def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> dict[str, Any]:
+def throughput(
+    folder: Path, device_name: str, pairs: int, seconds: float, wanted_width: int | None
+) -> dict[str, Any]:
     """Steps a second from shards and from memory, and the median ratio of neighbouring segments."""
     import torch
     from torch import Tensor
@@ -149,12 +151,13 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
     dataset, device = Dataset.open(folder), torch.device(device_name)
     on_gpu = device.type == "cuda"
     # 32,768 tokens a step on a GPU, as in docs/experiments.md; on a CPU what takes a tenth of a second.
-    width, heads, context = (384, 6, 512) if on_gpu else (128, 4, 128)
+    context = 512 if on_gpu else 128
+    width = wanted_width or (384 if on_gpu else 128)
     recipe = resolve_recipe(
         {
             "model": {
                 "width": width,
-                "heads": heads,
+                "heads": max(1, width // (64 if on_gpu else 32)),
                 "context": context,
                 "blocks": 4,
                 "layers_per_block": 3 if on_gpu else 1,
@@ -218,6 +221,7 @@ def throughput(folder: Path, device_name: str, pairs: int, seconds: float) -> di
         "ratios": [round(one, 4) for one in sorted(ratios)],
         "steps_per_segment": count,
         "tokens_per_step": batch * context,
+        "width": width,
         "device": name,
         "torch": torch.__version__,
         "dataset": dataset.sha256,
@@ -235,6 +239,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=115.0)
     parser.add_argument("--document-start", help="as in `data prepare`")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--width", type=int, help="of the block that --throughput trains")
     parser.add_argument("--pairs", type=int, default=15, help="segments from shards and from memory")
     parser.add_argument("--seconds", type=float, default=1.0, help="of one segment")
     parser.add_argument("--json", type=Path, help="also write the result here")
@@ -243,7 +248,9 @@ def main() -> None:
     result: dict[str, Any] = {"load_before": os.getloadavg()[0], "cores": cores}
     claims: dict[str, bool] = {}
     if options.throughput is not None:
-        result |= throughput(options.throughput, options.device, options.pairs, options.seconds)
+        result |= throughput(
+            options.throughput, options.device, options.pairs, options.seconds, options.width
+        )
         kept_up = result["ratio"] >= MIN_THROUGHPUT
         finish(options.json, result, {f"at least {MIN_THROUGHPUT} of the speed from memory": kept_up})
         return

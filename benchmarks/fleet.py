@@ -43,7 +43,8 @@ from sqlalchemy import func, select
 
 from blocktrain.connections import max_connections
 from blocktrain.coordinator.decisions.rounds import quantile
-from blocktrain.coordinator.service import DATABASE_FILE, KEY_FILE
+from blocktrain.coordinator.operator_notes import KEY_FILE
+from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.coordinator.states import COUNTED
 from blocktrain.coordinator.storage.store import Store, Table, UpdateRow
 from blocktrain.wire.codec import CodecSpec, Schema, encode

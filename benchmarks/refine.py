@@ -1,14 +1,16 @@
 """The last part of a training, continued end to end or by parts that each see frozen neighbours.
 
-    python benchmarks/refine.py --docs FOLDER [--steps 4000] [--round 30] [--weight 1] [--json FILE]
+    python benchmarks/refine.py --docs FOLDER [--swarm] [--steps 4000] [--round 30] [--weight 1] [--json FILE]
     python benchmarks/refine.py --docs FOLDER --quick      # CPU, tiny models, a minute
 
 FOLDER has train.txt.xz and valid.txt.xz. A Llama of 12 layers of width 384 is trained end to end on bytes for
 three quarters of the steps. The last quarter is done twice from there, with the same schedule and batches of
 the same size: end to end with fresh optimizer state, and as four parts (`objective.kind = "serial"`), which
 train rounds of `--round` steps beside copies of the others from the round's start and are then merged with
-weight `--weight`. Without compression and without a network. Also printed: the peak of device memory of a
-step, end to end and of each part alone (on CUDA).
+weight `--weight`. Without compression and without a network; or with --swarm as `blocktrain swarm` does it,
+with a worker for each part, over HTTP, updates in `sign`, no judge. The last quarter's schedule is then a
+cosine of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak
+of device memory of a step, end to end and of each part alone (on CUDA), without the text.
 Exits 1 when the parts end more than 0.010 nats per byte above end to end, or take over 0.45 of its memory.
 """
 
@@ -18,10 +20,14 @@ import argparse
 import copy
 import gc
 import hashlib
+import json
 import lzma
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +41,18 @@ from blocktrain.data.shards import Shards
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block
 from blocktrain.model.pooling import Pooling
+from blocktrain.training.checkpoint import save_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.frozen import for_host_memory
 from blocktrain.training.hugging_face import whole_name
 from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.optimizer import learning_rate_factor
 from blocktrain.training.setup import Setup
 
 PARTS = 4
 MAX_GAP, MAX_MEMORY = 0.010, 0.45
+MODEL_KEYS = "family", "width", "heads", "context", "blocks", "layers_per_block"
+TRAINING_KEYS = "steps", "batch", "warmup_steps", "matrix_lr", "other_lr"
 
 
 class Experiment:
@@ -52,6 +62,8 @@ class Experiment:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.train_tokens, self.valid_tokens = (self._bytes(name) for name in ("train", "valid"))
         self.corpus = CorpusHash(hashlib.sha256(self.train_tokens.astype(np.uint8).tobytes()).hexdigest())
+        # Batches are the same whatever the parts, so one copy of the text on the device is enough.
+        self.shards = Shards.of(self.recipe(1), self.train_tokens, self.corpus, self.device)
 
     def _bytes(self, name: str) -> NDArray[np.int64]:
         with lzma.open(self.arguments.docs / f"{name}.txt.xz") as file:
@@ -71,10 +83,9 @@ class Experiment:
         )
 
     def trainer(self, setup: Setup, block: Block, index: int) -> BlockTrainer:
-        shards = Shards.of(setup.recipe, self.train_tokens, self.corpus, self.device)
         codebook = setup.codebook().to(self.device)
         return BlockTrainer(
-            setup.recipe, setup.objective, block.to(self.device).train(), index, shards, codebook
+            setup.recipe, setup.objective, block.to(self.device).train(), index, self.shards, codebook
         )
 
     def frozen(self, setup: Setup, heads: Sequence[Block], index: int) -> list[Block]:
@@ -89,6 +100,62 @@ class Experiment:
         weights = (0.0,) * (len(blocks) - 1) + (1.0,)
         valid = self.valid_tokens[: 4_000 if self.quick else None]
         return evaluator.score(blocks, Pooling(weights), valid, euler=False).consensus.ce
+
+    def last_quarter(self, parts: int) -> Recipe:
+        """With a schedule of its own, as a run that begins there has one."""
+        recipe = self.recipe(parts)
+        training, steps = recipe.training, self.steps // 4
+        factor = learning_rate_factor(self.steps - steps, training)
+        changed = replace(
+            training,
+            steps=steps,
+            warmup_steps=0,
+            matrix_lr=training.matrix_lr * factor,
+            other_lr=training.other_lr * factor,
+        )
+        return replace(recipe, training=changed)
+
+    def continued_by_a_swarm(self, begun: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The report of a run over HTTP that goes on with the parts."""
+        recipe, length = self.last_quarter(PARTS), 5 if self.quick else self.arguments.round
+        setup = Setup.of(recipe)
+        with tempfile.TemporaryDirectory(prefix="refine-") as name:
+            folder = Path(name)
+            for part, tokens in (("train", self.train_tokens), ("valid", self.valid_tokens)):
+                (folder / f"{part}.txt").write_bytes(tokens.astype(np.uint8).tobytes())
+            parts, table = self.parts_of(setup, begun), setup.codebook()().detach()
+            last_speaks = Pooling((0.0,) * (PARTS - 1) + (1.0,))
+            save_checkpoint(folder / "parts", recipe, self.corpus, parts, table, last_speaks)
+            model, training = recipe.model, recipe.training
+            changed = {
+                "seed": recipe.seed,
+                "objective.kind": "serial",
+                **{f"model.{key}": getattr(model, key) for key in MODEL_KEYS},
+                **{f"training.{key}": getattr(training, key) for key in TRAINING_KEYS},
+                "training.reference": "false",
+                "data.corpus": folder,
+                "evaluation.max_bytes": 4_000 if self.quick else len(self.valid_tokens),
+                "swarm.steps_per_round": length,
+                "swarm.rounds": recipe.training.steps // length,
+                "swarm.replicas": 1,
+                "swarm.codec": "sign",
+                "swarm.run_ahead": 0.0,
+                "trust.judge": "off",
+            }
+            (folder / "recipe.toml").write_text('name = "refine"\n')
+            flags = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
+            command = [sys.executable, "-m", "blocktrain", "swarm", str(folder / "recipe.toml")]
+            command += [
+                "--from",
+                str(folder / "parts"),
+                "--workers",
+                str(PARTS),
+                "--out",
+                str(folder / "run"),
+            ]
+            subprocess.run([*command, "--device", self.device.type, *flags], check=True)
+            report: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
+            return report
 
     def continued_in_parts(self, start: dict[str, torch.Tensor], first: int) -> float:
         setup = Setup.of(self.recipe(PARTS))
@@ -136,6 +203,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--docs", type=Path, required=True)
+    parser.add_argument("--swarm", action="store_true", help="the parts by workers over HTTP, in `sign`")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--round", type=int, default=30)
     parser.add_argument("--weight", type=float, default=1.0, help="of a part's move in its merge")
@@ -154,12 +222,19 @@ def main() -> int:
     report: dict[str, Any] = {"steps": experiment.steps, "round": arguments.round, "weight": arguments.weight}
     report["before"] = experiment.score(whole, [block])
     print(f"{time.monotonic() - began:.0f} s: before {report['before']:.4f}", flush=True)
-    trainer = experiment.trainer(whole, block, 0)
-    for step in range(first, experiment.steps):
+    after = Setup.of(experiment.last_quarter(1)) if arguments.swarm else whole
+    steps = range(after.recipe.training.steps) if arguments.swarm else range(first, experiment.steps)
+    trainer = experiment.trainer(after, block, 0)
+    for step in steps:
         trainer.step(step, 0)
     report["end_to_end"] = experiment.score(whole, [block])
     print(f"{time.monotonic() - began:.0f} s: end to end {report['end_to_end']:.4f}", flush=True)
-    report["parts"] = experiment.continued_in_parts(start, first)
+    if arguments.swarm:
+        ended = experiment.continued_by_a_swarm(start)
+        report["parts"] = ended["final"]["consensus_ce"]
+        report |= {key: ended[key] for key in ("wall_seconds", "bytes_up", "bytes_down", "rounds")}
+    else:
+        report["parts"] = experiment.continued_in_parts(start, first)
     report["gap"] = report["parts"] - report["end_to_end"]
     print(
         f"{time.monotonic() - began:.0f} s: parts {report['parts']:.4f}, gap {report['gap']:+.4f}", flush=True

@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "blocktrain"
 
 LAYERS = (
-    ("errors", "ids", "codec_spec", "config", "connections", "files", "listening", "starting", "threads"),
+    ("errors", "ids", "codec_spec", "config", "connections")
+    + ("files", "listening", "starting", "threads", "wording"),
     ("model",),
     ("data",),
     ("wire",),

@@ -110,7 +110,9 @@ METADATA: dict[frames.FrameType, type[msgspec.Struct]] = {
     frames.FrameType.SCORE: frame_metadata.Ask,
     frames.FrameType.EXACT: frame_metadata.Ask,
     frames.FrameType.FAILED: frame_metadata.Failure,
+    frames.FrameType.HAND_ON: frame_metadata.Handed,
 }
+WIDTH = 8
 
 
 def read_serving_frame(data: bytes) -> bool:
@@ -122,6 +124,10 @@ def read_serving_frame(data: bytes) -> bool:
         if frame.type is frames.FrameType.LOG_PROBS:
             rows = frames.decode_rows(frame.payload, frame.header.codec, frame.header.rows, VOCABULARY)
             assert np.isfinite(rows).all()
+        elif frame.type is frames.FrameType.HAND_ON:
+            codec = frame_metadata.decode_metadata(frame, frame_metadata.Handed).ask.activations
+            values = frames.decode_activations(frame.payload, codec, frame.header.rows, WIDTH)
+            assert np.isfinite(values).all()
         else:
             assert all(0 <= one < VOCABULARY for one in frames.decode_ids(frame.payload, VOCABULARY))
     except frames.ServingFrameError:
@@ -156,6 +162,15 @@ def serving_samples() -> Iterator[bytes]:
             frames.Header(type_),
             frame_metadata.encode_metadata(metadata),
             frames.encode_ids([1, 2, 3], VOCABULARY),
+        )
+    for activations in frames.ActivationCodec:
+        onward = [frame_metadata.Hop("127.0.0.1:9", [2])]
+        ask = frame_metadata.Ask([1], 7, None, onward, activations)
+        payload = frames.encode_activations(np.linspace(-3, 3, 2 * WIDTH).reshape(2, WIDTH), activations)
+        yield frames.encode_frame(
+            frames.Header(kind.HAND_ON, codec.Q16, rows=2),
+            frame_metadata.encode_metadata(frame_metadata.Handed("c" * 32, kind.TRAVERSE, ask)),
+            payload,
         )
     rows = np.log(np.full((2, VOCABULARY), 1 / VOCABULARY))
     for code in (codec.F32, codec.Q16, codec.Q8):

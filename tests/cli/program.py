@@ -65,8 +65,8 @@ def command(*arguments: Any, python: str = sys.executable) -> list[bytes]:
     return [os.fsencode(python), b"-m", b"blocktrain", *(os.fsencode(str(a)) for a in arguments)]
 
 
-def run_program(*arguments: Any, python: str = "") -> Outcome:
+def run_program(*arguments: Any, python: str = "", **variables: str) -> Outcome:
     """A process of its own, to its end; forked, unless its start is what matters."""
     words = command(*arguments, python=python or quick_python())
-    ended = subprocess.run(words, env=ENVIRONMENT, capture_output=True, check=False, timeout=120)
+    ended = subprocess.run(words, env=ENVIRONMENT | variables, capture_output=True, check=False, timeout=120)
     return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(errors="replace"))

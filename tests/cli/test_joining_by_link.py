@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import ssl
 import subprocess
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from blocktrain.client.address import RunLink
@@ -69,6 +71,8 @@ def test_a_pinned_certificate_is_believed_and_no_other(tmp_path: Path) -> None:
             client.status()
         shown = run_program("status", f"{url}#pin={pin}")
         assert shown.code == 0, shown.err
+        page = httpx2.get(url, verify=ssl.create_default_context(cafile=str(tls.certificate)))
+        assert page.headers["cross-origin-opener-policy"] == "same-origin"
 
 
 def test_one_link_joins_a_self_signed_run_and_takes_its_model_out(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_serve_passes_misuse_of_a_stage_on(checkpoint: Path, tmp_path: Path) -> 
 
     copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     (copy / "block-00.safetensors").write_bytes(b"damaged")
-    outcome = run_program("serve", copy, "--stages", "1", "--port", "0")
+    outcome = run_program("serve", copy, "--stages", "1", "--port", "0", TMPDIR=str(tmp_path))
     assert outcome.code == 2
     assert outcome.complaint.startswith("blocktrain: stage 0 (blocks 0,1): ")
     assert "block-00.safetensors is truncated" in outcome.complaint
+    assert list(tmp_path.iterdir()) == [copy], "no log that nobody is pointed to"

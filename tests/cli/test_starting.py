@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import blocktrain
+from blocktrain.coordinator.operator_notes import KEY_FILE
+from blocktrain.wire.identity import load_or_create
 from tests.cli.program import ENVIRONMENT, run_program
 
 HEAVY = ("torch", "numpy", "httpx2", "cryptography", "fastapi", "sqlalchemy", "rich")
@@ -41,16 +43,28 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "loaded []", done.stderr
 
 
-def test_looking_at_a_run_does_not_load_torch() -> None:
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [
+        ("status http://127.0.0.1:1", 1),
+        ("workers ls http://127.0.0.1:1", 1),
+        ("contributions http://127.0.0.1:1", 1),
+        ("finish --coordinator http://127.0.0.1:1 --data-dir .", 1),
+        ("workers ban anna --coordinator http://127.0.0.1:1 --data-dir . --reason floods", 1),
+        ("invite --data-dir . --address http://127.0.0.1:1", 0),
+    ],
+)
+def test_looking_at_a_run_and_inviting_do_not_load_torch(verb: str, expected: int, tmp_path: Path) -> None:
     """It is two seconds of every `blocktrain status`."""
+    load_or_create(tmp_path / KEY_FILE)
     script = (
-        "import sys\nfrom blocktrain.cli.main import main\n"
-        "sys.argv = ['blocktrain', 'status', 'http://127.0.0.1:1']\n"
-        "try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code == 1\n"
+        f"import os, sys\nos.chdir({str(tmp_path)!r})\nfrom blocktrain.cli.main import main\n"
+        f"sys.argv = ['blocktrain', *{verb.split()!r}]\n"
+        f"try:\n    main()\nexcept SystemExit as ended:\n    assert (ended.code or 0) == {expected}\n"
         "print('torch' in sys.modules)"
     )
     done = run_python(script)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 def test_help_takes_less_than_the_promised_processor_time() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from blocktrain.config import CHANGEABLE, FIXED, Recipe, TrustConfig, changed_settings, resolve_recipe
-from blocktrain.coordinator.service import KEY_FILE, opened
+from blocktrain.coordinator.operator_notes import KEY_FILE
+from blocktrain.coordinator.service import opened
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.judge.ledger_check import open_source, verify_place
 from blocktrain.local.assembly import save_model

@@ -19,7 +19,7 @@ import fleet
 import httpx2
 import pytest
 
-from blocktrain.coordinator.service import KEY_FILE
+from blocktrain.coordinator.operator_notes import KEY_FILE
 from blocktrain.coordinator.storage.store import Store
 from blocktrain.judge.ledger_check import verify_place
 from blocktrain.wire.hashing import content_hash

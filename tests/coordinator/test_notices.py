@@ -77,7 +77,7 @@ def test_a_ban_and_the_finish_are_told_once(local: Place, receiver: Receiver) ->
         running.coordinator.workers.ban(name, BanRequest(reason="pardon", seconds=0))  # no news
         good.deliver(good.lend())
         told = receiver.next()
-        assert (told["event"], told["text"]) == ("finish", f"tiny {run[:8]}: finished after 1 rounds")
+        assert (told["event"], told["text"]) == ("finish", f"tiny {run[:8]}: finished after 1 round")
         assert receiver.received.empty()
 
 

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import select, text
 
 from blocktrain.config import ObjectiveConfig, TrainingConfig
-from blocktrain.coordinator.service import DATABASE_FILE, KEY_FILE, opened
+from blocktrain.coordinator.operator_notes import KEY_FILE
+from blocktrain.coordinator.service import DATABASE_FILE, opened
 from blocktrain.coordinator.storage.store import RunRow
 from blocktrain.data.corpora import Corpus
 from blocktrain.errors import RecipeError, UserError

@@ -6,7 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from blocktrain.coordinator.service import KEY_FILE
+from blocktrain.coordinator.operator_notes import KEY_FILE
 from blocktrain.wire.messages import Assignment, Finished
 from tests.cli.program import run_main
 from tests.coordinator.conftest import Clock, served, tiny_recipe

@@ -16,13 +16,13 @@ from alembic import command
 from alembic.config import Config
 from rich.console import Console
 
-from blocktrain.client.durations import duration
 from blocktrain.coordinator.decisions.rounds import BlockPace, run_seconds_left
 from blocktrain.coordinator.storage.store import MIGRATIONS, Store
 from blocktrain.local.status_view import status_tables, verdict_counts
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
 from blocktrain.wire.messages import Outcome, VerdictReason, WorkersAnswer, verdict_word
+from blocktrain.wording import counted, duration
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
 
@@ -173,6 +173,10 @@ def test_durations_are_told_in_two_units() -> None:
     assert [duration(one) for one in (0.4, 59.4, 125, 3 * 3600 + 1240, 2 * 86400 + 4 * 3600)] == [
         "0 s", "59 s", "2 min 5 s", "3 h 20 min", "2 d 4 h",
     ]  # fmt: skip
+
+
+def test_one_is_not_told_as_many() -> None:
+    assert [counted(one, "round") for one in (0, 1, 1500)] == ["0 rounds", "1 round", "1,500 rounds"]
 
 
 # --- the model ---

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from tests.dashboard.kit import (
     write_text,
 )
 from tests.end_to_end.swarm_kit import Coordinator, Kit
+from tests.waiting import until
 
 REFERENCE = 0.5
 
 
-# No fixture here outlives this package: the swarm keeps two cores busy, and Playwright's event loop would be
-# in the way of tests that run one of their own.
+# No fixture here outlives this package: Playwright's event loop would be in the way of tests that run one of
+# their own.
 
 
 @pytest.fixture(scope="package")
@@ -41,13 +43,30 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def swarm(tmp_path_factory: pytest.TempPathFactory, text: Path, browser: Browser) -> Iterator[Coordinator]:
-    """A coordinator and two workers, at work as long as the tests."""
+    """A coordinator and two workers who have done three scored rounds. Then the workers are stopped: at work
+    they would take most of two cores from the page."""
     folder = tmp_path_factory.mktemp("swarm")
     labels = ("attic (old laptop)", "cellar")
     with running_swarm(folder, dashboard_recipe(text), labels, ("--reference", str(REFERENCE))) as found:
         for block in range(2):
-            found.reach(2, block)
+            found.reach(3, block)
+        until("three scores", lambda: len(found.status().evaluations) >= 3)
+        signal_workers(found, signal.SIGSTOP)
         yield found
+
+
+@pytest.fixture
+def at_work(swarm: Coordinator) -> Iterator[None]:
+    """The workers of the swarm go on for one test."""
+    signal_workers(swarm, signal.SIGCONT)
+    yield
+    signal_workers(swarm, signal.SIGSTOP)
+
+
+def signal_workers(swarm: Coordinator, number: signal.Signals) -> None:
+    for program in swarm.kit.programs:
+        if program is not swarm.program:
+            program.send(number)
 
 
 @pytest.fixture

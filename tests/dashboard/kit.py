@@ -104,13 +104,19 @@ def write_text(path: Path) -> Path:
 
 
 def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> Recipe:
-    """Two blocks; a round takes about a second."""
+    """Two blocks; a round takes about a second. A worker may be silent for minutes and is still live."""
     return tiny_recipe(
         text,
         model={"blocks": 2, "width": 64},
         training={"batch": 16, "warmup_steps": 5},
         evaluation={"max_bytes": 4000, "pooling_bytes": 1000},
-        swarm={"codec": "sign", "steps_per_round": 15, "rounds": rounds, "evaluate_every_seconds": 0.5},
+        swarm={
+            "codec": "sign",
+            "steps_per_round": 15,
+            "rounds": rounds,
+            "evaluate_every_seconds": 0.5,
+            "lease_seconds": 600.0,
+        },
         trust={"judge": judge},
     )
 

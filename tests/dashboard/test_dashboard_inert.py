@@ -73,6 +73,7 @@ def test_the_policy_allows_no_inline_code_and_no_other_origin(quiet: Running) ->
     assert "unsafe" not in policy
     assert "connect-src 'self';" in policy
     assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "cross-origin-opener-policy" not in answer.headers, "Chromium's console notes it over plain HTTP"
     assert httpx2.get(f"{quiet.url}/v1/status").headers["x-content-type-options"] == "nosniff"
     with_gateway = content_security_policy(Display(gateway="https://host:8000/llm").gateway_origin)
     assert "connect-src 'self' https://host:8000;" in with_gateway

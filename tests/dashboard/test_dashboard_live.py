@@ -15,7 +15,7 @@ from tests.dashboard.kit import WAIT_MS, Attacker, Watched, dashboard_recipe, ru
 from tests.end_to_end.swarm_kit import Coordinator
 
 
-def test_rounds_and_scores_appear_without_a_reload(page: Watched) -> None:
+def test_rounds_and_scores_appear_without_a_reload(page: Watched, at_work: None) -> None:
     loads = []
     page.page.on("load", lambda _: loads.append(1))
     version = page.page.locator("#block-map > li:first-child .version")
@@ -29,7 +29,9 @@ def test_rounds_and_scores_appear_without_a_reload(page: Watched) -> None:
     assert loads == []
 
 
-def test_an_attacker_and_its_refusal_appear_while_the_page_is_open(page: Watched, swarm: Coordinator) -> None:
+def test_an_attacker_and_its_refusal_appear_while_the_page_is_open(
+    page: Watched, swarm: Coordinator, at_work: None
+) -> None:
     attacker = Attacker(swarm.url, "mallory")
     page.wait_text("#worker-rows", "mallory")
     verdict = attacker.send_nonsense()

@@ -87,6 +87,9 @@ def test_what_a_child_calls_misuse_is_misuse_of_the_swarm(kit: Kit, text: Path) 
     assert program.wait() == 2
     assert "blocktrain: coordinator: no text at /no/such/text" in program.text()
     assert "Traceback" not in program.text()
+    program = start_swarm(kit, recipe, 1, "from nothing", "--from", "no/such/model")
+    assert program.wait() == 2
+    assert "blocktrain: coordinator: no checkpoint folder at no/such/model" in program.text()
     folder = kit.folder / "out"
     with locked_file(folder / "swarm.lock", "taken"):
         second = start_swarm(kit, recipe, 1, "second")

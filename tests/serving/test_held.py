@@ -66,8 +66,9 @@ def test_continuing_and_cutting_back_equals_starting_over(loaded: Checkpoint) ->
 def test_exact_row_is_the_same_row_in_float64(loaded: Checkpoint) -> None:
     held = HeldBlocks(loaded, range(3))
     for text in TEXTS:
-        said = held.rows([RowWork(list(text), 1, (0, 1, 2), held.new_caches([0, 1, 2]))])[0]
-        exact = held.exact_row(list(text), (0, 1, 2))
+        caches = held.new_caches([0, 1, 2])
+        said = held.rows([RowWork(list(text), 1, (0, 1, 2), caches)])[0]
+        exact = held.rows([RowWork(list(text), 1, (0, 1, 2), caches, exact=True)])[0]
         assert exact.rows.dtype == np.float64
         np.testing.assert_allclose(said.rows, exact.rows, atol=2e-5)
         np.testing.assert_allclose(said.log_weights, exact.log_weights, atol=LOG_WEIGHT_TOLERANCE / 100)

@@ -90,6 +90,34 @@ def test_a_part_gets_the_gradients_that_it_has_in_the_whole_model(
     assert all(p.grad is None for part in trainer.behind for p in part.parameters())
 
 
+def test_of_own_activations_and_those_of_the_parts_behind_one_kind_is_held_at_a_time() -> None:
+    """A part in front takes no more than the last one, which has nobody behind it, and a fraction of all."""
+
+    def held(trainer: BlockTrainer) -> int:
+        """Most bytes that wait for a backward pass at once."""
+        now = most = 0
+
+        class Saved:
+            def __init__(self, tensor: Tensor) -> None:
+                nonlocal now, most
+                self.tensor, self.size = tensor, tensor.numel() * tensor.element_size()
+                now += self.size
+                most = max(most, now)
+
+            def __del__(self) -> None:
+                nonlocal now
+                now -= self.size
+
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            trainer._gradients(1, 0, trainer._upstream(1, 0))
+        return most
+
+    setup, parts = serial()
+    of_parts = [held(trainer_of(setup, parts, index)) for index in range(len(parts))]
+    whole = Setup.of(recipe_of({"blocks": 1, "layers_per_block": 4}, "denoise"))
+    assert max(of_parts) < 0.6 * held(trainer_of(whole, [whole.initial(0)], 0))
+
+
 def test_a_frozen_part_in_two_bytes_gives_nearly_the_same_gradient() -> None:
     setup, parts = serial()
     tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))

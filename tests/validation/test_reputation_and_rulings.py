@@ -294,7 +294,7 @@ def test_a_slow_judge_makes_an_update_late_and_is_not_held_against_its_worker() 
     good, swarm = evidence_ruling(evidence_of(0.1)), SwarmConfig(max_age=1)
     late = judged_ruling(good, age_ruling(1, swarm))
     assert (late.outcome, late.reason, late.mark) == (Outcome.LATE, VerdictReason.CARRIED, Mark.GOOD)
-    assert "1 rounds late" in late.sentence
+    assert "1 round late" in late.sentence
     assert "held-out loss" in late.sentence
     assert judged_ruling(good, age_ruling(2, swarm)).reason is VerdictReason.TOO_OLD
     harmful = evidence_ruling(evidence_of(-0.1))

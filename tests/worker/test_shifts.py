@@ -102,7 +102,7 @@ def test_the_last_round_ends_the_work() -> None:
         assert ended.wait(30)
 
     Shifts(Terms(max_rounds=2), given, work, said.append).run(threading.Event())
-    assert said == ["leaving: 2 rounds are done, as --max-rounds asks"]
+    assert said == ["leaving: 2 rounds done, as --max-rounds asks"]
 
 
 def test_a_stop_before_joining_is_told_and_a_pause_before_joining_is_not() -> None:

@@ -6,6 +6,7 @@ import typer
 
 from blocktrain.cli.options import CoordinatorOption, DataDirOption
 from blocktrain.cli.workers import operator_client
+from blocktrain.wording import counted
 
 
 def finish(coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
@@ -17,6 +18,6 @@ def finish(coordinator: CoordinatorOption, data_dir: DataDirOption) -> None:
         receipt = client.finish().receipt
         rounds = client.status().rounds
     typer.echo(
-        f"finished after {rounds} rounds (ledger entry {receipt.sequence}); the model: "
+        f"finished after {counted(rounds, 'round')} (ledger entry {receipt.sequence}); the model: "
         f"`blocktrain checkpoint {coordinator} --to model`"
     )

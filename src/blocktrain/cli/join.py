@@ -28,6 +28,7 @@ from blocktrain.cli.worker import (
     chosen_devices,
     worker,
 )
+from blocktrain.wording import counted
 
 
 def join(
@@ -67,7 +68,7 @@ def join(
         "blocks within {} GB": max_memory,
         "only at {} o'clock": hours,
         "leaves after {} h": max_hours,
-        "leaves after {} updates": max_rounds,
+        "leaves after {}": max_rounds and counted(max_rounds, "update"),
     }
     with public_client(link, report=to_stderr) as client:
         plan = joining_plan(

@@ -124,8 +124,9 @@ def serve(
                 launcher.watch(stop)
             finally:
                 launcher.end()
-    except ChildError:
-        logs = folder  # its message points there, so they stay
+    except ChildError as error:
+        if error.exit_code != UserError.exit_code:  # else the sentence says all, and points to no log
+            logs = folder
         raise
     finally:
         if logs is None:

@@ -10,6 +10,7 @@ import typer
 
 from blocktrain.cli.options import (
     DeviceOption,
+    FromOption,
     NiceOption,
     RecipeArgument,
     SetOption,
@@ -28,6 +29,7 @@ def swarm(
         "runs/swarm"
     ),
     device: DeviceOption = "auto",
+    from_: FromOption = None,
     set_: SetOption = [],  # noqa: B006
     track: TrackOption = [],  # noqa: B006
     threads: ThreadsOption = None,
@@ -47,7 +49,8 @@ def swarm(
     # Absolute: the coordinator is another process and need not share our folder.
     file = find_recipe(recipe).absolute()
     resolved = load_recipe(file, set_)
-    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, resolved)
+    start = () if from_ is None else ("--from", from_)
+    options = SwarmOptions(file, workers, out.absolute(), tuple(set_), device, resolved, start)
     with recording(options.out, track, resolved.name, resolved.to_dict()) as recorder:
         stop = stop_on_signals()
         report = run_swarm(options, Console(stderr=True), stop, recorder.status)

@@ -99,7 +99,7 @@ def remove_worker(worker_id: WorkerArgument, coordinator: CoordinatorOption, dat
 
 
 def operator_key(data_dir: Path) -> Identity:
-    from blocktrain.coordinator.service import KEY_FILE
+    from blocktrain.coordinator.operator_notes import KEY_FILE
     from blocktrain.wire.identity import load_or_create
 
     path = data_dir.expanduser() / KEY_FILE

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from blocktrain.client.durations import duration
 from blocktrain.coordinator.decisions.rounds import PACE_ROUNDS
 from blocktrain.coordinator.service import Coordinator
 from blocktrain.threads import Threads
 from blocktrain.wire.messages import LedgerEntry, StatusAnswer
+from blocktrain.wording import counted, duration
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def notices(
         score = ""
         for newest in status.evaluations[-1:]:
             score = f", held-out loss {newest.consensus_ce / newest.bytes_per_token:.4f} nats per byte"
-        found.append(Notice("finish", f"finished after {status.rounds} rounds{score}"))
+        found.append(Notice("finish", f"finished after {counted(status.rounds, 'round')}{score}"))
     seen = entries[-1].sequence + 1 if entries else known.entries
     return found, Known(seen, status.finished, quiet is not None)
 
@@ -98,7 +98,7 @@ def stall_sentence(status: StatusAnswer, started: float) -> str | None:
         quiet = status.server_time - max(block.head_made, started)
         if quiet > limit:
             live = sum(worker.live for worker in status.workers)
-            who = f"{live} workers are live" if live else "nobody is at work"
+            who = f"{counted(live, 'worker')} live" if live else "nobody is at work"
             return f"block {block.block} has closed no round for {duration(quiet)}; {who}"
     return None
 

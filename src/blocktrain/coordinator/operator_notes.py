@@ -10,6 +10,10 @@ from pathlib import Path
 
 from blocktrain.errors import UserError
 from blocktrain.wire.messages import ReferenceState, SpokenPiece, StatusAnswer
+from blocktrain.wording import counted
+
+KEY_FILE = "coordinator.key"
+"""In the data folder: whoever holds it is the operator."""
 
 GATEWAY_ADDRESS = re.compile(
     r"(?P<origin>https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?)(?:/[A-Za-z0-9._~/-]*)?"
@@ -45,11 +49,11 @@ def opening_lines(status: StatusAnswer, admission: str, data_dir: Path, link: st
     """What a host wants to know when a coordinator starts: which run this is, who may join, and how."""
     slowest = min(block.head_version for block in status.blocks)
     if status.finished:
-        state = f"finished after {status.rounds} rounds"
+        state = f"finished after {counted(status.rounds, 'round')}"
     elif any(block.head_version for block in status.blocks):
         state = f"goes on at round {slowest}/{status.rounds}"
     else:
-        state = f"new, {status.rounds} rounds"
+        state = f"new, {counted(status.rounds, 'round')}"
     who, line = {
         "open": ("anybody may join", f"blocktrain join {link}"),
         "invite": ("by invitation", f"blocktrain invite --data-dir {data_dir} (prints the line to send)"),

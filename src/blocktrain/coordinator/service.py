@@ -20,7 +20,7 @@ from blocktrain.config import Recipe
 from blocktrain.coordinator.admission import Admission
 from blocktrain.coordinator.assignments import Assignments
 from blocktrain.coordinator.judging import Judging
-from blocktrain.coordinator.operator_notes import Display
+from blocktrain.coordinator.operator_notes import KEY_FILE, Display
 from blocktrain.coordinator.published_text import publish
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.resources import Resources
@@ -40,7 +40,6 @@ from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import OperatorAnswer, StatusAnswer
 
-KEY_FILE = "coordinator.key"
 DATABASE_FILE = "coordinator.sqlite"
 LOCK_FILE = "coordinator.lock"
 SWEEP_SECONDS = 60.0

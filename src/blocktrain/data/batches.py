@@ -172,5 +172,4 @@ class DatasetBatches:
             self._windows = place, self.drawing.windows(self.text, shard, step, block)
         windows = self._windows[1]
         gathered = torch.from_numpy(windows.cut(windows.starts(step), self.drawing.context + 1))
-        narrow = gathered.to(torch.int32)
-        return narrow.pin_memory() if self.device.type == "cuda" else narrow
+        return gathered.pin_memory() if self.device.type == "cuda" else gathered

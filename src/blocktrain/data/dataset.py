@@ -240,13 +240,15 @@ class Windows:
         self.ends = np.cumsum([max(0, len(tokens) - context) for tokens in files])
         self.choices = int(self.ends[-1])
 
-    def cut(self, starts: Tokens, length: int) -> Tokens:
-        rows = np.empty((len(starts), length), np.int64)
-        for row, file, start in zip(
-            rows, np.searchsorted(self.ends, starts, "right"), starts.tolist(), strict=True
-        ):
-            first = start - (int(self.ends[file - 1]) if file else 0)
-            row[:] = self.files[file][first : first + length]
+    def cut(self, starts: Tokens, length: int) -> NDArray[np.int32]:
+        rows = np.empty((len(starts), length), np.int32)
+        reach, files = np.arange(length), np.searchsorted(self.ends, starts, "right")
+        for file in np.unique(files).tolist():
+            here = np.flatnonzero(files == file)
+            firsts = starts[here] - (self.ends[file - 1] if file else 0)
+            # `take` reads the disk without the interpreter's lock, which a loop over the rows held for 0.3 ms
+            # of a step, and the thread that feeds a GPU waited for it.
+            rows[here] = np.take(self.files[file], firsts[:, None] + reach)
         return rows
 
 

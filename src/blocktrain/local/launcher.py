@@ -107,8 +107,9 @@ def stage_programs(config: LaunchConfig) -> list[Program]:
     checkpoint = current_checkpoint(config.checkpoint)
     described = Description.of(read_config(checkpoint), checkpoint)
     objective, num_blocks = described.setup().objective, described.recipe.model.blocks
-    # A block of a chain needs the features of those before it, which do not travel between stages.
-    together = any(objective.upstream(block) for block in range(num_blocks))
+    # A block of a chain needs the features of those before it; only parts of a serial model hand them on from
+    # stage to stage.
+    together = any(map(objective.upstream, range(num_blocks))) and not objective.is_serial
     threads = max(1, (os.cpu_count() or 1) // config.num_stages)
     groups = block_groups(num_blocks, config.num_stages, together=together)
     return [_stage_program(config, number, blocks, threads) for number, blocks in enumerate(groups)]

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.client.durations import duration
 from blocktrain.wire.messages import StatusAnswer, WorkerState, WorkerSummary
+from blocktrain.wording import duration
 
 if TYPE_CHECKING:  # it loads torch, two seconds that `status` does not need
     from blocktrain.training.report import TrainingReport

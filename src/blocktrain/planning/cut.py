@@ -28,6 +28,7 @@ from blocktrain.training.memory import largest_micro_batch, training_bytes
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import schema_of
 from blocktrain.wire.codec import frame_length
+from blocktrain.wording import counted
 from blocktrain.worker.logic import may_step
 from blocktrain.worker.watching import IDLE_WATCH_SECONDS
 
@@ -310,14 +311,14 @@ def choose_cut(cuts: Sequence[Cut], groups: Sequence[MachineGroup]) -> tuple[Cut
     chosen = enough[0] if enough else max(held, key=lambda one: (one.compute_share, -one.blocks))
     machines, workers = (sum(one.count for one in some) for some in (groups, chosen.holders))
     reasons = [
-        f"{_blocks(cut.blocks)} of {cut.layers_per_block} layers: at least {cut.least_bytes / 1e9:.1f} GB, "
-        f"which {sum(one.count for one in cut.holders)} of {machines} machines have, with "
-        f"{cut.compute_share:.0%} of all speed"
+        f"{counted(cut.blocks, 'block')} of {counted(cut.layers_per_block, 'layer')}: at least "
+        f"{cut.least_bytes / 1e9:.1f} GB, which {sum(one.count for one in cut.holders)} of {machines} "
+        f"machines have, with {cut.compute_share:.0%} of all speed"
         for cut in cuts[: cuts.index(chosen) + 1]
     ]
     if len(cuts) > 1:
         rule = f"the fewest for {ENOUGH_COMPUTE:.0%} of all speed" if enough else "the most speed"
-        reasons.append(f"so {_blocks(chosen.blocks)}: {rule}; a deeper block learns more")
+        reasons.append(f"so {counted(chosen.blocks, 'block')}: {rule}; a deeper block learns more")
     if workers < chosen.blocks:
         reasons.append(f"{workers} machines for {chosen.blocks} blocks take turns, and fetch a block at each")
     return chosen, reasons
@@ -434,7 +435,3 @@ def deciding(times: Sequence[RoundTimes], quantile: float) -> RoundTimes:
     wanted = quantile * sum(one.fit.group.count for one in times)
     counted = accumulate(one.fit.group.count for one in ordered)
     return next(one for one, count in zip(ordered, counted, strict=True) if count >= wanted)
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"

@@ -2,7 +2,8 @@
 
 What comes out for a position is one row: the sum over the asked blocks of pooling weight times log-probs.
 With fixed weights the rows of different holders add up to the consensus, which the engine normalises. Where
-weights follow the text, those of the asked blocks have sum one, and their logarithms go with the row. Knows
+weights follow the text, those of the asked blocks have sum one, and their logarithms go with the row. Parts
+of a serial model may go on from features that another holder computed, and give features to the next. Knows
 nothing of sockets, sessions' names or time; not safe to call from two threads at once.
 """
 
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
-from blocktrain.model.composition import run_blocks
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.pooling import TrackRecord
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
@@ -41,12 +41,14 @@ class RoughBlocks(Protocol):
 
 @dataclass(frozen=True)
 class WeighedRows:
-    """The asked blocks' rows [R, V] as one."""
+    """The asked blocks' rows [R, V] as one, or what a part of a serial model hands on."""
 
     rows: NDArray[Any]
     log_weights: NDArray[np.float64]
     """[R, asked blocks], not normalised: what the blocks count for at each row where pooling follows the
     text. [R, 0] where it does not."""
+    features_TD: NDArray[Any] | None = None
+    """Of all new tokens, where the work hands on; there are no rows then."""
 
 
 @dataclass
@@ -69,12 +71,19 @@ class RowWork:
     num_rows: int
     """Rows asked for: those of the last `num_rows` ids."""
     blocks: tuple[int, ...]
+    """Whose rows are asked for; none where the work hands on."""
     caches: dict[int, BlockCache]
     """One per block that must run; see `HeldBlocks.new_caches`."""
     base: int = 0
     """Positions to keep in the caches; what they hold beyond is forgotten first."""
     exact: bool = False
-    """One row in float64, from the ids alone."""
+    """One row in float64, from the ids alone; the caches say which blocks run, and stay as they are."""
+    upstream_TD: NDArray[Any] | None = None
+    """What the parts before made of the ids, where another holder has them."""
+
+    @property
+    def hands_on(self) -> bool:
+        return not self.blocks
 
     @property
     def runnable(self) -> bool:
@@ -107,18 +116,25 @@ class HeldBlocks:
         self._running = {
             index: packed(block) if is_packable(block) else block for index, block in self.blocks.items()
         }
+        parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
+        self.dtype = parameter.dtype
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 
     def needed(self, blocks: Sequence[int]) -> list[int]:
-        """The blocks that must run for these: themselves, and those whose features they take."""
-        return sorted({*blocks, *(other for block in blocks for other in self.objective.upstream(block))})
+        """The blocks that must run for these: themselves, and those held here whose features they take."""
+        upstream = {other for block in blocks for other in self.objective.upstream(block)}
+        return sorted({*blocks, *(upstream & self.blocks.keys())})
 
-    def new_caches(self, blocks: Sequence[int]) -> dict[int, BlockCache]:
+    def new_caches(self, blocks: Sequence[int], alone: bool = False) -> dict[int, BlockCache]:
+        """Of the blocks that must run for these; of these `alone` where their features come from elsewhere,
+        or go there."""
+
         def record() -> TrackRecord | None:
             return TrackRecord(self.pooling.decays) if self.pooling.follows_text else None
 
-        return {block: BlockCache(self.blocks[block].new_cache(), record()) for block in self.needed(blocks)}
+        needed = blocks if alone else self.needed(blocks)
+        return {block: BlockCache(self.blocks[block].new_cache(), record()) for block in needed}
 
     def steps(self, blocks: tuple[int, ...]) -> RoughBlocks:
         """These blocks' rough next rows, for drafts."""
@@ -136,14 +152,14 @@ class HeldBlocks:
     def rows(self, works: Sequence[RowWork]) -> list[WeighedRows]:
         """The rows of each work; its caches then hold its ids too."""
         if works[0].exact:
-            return [self.exact_row(work.ids, work.blocks) for work in works]
+            return [self._exact(work) for work in works]
         for work in works:
             assert work.runnable, "the caches lack positions before the new ids"
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
         device = self.codebook.device
         found: list[list[tuple[Tensor, NDArray[np.float64]]]] = [[] for _ in works]
-        features: list[Tensor | None] = [None] * len(works)
+        features = [self._upstream(work, self.dtype) for work in works]
         # In order of blocks, because a block may take the features of the one before it.
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
@@ -165,7 +181,16 @@ class HeldBlocks:
                 # A block may run only because another takes its output; then it is not in the sum.
                 if index in works[i].blocks:
                     found[i].append(self._said(works[i], index, output, z_hat_TD))
-        return [self._weighed(work.blocks, said) for work, said in zip(works, found, strict=True)]
+        return [
+            _handed_on(part) if work.hands_on else self._weighed(work.blocks, said)
+            for work, said, part in zip(works, found, features, strict=True)
+        ]
+
+    def _upstream(self, work: RowWork, dtype: torch.dtype) -> Tensor | None:
+        if work.upstream_TD is None:
+            return None
+        # A copy: bytes from the network are read-only, and torch warns of such memory.
+        return torch.tensor(work.upstream_TD, device=self.codebook.device, dtype=dtype)[None]
 
     def _said(
         self, work: RowWork, block: int, output: BlockOutput, z_hat_TD: Tensor
@@ -219,23 +244,31 @@ class HeldBlocks:
         refined: NDArray[np.float32] = (log_probs if last else sweep.new_rows)[0].cpu().numpy()
         return refined
 
-    @torch.inference_mode()
-    def exact_row(self, ids: Sequence[int], blocks: Sequence[int]) -> WeighedRows:
-        """The row after `ids` in float64, from ids alone: what near ties are settled with."""
-        tokens = torch.tensor([list(ids)], device=self.codebook.device)
+    def _exact(self, work: RowWork) -> WeighedRows:
+        """The row after the work's ids in float64, from ids alone: what near ties are settled with."""
+        tokens = torch.tensor([list(work.ids)], device=self.codebook.device)
         codebook = self.codebook.double()
-        needed = self.needed(blocks)
-        # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
-        for index in needed:
+        features = self._upstream(work, torch.float64)
+        said = []
+        for index in sorted(work.caches):
+            # Kept: a near tie comes about once in 2,000 tokens, and its block is small beside its caches.
             if index not in self._exact_blocks:
                 self._exact_blocks[index] = copy.deepcopy(self.blocks[index]).double()
-        chosen = [self._exact_blocks[index] for index in needed]
-        said = []
-        for index, output in zip(needed, run_blocks(self.objective, chosen, codebook, tokens), strict=True):
-            if index in blocks:
+            upstream = features if self.objective.upstream(index) else None
+            output: BlockOutput = self._exact_blocks[index](tokens, codebook, upstream_BTD=upstream)
+            features = output.features_BTD
+            if index in work.blocks:
                 log_probs_TV, logs = F.log_softmax(output.logits_BTV[0], dim=-1), np.empty(0)
                 if self.pooling.follows_text:
-                    past_TD = TrackRecord(self.pooling.decays).extend(0, ids, log_probs_TV, keep=1)
+                    past_TD = TrackRecord(self.pooling.decays).extend(0, work.ids, log_probs_TV, keep=1)
                     logs = self.pooling.log_weights(index, past_TD[-1:])
                 said.append((log_probs_TV[-1:], logs))
-        return self._weighed(blocks, said)
+        return _handed_on(features) if work.hands_on else self._weighed(work.blocks, said)
+
+
+def _handed_on(features_1TD: Tensor | None) -> WeighedRows:
+    assert features_1TD is not None, "a part that ran has features"
+    values = features_1TD[0]
+    # numpy knows no bf16, in which a part on a GPU may compute.
+    values = values if values.dtype == torch.float64 else values.float()
+    return WeighedRows(np.empty((0, 0)), np.empty((0, 0)), values.cpu().numpy())

@@ -55,6 +55,11 @@ class Address:
             raise UserError(f"expected an address HOST:PORT or HOST:PORT#PIN, found {text!r}")
         return cls(host.strip("[]") or "127.0.0.1", int(port), pin or None)
 
+    @property
+    def text(self) -> str:
+        """What `parse` reads, the pin included."""
+        return f"{self}#{self.pin}" if self.pin is not None else str(self)
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

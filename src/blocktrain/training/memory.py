@@ -64,9 +64,15 @@ def training_bytes(
     # Muon keeps one moment per matrix value, AdamW two.
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
-    state += _behind_bytes(recipe, objective, device_type, block, tokens)
+    behind = objective.downstream(block)
+    # The inputs of the parts behind stay; of the parts themselves and of the own one, one is there at a time.
+    state += (2 if device_type == "cuda" else 4) * len(behind) * tokens * model.width
+    visitor = max(
+        (_visitor_bytes(recipe, objective, device_type, part, tokens) for part in behind), default=0
+    )
     if device_type == "cuda" and not denoises(model):
-        return state + _compiled_bytes(model, training, objective.vocabulary, matrices, tokens)
+        own = _compiled_bytes(model, training, objective.vocabulary, matrices, tokens)
+        return state + max(own, visitor)
     kept, whole = model.width, _kept_values(model)
     num_layers = model.layers_per_block
     layers = num_layers * kept + whole if training.recompute else num_layers * whole
@@ -76,20 +82,20 @@ def training_bytes(
     else:
         values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
     # Saved for the backward pass are the weights too, as autograd counts.
-    return state + 4 * (matrices + rest + values)
+    return state + max(4 * (matrices + rest + values), visitor)
 
 
-def _behind_bytes(recipe: Recipe, objective: Objective, device_type: str, block: int, tokens: int) -> int:
-    """What the frozen parts behind a part take, one on the device at a time: weights, activations, and the
-    inputs of all of them."""
-    largest, on_cuda = 0, device_type == "cuda"
-    for other in objective.downstream(block):
-        model = recipe.model.of_block(other)
-        weights = sum(_num_values(recipe.model, objective.config, objective.vocabulary, other))
-        layers = 1 if recipe.training.recompute else model.layers_per_block
-        kept = layers * _kept_values(model) + model.layers_per_block * model.width
-        largest = max(largest, (2 if on_cuda else 4) * (weights + tokens * kept))
-    return largest + (2 if on_cuda else 4) * len(objective.downstream(block)) * tokens * recipe.model.width
+def _visitor_bytes(recipe: Recipe, objective: Objective, device_type: str, part: int, tokens: int) -> int:
+    """What a frozen part behind the one in training takes while it is its turn: weights and activations."""
+    model = recipe.model.of_block(part)
+    weights = sum(_num_values(recipe.model, objective.config, objective.vocabulary, part))
+    layers = 1 if recipe.training.recompute else model.layers_per_block
+    values = weights + tokens * (layers * _kept_values(model) + model.layers_per_block * model.width)
+    if part == recipe.model.blocks - 1:
+        # The last part alone has an output map.
+        rows = tokens if objective.holds_logits(tokens) else rows_at_once(objective.vocabulary)
+        values += 2 * rows * objective.vocabulary
+    return (2 if device_type == "cuda" else 4) * values
 
 
 @lru_cache(maxsize=256)

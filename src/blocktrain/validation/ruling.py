@@ -20,6 +20,7 @@ from blocktrain.training.setup import with_swarm_schedule
 from blocktrain.validation.duplicates import Likeness
 from blocktrain.validation.evidence import FINAL_STANDARD_ERRORS, Evidence
 from blocktrain.wire.messages import Outcome, VerdictReason
+from blocktrain.wording import counted
 
 MAX_NORM = 1e18
 """Above this a merge could overflow fp32; no block of finite training comes near."""
@@ -69,16 +70,16 @@ def age_ruling(age: int, swarm: SwarmConfig, *, finished: bool = False) -> Rulin
         return Ruling.refuse(VerdictReason.RUN_FINISHED, "the block has had all its rounds")
     if age <= 0:
         return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, "on time: counts fully")
+    late = f"{counted(age, 'round')} late"
     if swarm.policy == "drop":
-        return Ruling.refuse(VerdictReason.DROPPED, f"{age} rounds late; this run drops them")
+        return Ruling.refuse(VerdictReason.DROPPED, f"{late}; this run drops them")
     if age > swarm.max_age:
-        sentence = f"{age} rounds late, at most {swarm.max_age} are carried; keep it as error feedback"
+        sentence = f"{late}, at most {swarm.max_age} are carried; keep it as error feedback"
         return Ruling.refuse(VerdictReason.TOO_OLD, sentence)
     # Stale work is sound and points the wrong way a little: merged at less than its whole weight, it cost at
     # most 0.0166 in the suite of attacks, where it is sent on purpose (docs/experiments.md, attack 8).
     weight = swarm.age_decay**age
-    sentence = f"{age} rounds late: counts at weight {weight:g}"
-    return Ruling(Outcome.LATE, weight, VerdictReason.CARRIED, sentence)
+    return Ruling(Outcome.LATE, weight, VerdictReason.CARRIED, f"{late}: counts at weight {weight:g}")
 
 
 def overflow_ruling(norm: float) -> Ruling | None:

@@ -273,7 +273,7 @@ class Scorer:
         size, length = self.recipe.evaluation.batch, self.budget(block).length + 1
         before = len(self._objective.upstream(block))
         for first in range(0, len(starts), size):
-            windows = torch.from_numpy(text.cut(starts[first : first + size], length)).to(self.device)
+            windows = torch.from_numpy(text.cut(starts[first : first + size], length)).to(self.device).long()
             tokens, targets = windows[:, :-1], windows[:, 1:]
             # Seeded by the place in the draw, so that a batch's hints do not depend on what came before it.
             generator = torch.Generator(self.device).manual_seed(derive_seed("hint", seed, first))

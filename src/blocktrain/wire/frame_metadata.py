@@ -11,13 +11,15 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from blocktrain.wire.frames import Frame, ServingFrameReason, refuse
+from blocktrain.wire.frames import ActivationCodec, Frame, FrameType, ServingFrameReason, refuse
 
 MAX_SENTENCE: Final = 1000
 MAX_NAME: Final = 200
 MAX_NUM_BLOCKS: Final = 4096
 MAX_PASSES: Final = 16
 MAX_BEST_TOKENS: Final = 1024
+MAX_HOPS: Final = 31
+"""Stages behind the first of a serial model: with ordinary addresses they fit into 4 KiB of metadata."""
 
 # Bounds in the types: msgspec checks them while it reads, before a list of strangers' values exists.
 _Hash = Annotated[str, msgspec.Meta(max_length=64)]
@@ -66,14 +68,36 @@ class Draw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEST_TOKENS)]
 
 
+class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stage that goes on where the one before it ends."""
+
+    address: Annotated[str, msgspec.Meta(max_length=400)]
+    """HOST:PORT or HOST:PORT#PIN, as the gateway reaches it and the stage before it must too."""
+    blocks: _Blocks
+
+
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Metadata of TRAVERSE, SCORE and EXACT. Defaults are not sent: an older stage does not know `draw`."""
+    """Metadata of TRAVERSE, SCORE and EXACT. Defaults are not sent: an older stage does not know them."""
 
     blocks: _Blocks
     prefix: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] = 0
     """`prefix_checksum` of the ids before `base`, which the stage must have cached."""
     draw: Draw | None = None
     """With the codec BEST."""
+    onward: Annotated[list[Hop], msgspec.Meta(max_length=MAX_HOPS)] = []
+    """Of a serial model: who goes on behind these blocks, in order. The last of them answers."""
+    activations: ActivationCodec = ActivationCodec.F32
+    """How values travel between these stages."""
+
+
+class Handed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metadata of HAND_ON."""
+
+    client: _Hash
+    """Who asked the first stage, by the name in its HELLO: session and answer belong to it."""
+    kind: FrameType
+    """What was asked: TRAVERSE, SCORE or EXACT."""
+    ask: Ask
 
 
 class Refine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,6 +119,8 @@ class FailureCode(enum.Enum):
     BUSY = "busy"
     STALE = "stale"
     BAD_REQUEST = "bad_request"
+    ONWARD = "onward"
+    """The next stage of a serial model could not be reached from here."""
     INTERNAL = "internal"
 
 

@@ -10,13 +10,14 @@ payload:
 A TRAVERSE carries the ids from `base` on and asks for the last `rows` rows; LOG_PROBS carries the rows, and
 behind them the blocks' log-weights where the model's pooling follows the text. WELCOME says in `rows` how
 many tokens of a row the stage sends at most where only the best are asked for (0: it cannot).
+A HAND_ON carries ids like a TRAVERSE and behind them the activations of these positions (`ActivationCodec`).
 Ids take 1, 2 or 4 bytes each, as the vocabulary needs. Rows are fp32, fp64 or quantised (see `Codec`).
 Knows nothing of sockets, models or time: a deadline is the milliseconds that were left at sending.
 
 Covered: any bytes give values or ServingFrameError; both checksums, every length against the receiver's
 limits before anything is allocated, payload length against rows and vocabulary,
-ids inside the vocabulary, NaN and infinite rows. Not covered: who sent it (TLS, `serving/transport.py`),
-or rows that are well formed and wrong.
+ids inside the vocabulary, NaN and infinite rows and activations. Not covered: who sent it (TLS,
+`serving/transport.py`), or rows that are well formed and wrong.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class FrameType(enum.IntEnum):
     """Ids, then the rows of a sweep so far: have the stage's blocks refine them. Nothing is kept."""
     REFINED = 15
     """The rows for the next block; behind the last block LOG_PROBS comes instead."""
+    HAND_ON = 16
+    """From stage to stage of a serial model: ids, and what the parts before made of them. The stage behind
+    the last hop answers the client that its metadata names."""
 
 
 class Codec(enum.IntEnum):
@@ -81,6 +85,20 @@ class Codec(enum.IntEnum):
     BEST = 5
     """The best tokens alone, with their scores as Q16; see `encode_best`."""
 
+
+class ActivationCodec(enum.Enum):
+    """How values between the parts of a serial model travel; `encode_activations` has the layouts."""
+
+    F64 = "f64"
+    """In EXACT alone."""
+    F32 = "f32"
+    BF16 = "bf16"
+    Q8 = "q8"
+
+
+ACTIVATION_GROUP: Final = 64
+"""Values of Q8 that share a scale: residual streams have single channels a hundred times the others, which
+with one scale for a whole row would leave two or three codes to the rest."""
 
 _SPAN: Final = {Codec.Q16: 64.0, Codec.Q8: 32.0}
 """Nats below a row's maximum that a code can express; what lies below reads as the end of the span."""
@@ -98,7 +116,7 @@ class ServingFrameReason(enum.Enum):
     TOO_LARGE = "a length above the limit"
     METADATA = "metadata that is not of its type"
     PAYLOAD = "a payload that does not fit its header"
-    NOT_FINITE = "NaN or infinite log-probs"
+    NOT_FINITE = "NaN or infinite numbers"
 
 
 class ServingFrameError(WireError):
@@ -341,6 +359,68 @@ def decode_log_weights(payload: bytes, rows: int, blocks: int) -> NDArray[np.flo
     if not np.isfinite(logs).all():
         refuse(ServingFrameReason.NOT_FINITE, "expected finite log-weights; the stage's weights are damaged")
     return logs
+
+
+# ---- activations ----------------------------------------------------------------------------------
+
+
+def activation_bytes(codec: ActivationCodec, width: int) -> int:
+    """What one position takes between two parts."""
+    if codec is ActivationCodec.Q8:
+        return 4 * -(-width // ACTIVATION_GROUP) + width
+    return width * {ActivationCodec.F64: 8, ActivationCodec.F32: 4, ActivationCodec.BF16: 2}[codec]
+
+
+def encode_activations(values: NDArray[Any], codec: ActivationCodec) -> bytes:
+    """Values [T, D] as they travel. BF16: the upper half of fp32, rounded to even. Q8: for each position the
+    fp32 scales of its groups, then a signed byte for each value."""
+    if codec is ActivationCodec.F64:
+        return values.astype("<f8").tobytes()
+    single = np.ascontiguousarray(values, dtype="<f4")
+    if codec is ActivationCodec.F32:
+        return single.tobytes()
+    if codec is ActivationCodec.BF16:
+        bits: NDArray[np.uint32] = single.view("<u4")
+        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+        return bytes(halves.tobytes())
+    positions, width = single.shape
+    groups = -(-width // ACTIVATION_GROUP)
+    padded = np.zeros((positions, groups * ACTIVATION_GROUP), "<f4")
+    padded[:, :width] = single
+    grouped = padded.reshape(positions, groups, ACTIVATION_GROUP)
+    scales = (np.abs(grouped).max(axis=-1) / 127).astype("<f4")
+    # A group of zeros has the scale 0, and any divisor gives its codes.
+    codes = np.rint(grouped / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8)
+    flat = codes.reshape(positions, -1)[:, :width]
+    return np.concatenate([scales.view(np.uint8), flat.view(np.uint8)], axis=1).tobytes()
+
+
+def decode_activations(payload: bytes, codec: ActivationCodec, positions: int, width: int) -> NDArray[Any]:
+    """Values [T, D]: fp64 of F64, fp32 of the others."""
+    expected = positions * activation_bytes(codec, width)
+    if len(payload) != expected:
+        refuse(
+            ServingFrameReason.PAYLOAD,
+            f"expected {positions} positions of {width} values as {codec.value} in {expected} bytes, "
+            f"found {len(payload)}",
+        )
+    values: NDArray[Any]
+    if codec is ActivationCodec.Q8:
+        groups = -(-width // ACTIVATION_GROUP)
+        records = np.frombuffer(payload, np.uint8).reshape(positions, 4 * groups + width)
+        scales = np.ascontiguousarray(records[:, : 4 * groups]).view("<f4")
+        codes = np.ascontiguousarray(records[:, 4 * groups :]).view(np.int8)
+        # A hostile scale may be NaN or huge; it is found below.
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = codes * np.repeat(scales, ACTIVATION_GROUP, axis=1)[:, :width]
+    elif codec is ActivationCodec.BF16:
+        values = (np.frombuffer(payload, "<u2").astype("<u4") << 16).view("<f4").reshape(positions, width)
+    else:
+        kind = "<f8" if codec is ActivationCodec.F64 else "<f4"
+        values = np.frombuffer(payload, kind).reshape(positions, width)
+    if not np.isfinite(values).all():
+        refuse(ServingFrameReason.NOT_FINITE, "expected finite activations; a stage's weights are damaged")
+    return values
 
 
 def code_range(codec: Codec) -> tuple[float, int]:

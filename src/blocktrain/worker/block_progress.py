@@ -149,6 +149,8 @@ class PendingUpdate:
     """The snapshot it was formed against; with its weights only where decoding needs them."""
     payload: bytes = field(default=b"", repr=False)
     payload_hash: str = ""
+    told: bool = False
+    """Its verdict came before a pause or a restart, which sends it again until it is merged."""
 
     @classmethod
     def of(cls, assignment: Assignment) -> PendingUpdate:

@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.client.durations import duration
 from blocktrain.client.traffic import Traffic
+from blocktrain.wording import duration
 from blocktrain.worker.shifts import Contribution
 
 SHOWN_LINES = 8
@@ -82,9 +82,12 @@ class PlainView:
     def _loss(self) -> str:
         return "-" if self.loss is None else f"{self.loss:.4f}"
 
-    def judged(self, block: int, round_: int, outcome: str, age: int, sentence: str) -> None:
-        self.verdicts[outcome] += 1
-        self.given.verdicts[outcome] += 1
+    def judged(
+        self, block: int, round_: int, outcome: str, age: int, sentence: str, *, told: bool = False
+    ) -> None:
+        if not told:  # or an update that a pause fell on would be two in the summary, and for --max-rounds
+            self.verdicts[outcome] += 1
+            self.given.verdicts[outcome] += 1
         self.line(f"verdict block={block} round={round_} outcome={outcome} age={age} reason={sentence!r}")
 
     def rebased(self, block: int, version: int) -> None:

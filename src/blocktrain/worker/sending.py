@@ -94,7 +94,7 @@ class Sending:
                 verdict = self._obtain_verdict(update, request)
             except RequestRefused as refusal:
                 if refusal.reason != ErrorReason.NOT_JOINED:
-                    self.view.judged(update.block, update.round, "refused", 0, str(refusal))
+                    self.view.judged(update.block, update.round, "refused", 0, str(refusal), told=update.told)
                     # What was trained returns to error feedback below, so this lease is done with.
                     self.client.let_go(update.assignment_id)
                     break
@@ -104,7 +104,7 @@ class Sending:
         if verdict is not None:
             age = max(0, verdict.head_version - update.base.version)
             word = verdict_word(verdict.outcome, verdict.held_against)
-            self.view.judged(update.block, update.round, word, age, verdict.sentence)
+            self.view.judged(update.block, update.round, word, age, verdict.sentence, told=update.told)
             if is_discarded(verdict.outcome, verdict.reason):
                 # What was trained ahead builds on the discarded update; the next heartbeat calls it off.
                 self.logic.hurry_heartbeats()

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from blocktrain.errors import StoppedError, UserError
+from blocktrain.wording import counted
 
 LOOK_SECONDS = 0.5
 PAUSE_FILE = "paused"
@@ -61,9 +62,9 @@ class Contribution:
     def sentence(self) -> str:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.verdicts.items()) or "none"
         return (
-            f"contributed {self.verdicts.total()} updates ({outcomes}), {self.steps:,} steps in "
-            f"{self.computing_seconds / 60:.1f} min of computing, {self.bytes_up / 1e6:.1f} MB up, "
-            f"{self.bytes_down / 1e6:.1f} MB down"
+            f"contributed {counted(self.verdicts.total(), 'update')} ({outcomes}), "
+            f"{counted(self.steps, 'step')} in {self.computing_seconds / 60:.1f} min of computing, "
+            f"{self.bytes_up / 1e6:.1f} MB up, {self.bytes_down / 1e6:.1f} MB down"
         )
 
 
@@ -83,7 +84,7 @@ def decide(
 ) -> tuple[Wish, str]:
     """What a worker should do now, and why. Leaving goes first: nobody waits for what will not come."""
     if terms.max_rounds is not None and rounds >= terms.max_rounds:
-        return Wish.LEAVE, f"{rounds} rounds are done, as --max-rounds asks"
+        return Wish.LEAVE, f"{counted(rounds, 'round')} done, as --max-rounds asks"
     if terms.max_seconds is not None and worked_seconds >= terms.max_seconds:
         return Wish.LEAVE, f"{worked_seconds / 3600:.1f} h are done, as --max-hours asks"
     if asked_to_pause is not None:

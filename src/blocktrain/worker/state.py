@@ -52,6 +52,7 @@ class _UnsettledUpdate(BaseModel):
     base_version: int
     base_hash: str
     loss: float
+    told: bool = False
 
 
 class _Outbox(BaseModel):
@@ -89,9 +90,10 @@ class StateFolder:
                     base_version=update.base.version,
                     base_hash=update.base.hash,
                     loss=update.loss,
+                    told=update.told or update.state is PendingState.ACCEPTED,
                 )
             )
-        metadata = {"outbox": _Outbox(updates=entries).model_dump_json()}
+        metadata = {"outbox": _Outbox(updates=entries).model_dump_json(exclude_defaults=True)}
         tensors = {name: torch.from_numpy(array) for name, array in (feedback or {}).items()}
         self._write_tensors(f"block-{block}.feedback", tensors, metadata)
 
@@ -117,6 +119,7 @@ class StateFolder:
                 loss=entry.loss,
                 base=Base(entry.base_version, entry.base_hash, {}),
                 payload_hash=entry.payload_hash,
+                told=entry.told,
             )
             for entry in outbox.updates
         ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blocktrain.config import SwarmConfig
+from blocktrain.wording import counted
 
 PAUSE_SECONDS = 0.5
 """How long a worker with nothing to do waits before it asks again."""
@@ -85,7 +86,7 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
     """What the worker trains next, why, or how long it waits."""
     unfinished = [view for view in blocks if view.version < swarm.rounds]
     if not unfinished:
-        return Done(f"every block has had its {swarm.rounds} rounds")
+        return Done(f"every block has had its {counted(swarm.rounds, 'round')}")
 
     # A full block keeps the workers it has and takes no others.
     open_ = [view for view in unfinished if not view.full or view.block == worker.current_block]
@@ -137,7 +138,9 @@ def next_assignment(worker: WorkerView, blocks: Sequence[BlockView], swarm: Swar
                 f"{own.view.seats}",
             )
         if best.view.seats == own.view.seats and lead >= swarm.max_lead:
-            return _offer(best, f"block {best.view.block} is {lead} rounds behind block {own.view.block}")
+            return _offer(
+                best, f"block {best.view.block} is {counted(lead, 'round')} behind block {own.view.block}"
+            )
         return _offer(own, f"stays on block {own.view.block}")
 
     # Its own block has nothing for it now. Others that have their replicas do not need its help.

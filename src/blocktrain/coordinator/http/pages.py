@@ -55,8 +55,9 @@ def get_dashboard_file(request: Request, name: str) -> Response:
         "ETag": etag,
         "Content-Security-Policy": content_security_policy(coordinator_of(request).display.gateway_origin),
         "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin",
     }
+    if request.url.scheme == "https":  # a browser ignores it elsewhere, and notes that in its console
+        headers["Cross-Origin-Opener-Policy"] = "same-origin"
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=MEDIA_TYPES[Path(name).suffix])

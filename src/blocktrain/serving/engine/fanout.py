@@ -82,6 +82,9 @@ def stage_route(blocks: Collection[int], candidates: Sequence[Candidate], spread
 
 
 class Fanout:
+    needs_all = False
+    """Whether no answer can do without a block."""
+
     def __init__(self, links: Sequence[StageLink], num_blocks: int, config: FanoutConfig) -> None:
         self.links, self.config = list(links), config
         self.blocks = tuple(range(num_blocks))
@@ -99,9 +102,10 @@ class Fanout:
         """Whether a connected stage holds the block; one that drains does, but is asked nothing new."""
         return any(block in link.blocks and link.lost_at(now) is None for link in self.links)
 
-    def route(self, question: Question, blocks: Collection[int], avoid: frozenset[int]) -> StageRoute:
+    def candidates(self, question: Question, avoid: Collection[int]) -> list[Candidate]:
+        """The stages that could be asked now."""
         now = asyncio.get_running_loop().time()
-        candidates = [
+        return [
             Candidate(
                 link.number,
                 link.blocks,
@@ -112,7 +116,9 @@ class Fanout:
             for link in self.links
             if link.number not in avoid and link.usable(now)
         ]
-        return stage_route(blocks, candidates, question.spread)
+
+    def route(self, question: Question, blocks: Collection[int], avoid: frozenset[int]) -> StageRoute:
+        return stage_route(blocks, self.candidates(question, avoid), question.spread)
 
     async def wait_for_change(self, seconds: float) -> None:
         self._changed.clear()

@@ -12,14 +12,21 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from blocktrain.errors import WireError
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, connect
 from blocktrain.wire import frames
-from blocktrain.wire.frame_metadata import Failure, Hello, Welcome, decode_metadata, encode_metadata
+from blocktrain.wire.frame_metadata import (
+    Failure,
+    FailureCode,
+    Hello,
+    Welcome,
+    decode_metadata,
+    encode_metadata,
+)
 from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
 
 log = logging.getLogger(__name__)
@@ -33,6 +40,13 @@ ReplyKey = tuple[int, int, int]
 
 class LinkError(WireError):
     """This stage did not answer this request; another may."""
+
+    def __init__(self, sentence: str, code: FailureCode | None = None) -> None:
+        super().__init__(sentence)
+        self.code = code
+        """What the stage itself called it, if it said anything."""
+        self.link: int | None = None
+        """The number of the link that failed, where a question goes through several stages."""
 
 
 class RefusedError(WireError):
@@ -205,35 +219,69 @@ class StageLink:
 
     # ---- requests ----
 
-    async def request(self, header: Header, metadata: bytes, payload: bytes) -> tuple[Frame, int]:
-        """The reply, and the bytes it took to ask; LinkError when there will be none."""
+    async def request(
+        self, header: Header, metadata: bytes, payload: bytes, behind: Sequence[StageLink] = ()
+    ) -> tuple[Frame, int]:
+        """The reply, and the bytes it took to ask; LinkError when there will be none.
+
+        A question may be handed on from here to the stages `behind`: then the last of them answers, and any
+        may say that it cannot.
+        """
+        through = (self, *behind)
         async with self._credits:
-            # After the credit and not before: the connection may be lost while we wait for one.
-            stream = self._stream
-            if stream is None:
-                raise LinkError(self.problem or f"stage {self.address} is not connected")
             key = (header.session, header.epoch, header.traversal)
-            future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-            self._pending[key] = future
             raw = frames.encode_frame(header, metadata, payload)
-            try:
-                await stream.write(raw)
-                frame = await future
-            except ConnectionLostError as error:
-                raise LinkError(str(error)) from None
-            finally:
-                # A question that is asked again has the same key, and its own future.
-                if self._pending.get(key) is future:
-                    del self._pending[key]
+            with contextlib.ExitStack() as waiting:
+                link = self
+                try:
+                    replies = []
+                    for link in through:
+                        # After the credit and not before: the connection may be lost while we wait for one.
+                        replies.append(waiting.enter_context(link._expected(key)))
+                    link = self
+                    assert self._stream is not None, "it was there a moment ago"
+                    await self._stream.write(raw)
+                    await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+                    link, reply = next(pair for pair in zip(through, replies, strict=True) if pair[1].done())
+                    frame = link._checked(reply.result())
+                    if frame.type != FrameType.RESEND and link is not through[-1]:
+                        raise LinkError(f"stage {link.address} answered in place of {through[-1].address}")
+                except ConnectionLostError as error:
+                    raise LinkError(str(error)) from None
+                except LinkError as error:
+                    error.link = link.number
+                    raise
+        return frame, len(raw)
+
+    @contextlib.contextmanager
+    def _expected(self, key: ReplyKey) -> Iterator[asyncio.Future[Frame]]:
+        """The reply to a question of this name, whichever stage it was put to."""
+        if self._stream is None:
+            raise LinkError(self.problem or f"stage {self.address} is not connected")
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._pending[key] = future
+        try:
+            yield future
+        finally:
+            # A question that is asked again has the same key, and its own future.
+            if self._pending.get(key) is future:
+                del self._pending[key]
+            # One that nobody waits for any more: asyncio would report its error as never seen.
+            if future.done() and not future.cancelled():
+                future.exception()
+
+    def _checked(self, frame: Frame) -> Frame:
+        """A reply that holds an answer; LinkError for one that says why there is none."""
         if frame.type == FrameType.FAILED:
             try:
                 failure = decode_metadata(frame, Failure)
             except ServingFrameError as error:
                 raise LinkError(f"stage {self.address}: {error}") from None
-            raise LinkError(f"stage {self.address} failed ({failure.code.value}): {failure.sentence}")
+            sentence = f"stage {self.address} failed ({failure.code.value}): {failure.sentence}"
+            raise LinkError(sentence, failure.code)
         if frame.type not in (FrameType.LOG_PROBS, FrameType.REFINED, FrameType.RESEND):
             raise LinkError(f"stage {self.address} answered with {frame.type.name}")
-        return frame, len(raw)
+        return frame
 
     def distrust(self) -> None:
         """The peer sent something no sound stage sends: start over with a new connection."""

@@ -87,7 +87,8 @@ class LocalRows:
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self._context) :]
-        rows = await local_rows(self._batcher, RowWork(window, 1, self._blocks, {}, exact=True))
+        caches = self._batcher.held.new_caches(self._blocks)
+        rows = await local_rows(self._batcher, RowWork(window, 1, self._blocks, caches, exact=True))
         row: Row = rows.log_probs[0]
         return row
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,12 +55,19 @@ class Question:
         frame = await self.send(link, Ask(list(blocks)), payload, session=secrets.randbits(64))
         return self.read(link, frame, blocks)
 
-    async def send(self, link: StageLink, metadata: msgspec.Struct, payload: bytes, **names: int) -> Frame:
+    async def send(
+        self,
+        link: StageLink,
+        metadata: msgspec.Struct,
+        payload: bytes,
+        behind: Sequence[StageLink] = (),
+        **names: int,
+    ) -> Frame:
         """The reply to a frame whose session, epoch, traversal and base are `names`."""
         left = self.deadline - asyncio.get_running_loop().time()
         deadline_ms = min(max(int(left * 1000), 0), frames.NO_DEADLINE - 1)
         header = Header(self.type, self.codec, rows=self.num_rows, deadline_ms=deadline_ms, **names)
-        frame, sent = await link.request(header, encode_metadata(metadata), payload)
+        frame, sent = await link.request(header, encode_metadata(metadata), payload, behind)
         self.stats.wire_bytes_sent += sent
         self.stats.wire_bytes_received += frame.num_bytes
         return frame

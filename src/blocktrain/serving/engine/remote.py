@@ -1,6 +1,7 @@
 """The engine that a gateway runs: drafts here, blocks on stages, one round trip per traversal.
 
-`ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once.
+`ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once. The
+parts of a serial model are asked as a chain in which stages hand on to one another (`pipeline`).
 `sweep` composes by `euler`, a chain, and the gateway carries its state from stage to stage (decision 0005).
 Rows travel as Q16 codes by default and as fp32 for scoring, log-probs, top-p and sweeps; of a large
 vocabulary only the best tokens travel, and whole rows where these cannot settle a choice. Near ties are
@@ -27,6 +28,7 @@ from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.fanout import Fanout, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig, StageLink
+from blocktrain.serving.engine.pipeline import Pipeline
 from blocktrain.serving.engine.questions import Question, RefineQuestion, StageCache, TraverseQuestion
 from blocktrain.serving.engine.requests import (
     GenerationRequest,
@@ -39,7 +41,7 @@ from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import Draw, Hello
-from blocktrain.wire.frames import Codec, FrameType
+from blocktrain.wire.frames import ActivationCodec, Codec, FrameType
 
 BEST_TOKENS = 32
 """With two bytes each for id and score, a row of 32,768 tokens takes 132 bytes instead of 65,540."""
@@ -59,6 +61,8 @@ class EngineConfig:
     """How rows travel when neither log-probs nor top-p were asked for."""
     start_seconds: float = 10.0
     """How long start() waits for every block to be there; it goes on without if some are not."""
+    activations: ActivationCodec = ActivationCodec.F32
+    """How values travel between the stages of a serial model."""
     best_tokens: int | None = None
     """Tokens of each row that stages send, where a choice depends on temperature and noise alone; the others
     are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger."""
@@ -89,6 +93,8 @@ class RemoteEngine(TextEngine):
         hello = Hello(secrets.token_hex(16), self.shape, config.token)
         self.links = [StageLink(i, address, hello, config.link) for i, address in enumerate(config.stages)]
         self.fanout = Fanout(self.links, self.shape.num_blocks, config.fanout)
+        if checkpoint.objective.is_serial:
+            self.fanout = Pipeline(self.links, self.shape.num_blocks, config.fanout, config.activations)
         self.running: weakref.WeakSet[StageSession] = weakref.WeakSet()
         """Generations that hold caches on stages."""
         large = self.shape.vocabulary >= LEAST_VOCABULARY
@@ -133,6 +139,8 @@ class RemoteEngine(TextEngine):
         problems = "; ".join(link.problem for link in self.links if link.problem is not None)
         if len(lost) == len(self.fanout.blocks):
             return False, f"no stage can be reached: {problems}"
+        if lost and self.fanout.needs_all:
+            return False, f"a serial model needs every part, and no stage serves parts {lost} now: {problems}"
         if lost:
             return True, f"degraded: no stage serves blocks {lost} now: {problems}"
         return True, "ready"

@@ -37,8 +37,11 @@ def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tupl
     unknown = [block for block in blocks if not 0 <= block < num_blocks]
     if unknown or not blocks:
         raise UserError(f"{path} has blocks 0 to {num_blocks - 1}, found {list(blocks)}; change --blocks")
-    upstream = {one for block in blocks for one in described.setup().objective.upstream(block)}
-    if lacking := sorted(upstream - set(blocks)):
+    objective = described.setup().objective
+    upstream = {one for block in blocks for one in objective.upstream(block)}
+    lacking = sorted(upstream - set(blocks))
+    # Parts of a serial model get their features from the stage before, whichever that is.
+    if lacking and not objective.is_serial:
         raise UserError(
             f"blocks {list(blocks)} need blocks {lacking} upstream (objective.kind is "
             f"{described.recipe.objective.kind}); give them to the same stage with --blocks"

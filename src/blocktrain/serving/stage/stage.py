@@ -1,7 +1,9 @@
 """A stage: some blocks behind a TCP port, answering token ids with rows of log-probs.
 
 A connection begins with HELLO, which binds both sides to one model, and then carries any number of
-requests, answered in the order they finish. Caches belong to (client, session) and outlive connections.
+requests, answered in the order they finish. Caches belong to (client, session) and outlive connections. A
+part of a serial model hands what it computed to the stage that the request names next; the last one answers
+the client that asked the first, over that client's own connection.
 
 Covered: a peer with another checkpoint, no token or no manners is refused with a sentence before anything
 is allocated for it; a client past its credits is told BUSY; caches are bounded and evicted sessions are
@@ -15,9 +17,11 @@ import asyncio
 import contextlib
 import hmac
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,14 +32,22 @@ from blocktrain.serving.batching import Batcher, CacheGapError, LateError, Queue
 from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork, WeighedRows
 from blocktrain.serving.fingerprint import model_mismatch
 from blocktrain.serving.stage.metrics import StageMetrics
+from blocktrain.serving.stage.onward import Onward
 from blocktrain.serving.stage.sessions import Asked, Session, SessionKey, SessionStore, Step, next_step
-from blocktrain.serving.transport import Address, ConnectionLostError, FrameStream, server_context
+from blocktrain.serving.transport import (
+    Address,
+    ConnectionLostError,
+    FrameStream,
+    PinError,
+    server_context,
+)
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import (
     MAX_BEST_TOKENS,
     Ask,
     Failure,
     FailureCode,
+    Handed,
     Hello,
     ModelShape,
     Refine,
@@ -44,11 +56,24 @@ from blocktrain.wire.frame_metadata import (
     encode_metadata,
     sentence,
 )
-from blocktrain.wire.frames import Codec, Frame, FrameLimits, FrameType, Header, ServingFrameError
+from blocktrain.wire.frames import (
+    ActivationCodec,
+    Codec,
+    Frame,
+    FrameLimits,
+    FrameType,
+    Header,
+    ServingFrameError,
+)
 from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LARGE_BYTES = 1 << 20
+QUESTIONS = (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT)
+"""What is answered with rows."""
 MAX_BEST_ROWS = 64
 """Rows with codec BEST in one request, twice what an engine drafts: their noise is computed for each."""
 
@@ -103,10 +128,12 @@ class ServedModel:
 
     @property
     def limits(self) -> FrameLimits:
-        """A context's ids; with sweep, also a row for each new token."""
+        """A context's ids; with sweep, also a row for each new token, and in a serial model activations."""
         position_bytes = frames.id_dtype(self.shape.vocabulary).itemsize
         if self.held.objective.trained_for_sweep:
             position_bytes += frames.row_bytes(Codec.F32, self.shape.vocabulary)
+        if self.held.objective.is_serial:
+            position_bytes += frames.activation_bytes(ActivationCodec.F64, self.shape.width)
         return FrameLimits(payload_bytes=self.shape.context * position_bytes)
 
 
@@ -117,6 +144,20 @@ class _Connection:
     """What HELLO asked for; before it, the newest."""
     client: str = ""
     in_flight: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A TRAVERSE, SCORE or EXACT, as the client sent it or as the stage before this one handed it on."""
+
+    kind: FrameType
+    connection: _Connection
+    """The client's, for the answer."""
+    ask: Ask
+    ids: list[int]
+    deadline: float
+    """On the event loop's clock."""
+    upstream_TD: NDArray[Any] | None = None
 
 
 class Stage:
@@ -134,6 +175,7 @@ class Stage:
         self._connections: set[_Connection] = set()
         self._talks: set[asyncio.Task[None]] = set()
         self._requests: set[asyncio.Task[None]] = set()
+        self._onward = Onward(config.token)
         self._draining = False
         self.metrics.sessions.set_function(lambda: sum(len(one.sessions) for one in self._models))
         self.metrics.positions.set_function(lambda: sum(one.sessions.num_positions for one in self._models))
@@ -198,6 +240,7 @@ class Stage:
         for task in (*self._requests, *self._talks):
             task.cancel()
         await asyncio.gather(*self._requests, *self._talks, self._expiry, return_exceptions=True)
+        await self._onward.close()
         for one in self._models:
             await one.batcher.close()
 
@@ -308,7 +351,7 @@ class Stage:
             asyncio.get_running_loop().call_soon(
                 self._release, connection.model.sessions, (connection.client, frame.header.session)
             )
-        elif frame.type not in (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT, FrameType.REFINE):
+        elif frame.type not in (*QUESTIONS, FrameType.REFINE, FrameType.HAND_ON):
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
         # A well-behaved client waits for a credit; this bounds the tasks of one that does not.
@@ -325,28 +368,38 @@ class Stage:
         if released is not None and released.outcome is not None:
             released.outcome.cancel()
 
-    async def _answer(self, connection: _Connection, frame: Frame) -> None:
-        """Compute and reply; whatever goes wrong becomes a frame that says so."""
+    async def _answer(self, carrier: _Connection, frame: Frame) -> None:
+        """Compute and reply, or hand on; whatever goes wrong becomes a frame that says so. `carrier` brought
+        the frame; where that is another stage, the answer goes to the client all the same."""
+        connection = carrier
         try:
-            kind = FrameType.LOG_PROBS
+            kind, codec = FrameType.LOG_PROBS, frame.header.codec
             logs = np.empty((0, 0))
+            asked = None
             if frame.type == FrameType.REFINE:
                 kind, rows = await self._refined(connection.model, frame)
             else:
-                found = await self._rows(connection, frame)
+                if frame.type == FrameType.HAND_ON:
+                    connection = self._client_of(carrier, frame)
+                asked = await self._read(connection, frame)
+                found = await self._rows(asked, frame.header)
                 if found is None:
                     await self._reply(connection, frame, Header(FrameType.RESEND), "resend")
                     return
+                if found.features_TD is not None:
+                    await self._hand_on(asked, frame.header, found.features_TD)
+                    self.metrics.requests.labels(type=frame.type.name.lower(), outcome="handed_on").inc()
+                    return
                 rows, logs = found.rows, found.log_weights
+                codec = Codec.F64 if asked.kind == FrameType.EXACT else codec
             # Said here with a sentence; the engine would take such a row for a broken stage.
             if not (np.isfinite(rows).all() and np.isfinite(logs).all()):
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
-            codec = Codec.F64 if frame.type == FrameType.EXACT else frame.header.codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            if codec == Codec.BEST:
+            if codec == Codec.BEST and asked is not None:
                 # In a thread: the noise of a row over 32,768 tokens takes a millisecond.
-                encoded = await asyncio.to_thread(_best, connection.model, decode_metadata(frame, Ask), rows)
+                encoded = await asyncio.to_thread(_best, connection.model, asked.ask, rows)
             else:
                 encoded = frames.encode_rows(rows, codec)
             payload = encoded + frames.encode_log_weights(logs)
@@ -367,19 +420,44 @@ class Stage:
             log.exception("failed request type=%s", frame.type.name)
             await self._fail(connection, frame, FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
-            connection.in_flight -= 1
+            carrier.in_flight -= 1
+
+    def _client_of(self, carrier: _Connection, frame: Frame) -> _Connection:
+        """The connection of the client that a HAND_ON names."""
+        name = decode_metadata(frame, Handed).client
+        known = (one for one in self._connections if one.client == name and one.model is carrier.model)
+        client = next(known, None)
+        if client is None:
+            # The client sees that it lost its connection to this stage, and asks again when it has one.
+            raise ConnectionLostError("the client of what was handed on is not connected here")
+        return client
 
     def _deadline(self, header: Header) -> float:
         if header.deadline_ms == frames.NO_DEADLINE:
             return float("inf")
         return asyncio.get_running_loop().time() + header.deadline_ms / 1000
 
-    async def _rows(self, connection: _Connection, frame: Frame) -> WeighedRows | None:
-        """The rows of a TRAVERSE, SCORE or EXACT; None asks the client to resend its ids."""
-        model, header, ask = connection.model, frame.header, decode_metadata(frame, Ask)
-        ids = frames.decode_ids(frame.payload, model.shape.vocabulary)
-        blocks = tuple(ask.blocks)
+    async def _read(self, connection: _Connection, frame: Frame) -> _Asked:
+        """A question to this stage whose blocks, rows and payload fit its model and one another."""
+        model, header, kind = connection.model, frame.header, frame.type
+        upstream_TD = None
+        if frame.type == FrameType.HAND_ON:
+            handed = decode_metadata(frame, Handed)
+            kind, ask = handed.kind, handed.ask
+            id_bytes = frames.id_dtype(model.shape.vocabulary).itemsize
+            codec = ActivationCodec.F64 if kind == FrameType.EXACT else ask.activations
+            count = len(frame.payload) // (id_bytes + frames.activation_bytes(codec, model.shape.width))
+            end = count * id_bytes
+            ids = frames.decode_ids(frame.payload[:end], model.shape.vocabulary)
+            upstream_TD = await in_thread_if_large(
+                len(frame.payload),
+                lambda: frames.decode_activations(frame.payload[end:], codec, count, model.shape.width),
+            )
+        else:
+            ask = decode_metadata(frame, Ask)
+            ids = frames.decode_ids(frame.payload, model.shape.vocabulary)
         problem = None
+        blocks, last = tuple(ask.blocks), model.shape.num_blocks - 1
         if not blocks or not set(blocks) <= set(self.blocks):
             problem = (
                 f"expected blocks among {self.blocks}, found {ask.blocks}; route by the blocks of WELCOME"
@@ -393,28 +471,64 @@ class Stage:
             problem = "expected a codec for the rows, found none"
         elif header.codec == Codec.BEST and (ask.draw is None or header.rows > MAX_BEST_ROWS):
             problem = f"expected up to {MAX_BEST_ROWS} rows and how to draw with the codec BEST"
+        elif kind not in QUESTIONS:
+            problem = f"expected what TRAVERSE, SCORE or EXACT asked to be handed on, found {kind.name}"
+        elif not model.held.objective.is_serial:
+            if ask.onward or upstream_TD is not None:
+                problem = (
+                    "expected a serial model where stages hand on; the blocks of this one are independent"
+                )
+        elif blocks != tuple(range(blocks[0], blocks[-1] + 1)) or (blocks[-1] == last) == bool(ask.onward):
+            problem = (
+                f"expected neighbours of a serial model, and the next stage unless the last of {last + 1} is "
+                f"among them, found {ask.blocks} and {len(ask.onward)} stages behind"
+            )
+        elif blocks[0] == 0 and upstream_TD is not None:
+            problem = "expected nothing before the first part of a serial model"
+        elif ask.onward:
+            problem = self._onward.refusal(ask.onward[0].address)
         if problem is not None:
             raise RequestRefusedError(FailureCode.BAD_REQUEST, problem)
-        if frame.type == FrameType.EXACT:
-            return await model.batcher.submit(RowWork(ids, 1, blocks, {}, exact=True), self._deadline(header))
-        if frame.type == FrameType.SCORE:
-            work = RowWork(ids, header.rows, blocks, model.held.new_caches(blocks))
-            return await model.batcher.submit(work, self._deadline(header))
+        return _Asked(
+            kind=kind,
+            connection=connection,
+            ask=ask,
+            ids=ids,
+            deadline=self._deadline(header),
+            upstream_TD=upstream_TD,
+        )
+
+    async def _rows(self, asked: _Asked, header: Header) -> WeighedRows | None:
+        """What the asked blocks give; None asks the client to resend its ids."""
+        connection, ids, ask = asked.connection, asked.ids, asked.ask
+        model, blocks = connection.model, tuple(ask.blocks)
+        serial = model.held.objective.is_serial
+        # Of a serial model the last part alone has rows; the others hand on.
+        rows_of = (() if ask.onward else blocks[-1:]) if serial else blocks
+        # Without what the parts before made of the ids, only what is in memory can be answered.
+        lacks_upstream = serial and blocks[0] > 0 and asked.upstream_TD is None
+        if asked.kind != FrameType.TRAVERSE:
+            if lacks_upstream:
+                return None
+            caches = model.held.new_caches(blocks, alone=serial)
+            work = RowWork(ids, header.rows, rows_of, caches, upstream_TD=asked.upstream_TD)
+            work.exact = asked.kind == FrameType.EXACT
+            return await model.batcher.submit(work, asked.deadline)
 
         key = (connection.client, header.session)
         session = model.sessions.get(key)
-        asked = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
-        step = next_step(session, asked)
+        step = next_step(session, Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix))
         if step is Step.STALE:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
-        if step is Step.RESEND:
+        if step is Step.RESEND or (step is Step.RUN and lacks_upstream):
             return None
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, blocks, model.held.new_caches(blocks))
-            work = RowWork(ids, header.rows, session.blocks, session.caches, header.base)
-            session.outcome = model.batcher.submit(work, self._deadline(header))
+                session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial))
+            work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
+            work.upstream_TD = asked.upstream_TD
+            session.outcome = model.batcher.submit(work, asked.deadline)
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
             model.sessions.put(key, session, asyncio.get_running_loop().time())
@@ -422,7 +536,7 @@ class Stage:
         assert session.outcome is not None
         try:
             # Shielded: the same traversal may be asked again while a first asker goes away.
-            return await asyncio.shield(session.outcome)
+            found = await asyncio.shield(session.outcome)
         except CacheGapError:
             return None
         except Exception:
@@ -430,6 +544,35 @@ class Stage:
             if model.sessions.get(key) is session:
                 model.sessions.release(key)
             raise
+        if found.features_TD is None or len(found.features_TD) == len(ids):
+            return found
+        # Asked again, a traversal may begin later than the first time: the positions before are known behind.
+        if len(found.features_TD) < len(ids):
+            return None
+        return replace(found, features_TD=found.features_TD[-len(ids) :])
+
+    async def _hand_on(self, asked: _Asked, header: Header, features_TD: NDArray[Any]) -> None:
+        """Send what this stage's parts made of the ids to the next stage."""
+        hop, *rest = asked.ask.onward
+        address, model = Address.parse(hop.address), asked.connection.model
+        if not np.isfinite(features_TD).all():
+            raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite activations")
+        codec = ActivationCodec.F64 if asked.kind == FrameType.EXACT else asked.ask.activations
+        values = await in_thread_if_large(
+            features_TD.nbytes, lambda: frames.encode_activations(features_TD, codec)
+        )
+        left = asked.deadline - asyncio.get_running_loop().time()
+        deadline_ms = frames.NO_DEADLINE if left == float("inf") else max(0, int(1000 * left))
+        ask = msgspec.structs.replace(asked.ask, blocks=hop.blocks, onward=rest)
+        raw = frames.encode_frame(
+            replace(header, type=FrameType.HAND_ON, deadline_ms=deadline_ms),
+            encode_metadata(Handed(asked.connection.client, asked.kind, ask)),
+            frames.encode_ids(asked.ids, model.shape.vocabulary) + values,
+        )
+        try:
+            self.metrics.bytes_sent.inc(await self._onward.send(address, model.shape, raw))
+        except (ConnectionLostError, PinError) as error:
+            raise RequestRefusedError(FailureCode.ONWARD, f"cannot hand on: {error}") from None
 
     async def _refined(self, model: ServedModel, frame: Frame) -> tuple[FrameType, NDArray[Any]]:
         """Rows of a sweep through this stage's blocks; nothing is kept."""
@@ -485,6 +628,12 @@ class Stage:
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
+
+
+async def in_thread_if_large(num_bytes: int, function: Callable[[], T]) -> T:
+    """2,000 positions of width 4,096 are 32 MB, which would hold up the event loop. Small ones stay in it, so
+    that traversals of one session reach the next stage in their order."""
+    return await asyncio.to_thread(function) if num_bytes > LARGE_BYTES else function()
 
 
 def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:

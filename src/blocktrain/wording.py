@@ -1,4 +1,4 @@
-"""A length of time as people say it, the same in every terminal."""
+"""Numbers as people say them, the same in every terminal, log and verdict."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 round, 2 rounds."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,209 @@
+"""One traversal of a serial model: through stages that hand on to one another, the last of which answers.
+
+Unlike a fan-out it takes the sum of the hops, and no part can be left out. The gateway chooses the chain and
+names it in its question. It hears of a failure from whichever stage it is at, over its own connection to that
+one, and asks again through another chain; what the stages have cached of the session counts only while the
+chain stays the same, so a new chain gets all ids. Knows nothing of sampling or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from blocktrain.serving.engine.fanout import HEALTH_POLL_SECONDS, Candidate, Fanout, FanoutConfig
+from blocktrain.serving.engine.link import LinkError, StageLink
+from blocktrain.serving.engine.questions import Question, StageCache, TraverseQuestion
+from blocktrain.serving.engine.requests import StagesUnavailableError
+from blocktrain.serving.engine.rows import Part
+from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop
+from blocktrain.wire.frames import ActivationCodec, Frame, FrameType
+
+Legs = list[tuple[StageLink, tuple[int, ...]]]
+"""Stages in order, and the neighbouring parts that each runs."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    legs: list[tuple[int, tuple[int, ...]]]
+    """Links in order with the parts of each; none where a part has no candidate."""
+    missing: tuple[int, ...] = ()
+    """Parts that no candidate serves."""
+
+
+def cheapest_chain(num_blocks: int, candidates: Sequence[Candidate], spread: int = 0) -> Chain:
+    """The stages that run all parts in order: as few slow ones as possible, then with warm caches, then in
+    few hops, then near. `spread` (a session's number) turns the order of equals."""
+    served = set().union(*(candidate.blocks for candidate in candidates))
+    missing = tuple(block for block in range(num_blocks) if block not in served)
+    if missing:
+        return Chain([], missing)
+    # From the last part to the first: the best way from `block` to the end.
+    cost = tuple[int, int, int, float, int]
+    best: dict[int, tuple[cost, list[tuple[int, tuple[int, ...]]]]] = {num_blocks: ((0, 0, 0, 0.0, 0), [])}
+    for block in reversed(range(num_blocks)):
+        ways = []
+        for candidate in candidates:
+            end, turn = block, (candidate.link + spread) % len(candidates)
+            while end in candidate.blocks and end < num_blocks:
+                end += 1
+                slow, cold, hops, seconds, turns = best[end][0]
+                total = (
+                    slow + candidate.slow,
+                    cold + (not candidate.warm),
+                    hops + 1,
+                    seconds + candidate.round_trip_seconds,
+                    turns + turn,
+                )
+                ways.append((total, [(candidate.link, tuple(range(block, end))), *best[end][1]]))
+        best[block] = min(ways, key=lambda way: way[0])
+    return Chain(best[0][1])
+
+
+class Pipeline(Fanout):
+    def __init__(
+        self, links: Sequence[StageLink], num_blocks: int, config: FanoutConfig, activations: ActivationCodec
+    ) -> None:
+        super().__init__(links, num_blocks, config)
+        self.activations = activations
+
+    needs_all = True
+
+    def chain(self, question: Question, avoid: Collection[int]) -> Chain:
+        return cheapest_chain(len(self.blocks), self.candidates(question, avoid), question.spread)
+
+    async def collect(self, question: Question, blocks: tuple[int, ...] | None = None) -> list[Part]:
+        """The last part's answer; StagesUnavailableError where a part stays out of reach."""
+        loop = asyncio.get_running_loop()
+        began, avoid, problem = loop.time(), set[int](), "none answers"
+        while True:
+            chain = self.chain(question, avoid)
+            if not chain.missing:
+                legs = [(self.links[link], parts) for link, parts in chain.legs]
+                try:
+                    return [await self._healthy(question, legs, avoid)]
+                except LinkError as error:
+                    problem = str(error)
+                    question.stats.retries += 1
+                    if error.link is not None:
+                        avoid.add(self._culprit(error, legs))
+                    continue
+            now = loop.time()
+            since = max(self._missing_since(block, now, began) for block in chain.missing)
+            if now >= min(since + self.config.degrade_seconds, question.deadline):
+                known = "; ".join(link.problem for link in self.links if link.problem) or problem
+                raise StagesUnavailableError(
+                    "a serial model needs every part, and no stage serves part "
+                    f"{chain.missing[0]} now: {known}"
+                )
+            await self.wait_for_change(HEALTH_POLL_SECONDS)
+            # One that failed may have come back, or be less busy.
+            avoid.clear()
+
+    def _culprit(self, error: LinkError, legs: Legs) -> int:
+        """The stage to go around: the one that failed, or the one behind it that it could not reach."""
+        numbers = [link.number for link, _ in legs]
+        assert error.link is not None, "it failed on its way through the chain"
+        at = numbers.index(error.link)
+        if error.code is not FailureCode.ONWARD or at + 1 == len(numbers):
+            return error.link
+        # For some seconds it is asked last: the gateway reaches it, and every traversal would try it again.
+        behind = self.links[numbers[at + 1]]
+        behind.slow_until = asyncio.get_running_loop().time() + self.config.slow_seconds
+        return behind.number
+
+    async def _healthy(self, question: Question, legs: Legs, avoid: set[int]) -> Part:
+        """The answer through these stages; LinkError as soon as one of them is silent and another chain could
+        do without it."""
+        loop = asyncio.get_running_loop()
+        answer = loop.create_task(self._ask(question, legs))
+        try:
+            while True:
+                await asyncio.wait({answer}, timeout=HEALTH_POLL_SECONDS)
+                if answer.done():
+                    return answer.result()
+                now = loop.time()
+                silent = [(since, link) for link, _ in legs if (since := link.lost_at(now)) is not None]
+                if not silent:
+                    continue
+                since, link = min(silent, key=lambda pair: pair[0])
+                spared = not self.chain(question, {*avoid, link.number}).missing
+                if spared or now >= since + self.config.degrade_seconds:
+                    error = LinkError(f"stage {link.address} is silent")
+                    error.link = link.number
+                    raise error
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+
+    async def _ask(self, question: Question, legs: Legs) -> Part:
+        last, _ = legs[-1]
+        if isinstance(question, TraverseQuestion):
+            frame = await self._traverse(question, legs)
+        else:
+            payload = frames.encode_ids(question.ids, question.shape.vocabulary)
+            metadata = self._metadata(question, legs)
+            behind = [link for link, _ in legs[1:]]
+            frame = await question.send(
+                legs[0][0], metadata, payload, behind=behind, session=secrets.randbits(64)
+            )
+        return question.read(last, frame, self.blocks)
+
+    def _metadata(self, question: Question, legs: Legs, prefix: int = 0) -> Ask:
+        if len(legs) > MAX_HOPS + 1:
+            raise StagesUnavailableError(
+                f"a chain of {len(legs)} stages is too long; expected at most {MAX_HOPS + 1}: give stages "
+                "more parts each"
+            )
+        onward = [Hop(link.address.text, list(parts)) for link, parts in legs[1:]]
+        return Ask(list(legs[0][1]), prefix, question.draw, onward, self.activations)
+
+    async def _traverse(self, question: TraverseQuestion, legs: Legs) -> Frame:
+        """New ids for whatever the chain has cached of the session."""
+        for tries in range(2):
+            caches = self._caches(question, legs, start_over=tries > 0)
+            first = caches[0]
+            if first.question is not question:
+                traversal = first.traversal + 1
+                for cache in caches:
+                    cache.traversal, cache.question = traversal, question
+            base = min(len(first.ids), len(question.ids) - question.num_rows)
+            frame = await question.send(
+                legs[0][0],
+                self._metadata(question, legs, frames.prefix_checksum(question.ids[:base])),
+                frames.encode_ids(question.ids[base:], question.shape.vocabulary),
+                behind=[link for link, _ in legs[1:]],
+                session=question.session,
+                epoch=first.epoch,
+                traversal=first.traversal,
+                base=base,
+            )
+            if frame.type != FrameType.RESEND:
+                for cache in caches:
+                    # All but the drafts are certain to stay in the text.
+                    cache.ids = question.ids[: len(question.ids) - question.num_rows + 1]
+                return frame
+            question.stats.retries += 1
+        error = LinkError("a stage keeps asking for ids it was sent; it is short of caches")
+        error.link = legs[0][0].number
+        raise error
+
+    def _caches(self, question: TraverseQuestion, legs: Legs, *, start_over: bool) -> list[StageCache]:
+        """What each stage of the chain has cached: the same for all, or nothing in a new epoch."""
+        known = [question.caches.get(link.number) for link, _ in legs]
+        first = known[0]
+        same = first is not None and all(
+            cache is not None
+            and (cache.epoch, cache.start, cache.blocks) == (first.epoch, question.start, parts)
+            and cache.traversal == first.traversal
+            for cache, (_, parts) in zip(known, legs, strict=True)
+        )
+        if not same or start_over:
+            # Above every epoch that any stage has seen, so that none takes it for an old one.
+            epoch = max((cache.epoch for cache in question.caches.values()), default=-1) + 1
+            for link, parts in legs:
+                question.caches[link.number] = StageCache(epoch, parts, question.start)
+        return [question.caches[link.number] for link, _ in legs]
