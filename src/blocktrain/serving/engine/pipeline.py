@@ -166,20 +166,16 @@ class Pipeline(Fanout):
         for tries in range(2):
             caches = self._caches(question, legs, start_over=tries > 0)
             first = caches[0]
-            asked_before = first.question is question
-            if not asked_before:
+            if first.question is not question:
                 traversal = first.traversal + 1
                 for cache in caches:
-                    cache.traversal, cache.question, cache.answered = traversal, question, False
-            # The last stage has the rows of this very traversal in memory: whole ones need no second trip
-            # through the others.
-            chain = legs[-1:] if asked_before and first.answered else legs
+                    cache.traversal, cache.question = traversal, question
             base = min(len(first.ids), len(question.ids) - question.num_rows)
             frame = await question.send(
-                chain[0][0],
-                self._metadata(question, chain, frames.prefix_checksum(question.ids[:base])),
+                legs[0][0],
+                self._metadata(question, legs, frames.prefix_checksum(question.ids[:base])),
                 frames.encode_ids(question.ids[base:], question.shape.vocabulary),
-                behind=[link for link, _ in chain[1:]],
+                behind=[link for link, _ in legs[1:]],
                 session=question.session,
                 epoch=first.epoch,
                 traversal=first.traversal,
@@ -189,7 +185,6 @@ class Pipeline(Fanout):
                 for cache in caches:
                     # All but the drafts are certain to stay in the text.
                     cache.ids = question.ids[: len(question.ids) - question.num_rows + 1]
-                    cache.answered = True
                 return frame
             question.stats.retries += 1
         error = LinkError("a stage keeps asking for ids it was sent; it is short of caches")

@@ -109,8 +109,6 @@ class StageCache:
     question: Question | None = None
     """The question that `traversal` numbers. Asked again, for lack of an answer or for whole rows instead of
     the best tokens, it keeps its number, and the stage answers from memory."""
-    answered: bool = False
-    """Whether `question` had an answer; kept for serial models alone."""
 
 
 @dataclass(eq=False, kw_only=True)
