@@ -39,6 +39,9 @@ DevicesOption = Annotated[
 WorkerFolderOption = Annotated[
     Path, typer.Option("--data-dir", help="Key, cache and training state; one folder for each worker.")
 ]
+InviteOption = Annotated[
+    str | None, typer.Option("--invite", help="Token from the run's operator, if it asks for one.")
+]
 LabelOption = Annotated[str, typer.Option("--label", help="A name for this worker, shown on the dashboard.")]
 CacheOption = Annotated[
     float, typer.Option("--cache-gb", help="Disk space for everything it keeps, training state too.", min=0.1)
@@ -88,9 +91,7 @@ def worker(
     ] = None,
     data_dir: WorkerFolderOption = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
-    invite: Annotated[
-        str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
-    ] = None,
+    invite: InviteOption = None,
     label: LabelOption = "",
     cache_gb: CacheOption = 4.0,
     max_up: UpOption = None,

@@ -40,6 +40,7 @@ from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
     MergeRow,
+    Prepared,
     SnapshotRow,
     UpdateRow,
     WorkerRow,
@@ -76,6 +77,7 @@ SKETCHED_ROUNDS = 8
 REMEMBERED_ROUNDS = 16
 """Rounds after which it no longer counts that the guard left a worker's update out."""
 UNKNOWN_HASH = "0" * 64
+_REVISIONS = Prepared(select(BlockRow.block, BlockRow.revision).order_by(BlockRow.block))
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,13 @@ class Rounds:
             self._looked = now, moment
         due = []
         with resources.store.read() as session:
-            for row in session.scalars(select(BlockRow).order_by(BlockRow.block)):
-                if at_all or self._revisions.get(row.block) != row.revision:
-                    self._revisions[row.block] = row.revision
+            for block, revision in _REVISIONS(session):
+                if at_all or self._revisions.get(block) != revision:
+                    self._revisions[block] = revision
                     # A cheap look without a lock; the claim looks again.
+                    row = block_row(session, block)
                     if self._is_orphan(row) or resources.open_rounds.state(session, row, now).close:
-                        due.append(row.block)
+                        due.append(block)
         closed = [self.close(block) for block in due]
         return any(closed)
 

@@ -55,8 +55,8 @@ def training_bytes(
     on several devices.
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
-    within 10 % of the allocator's peak (tests/training/test_memory_on_cuda.py); ours stays below: bf16 and
-    compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
+    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training
@@ -137,17 +137,27 @@ def _compiled_bytes(
     """What a step takes beside its state on CUDA: the largest of its three phases, in bf16."""
     width, num_layers = model.width, model.layers_per_block
     queries, keys, inner = _widths(model)
-    # Fitted to four peaks on an H200 (docs/results/large-blocks.json): within 5 % of each.
-    whole, gradients = 4 * width + 3 * (queries + keys) + 3 * inner, 2 * inner + 4 * width
-    kept = num_layers * width if training.recompute else num_layers * whole
-    again = whole if training.recompute else 0
-    backward = 2 * tokens * (kept + again + gradients)
+    # What the compiled layer saves for its backward pass (counted on a CPU, where the graph is cut the same
+    # way): its input, two norms and the sum between them, queries, attention twice, keys and values, three
+    # of the feed-forward layer, and all its matrices in two bytes.
+    saved = 2 * tokens * (4 * width + 3 * queries + 2 * keys + 3 * inner) + 2 * matrices // num_layers
+    kept = 2 * tokens * width if training.recompute else saved
+    # In the backward pass of the last layer its gradients come on top: three of the width for a token, and
+    # one byte for a value of its matrices. This and the rest were held beside 13 peaks of an H200
+    # (tests/training/test_memory_on_cuda.py).
+    again = saved if training.recompute else 0
+    backward = num_layers * kept + again + 6 * tokens * width + matrices // num_layers
     rows = min(tokens, rows_at_once(vocabulary))
-    output = 2 * tokens * (kept + 2 * width) + 8 * rows * vocabulary + 8 * vocabulary * width
+    # Of a chunk the logits and their gradients, and one of both is still there from the chunk before.
+    output = num_layers * kept + 4 * tokens * width + 6 * rows * vocabulary + 8 * vocabulary * width
     if tokens == training.batch * model.context:
-        # One micro-batch alone: at the output map the layers and the embedding have no gradients yet. Counted
-        # with them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
-        output -= 4 * (matrices + (0 if model.tied else vocabulary * width))
+        # One micro-batch alone: at the output map the layers and the embedding have no gradients yet, in the
+        # last layer those before it have none, and when they have, its activations are gone. Counted with
+        # them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        embedding = 0 if model.tied else vocabulary * width
+        output -= 4 * (matrices + embedding)
+        before = matrices - matrices // num_layers
+        backward -= min(4 * (before + embedding), (num_layers - 1) * kept)
     stack = 20 * min(matrices, STACK_VALUES) if training.optimizer == "muon" else 0
     return max(backward, output, stack)
 
