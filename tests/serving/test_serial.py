@@ -24,6 +24,7 @@ from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine.fanout import Candidate, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.lookup import looked_up
 from blocktrain.serving.engine.pipeline import cheapest_chain
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
@@ -339,3 +340,29 @@ def test_the_cheapest_chain_is_short_quick_and_warm() -> None:
     # Equal stages are shared out by the session's number.
     equal = [candidate(0, 0, 1, 2), candidate(1, 0, 1, 2)]
     assert {cheapest_chain(3, equal, spread=spread).legs[0][0] for spread in (0, 1)} == {0, 1}
+
+
+def test_guesses_are_what_followed_last_time() -> None:
+    assert looked_up([1, 2, 3, 9, 1, 2], 2) == [3, 9]
+    assert looked_up([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the last time counts"
+    assert looked_up([5, 1, 2, 3, 1, 2, 4, 5, 1, 2], 1) == [3], "longer likeness counts more"
+    assert looked_up([1, 2, 3], 4) == []
+    assert looked_up([7], 4) == []
+    assert looked_up([7, 7, 7, 7], 4) == [7, 7, 7, 7]
+    # 0x01000000 twice has the bytes of 1 at no place where a token begins.
+    assert looked_up([1 << 24, 1 << 24, 0, 1, 1], 1) == []
+
+
+def test_repeated_text_is_guessed_and_takes_fewer_traversals(serial: Path) -> None:
+    async def served() -> None:
+        async with cluster(serial) as c:
+            # A bias that leaves one token alone makes a text that repeats itself.
+            tokens, stats = await text_of(c.engine, PROMPTS[0], 48, logit_bias=((97, 1000.0),))
+            assert tokens == [97] * 48
+            assert stats.accepted > 24
+            assert stats.traversals < 24
+            # And one who guesses wrong guesses less.
+            _, stats = await text_of(c.engine, b"abcabcabcabc", NEW_TOKENS, draft_tokens=8, seed=3)
+            assert 0 < stats.drafted < NEW_TOKENS
+
+    asyncio.run(served())
