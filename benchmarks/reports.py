@@ -106,8 +106,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     "t8": Kind(
         "t8.json",
-        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
-        {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
+        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),
+        {"shape": str, "p50_seconds": NUMBER, "ar_p50_seconds": NUMBER, "litepaper_seconds": NUMBER},
     ),
     "refine": Kind(
         "refine*.json", (*TRAINING, "benchmarks/refine.py"), {"gap": NUMBER, "end_to_end": NUMBER}

@@ -26,6 +26,8 @@ from blocktrain.errors import RecipeError
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
 MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
+MAX_WIDTH = 1 << 24
+"""Of every side of a layer's matrices: their sizes then fit into 64 bits, whatever a recipe says."""
 MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
@@ -106,6 +108,11 @@ class RopeScaling(typing.NamedTuple):
         )
         return parsed
 
+    @property
+    def text(self) -> str:
+        """As a recipe has it, with every digit: a context of 1048576 has seven."""
+        return "llama3:" + ",".join(str(int(one)) if one.is_integer() else repr(one) for one in self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -180,6 +187,12 @@ class ModelConfig:
             self.heads % (self.kv_heads or self.heads) == 0,
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
+        for told, value in (
+            ("width", self.width),
+            ("heads times the width of one", self.heads * self.channels_per_head),
+            ("feed-forward width", self.feedforward_width or self.feedforward * self.width),
+        ):
+            _require(value <= MAX_WIDTH, f"model: {told} must be at most {MAX_WIDTH}, found {value}")
         _require(self.rope_theta > 1, f"model.rope_theta must be above 1, found {self.rope_theta}")
         _require(0 < self.norm_eps < 1, f"model.norm_eps must be between 0 and 1, found {self.norm_eps}")
         if self.rope_scaling is not None:

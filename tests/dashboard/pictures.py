@@ -35,8 +35,9 @@ from tests.dashboard.kit import (
 )
 from tests.end_to_end.swarm_kit import Coordinator
 
-ROUNDS = 12
-SHOWN_ROUND = 8
+ROUNDS = 8
+SHOWN_ROUND = 6
+STEPS = 16
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
 SCREENS: dict[str, dict[str, Any]] = {
     "dashboard": {"viewport": {"width": 1280, "height": 1660}},
@@ -52,9 +53,14 @@ def picture_recipe() -> Recipe:
             "name": "demo",
             "model": {"width": 128, "heads": 4, "blocks": 3, "layers_per_block": 1, "context": 128},
             "data": {"corpus": "builtin", "max_bytes": 6_000_000},
-            "training": {"batch": 16, "warmup_steps": 10, "steps": 30 * ROUNDS},
+            "training": {"batch": 8, "warmup_steps": 10, "steps": STEPS * ROUNDS},
             "evaluation": {"max_bytes": 8192, "pooling_bytes": 8192, "noise_draws": 1},
-            "swarm": {"steps_per_round": 30, "rounds": ROUNDS, "replicas": 1, "evaluate_every_seconds": 2.0},
+            "swarm": {
+                "steps_per_round": STEPS,
+                "rounds": ROUNDS,
+                "replicas": 1,
+                "evaluate_every_seconds": 2.0,
+            },
             "trust": {"stamp_bits": 0},
         }
     )

@@ -25,6 +25,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
+from blocktrain.coordinator.decisions.merging import merging_weight
 from blocktrain.coordinator.judging import Judging
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, change, merged_outcome
@@ -37,7 +38,9 @@ from blocktrain.coordinator.storage.queries import (
 )
 from blocktrain.coordinator.storage.store import (
     BlockRow,
+    EvaluationRow,
     MergeRow,
+    Prepared,
     SnapshotRow,
     UpdateRow,
     WorkerRow,
@@ -51,7 +54,14 @@ from blocktrain.validation.guard import guard_decision, is_doubted, merge_choice
 from blocktrain.validation.ruling import Ruling
 from blocktrain.wire.codec import Schema, Values
 from blocktrain.wire.hashing import SnapshotHasher
-from blocktrain.wire.messages import MergeInputRecord, MergeRecord, Outcome, RoundReport, VerdictReason
+from blocktrain.wire.messages import (
+    EvaluationState,
+    MergeInputRecord,
+    MergeRecord,
+    Outcome,
+    RoundReport,
+    VerdictReason,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +77,7 @@ SKETCHED_ROUNDS = 8
 REMEMBERED_ROUNDS = 16
 """Rounds after which it no longer counts that the guard left a worker's update out."""
 UNKNOWN_HASH = "0" * 64
+_REVISIONS = Prepared(select(BlockRow.block, BlockRow.revision).order_by(BlockRow.block))
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,8 @@ class Rounds:
         """When `close_due` looked at all blocks last, by the run's clock and by the machine's."""
         self._claimed: dict[int, int] = {}
         """Block to the version that this process began to merge last."""
+        self._told_weight = math.inf
+        """The merging weight that the operator was told of last."""
         self._revisions: dict[int, int] = {}
         """Block to what its revision was at the last look."""
 
@@ -142,12 +155,13 @@ class Rounds:
             self._looked = now, moment
         due = []
         with resources.store.read() as session:
-            for row in session.scalars(select(BlockRow).order_by(BlockRow.block)):
-                if at_all or self._revisions.get(row.block) != row.revision:
-                    self._revisions[row.block] = row.revision
+            for block, revision in _REVISIONS(session):
+                if at_all or self._revisions.get(block) != revision:
+                    self._revisions[block] = revision
                     # A cheap look without a lock; the claim looks again.
+                    row = block_row(session, block)
                     if self._is_orphan(row) or resources.open_rounds.state(session, row, now).close:
-                        due.append(row.block)
+                        due.append(block)
         closed = [self.close(block) for block in due]
         return any(closed)
 
@@ -222,11 +236,27 @@ class Rounds:
             base_hash=row.head_hash,
             result_hash=UNKNOWN_HASH,
             codec=str(self._resources.run.codec),
-            alpha=self._resources.run.swarm.outer_lr,
+            alpha=self._weight(session),
             inputs=tuple(
                 _input_record(update, update.scale) for update in inputs_of_merge(session, row.block, version)
             ),
         )
+
+    def _weight(self, session: Session) -> float:
+        run = self._resources.run
+        if not run.objective.is_serial:
+            return run.swarm.outer_lr
+        records = session.scalars(select(EvaluationRow.record).order_by(EvaluationRow.time))
+        losses = [EvaluationState.model_validate_json(record).consensus_ce for record in records]
+        weight = merging_weight(run.swarm.outer_lr, losses)
+        if weight < min(self._told_weight, run.swarm.outer_lr):
+            log.warning(
+                "the held-out loss rose to %.4f, the lowest was %.4f: merges count %g from now on instead of "
+                "swarm.outer_lr = %g; if it goes on, start again with a lower training.matrix_lr",
+                losses[-1], min(losses), weight, run.swarm.outer_lr,
+            )  # fmt: skip
+        self._told_weight = weight
+        return weight
 
     # --- merge ---
 

@@ -22,6 +22,7 @@ from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 from blocktrain.serving.engine.draft_length import Traversed
 from blocktrain.serving.engine.drafting import DraftedToken, Drafter
+from blocktrain.serving.engine.lookup import LookupDrafter
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
 from blocktrain.serving.engine.rows import BestRows, Rows, Traversal
 
@@ -66,7 +67,7 @@ async def decode(
     *,
     context: int,
     open_source: Callable[[], RowSource],
-    drafter: Drafter | None,
+    drafter: Drafter | LookupDrafter | None,
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each traversal that counts. Frees the source at the end, also when the consumer closes or
     forgets it."""

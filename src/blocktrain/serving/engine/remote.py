@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -69,7 +68,7 @@ class EngineConfig:
     """How rows travel when neither log-probs nor top-p were asked for."""
     start_seconds: float = 10.0
     """How long start() waits for every block to be there; it goes on without if some are not."""
-    activations: Literal["f32", "bf16", "q8"] = "f32"
+    activations: ActivationCodec = ActivationCodec.F32
     """How values travel between the stages of a serial model."""
     best_tokens: int | None = None
     """Tokens of each row that stages send, where a choice depends on temperature and noise alone; the others
@@ -104,9 +103,7 @@ class RemoteEngine(TextEngine):
         self.links = [StageLink(i, address, hello, config.link) for i, address in enumerate(config.stages)]
         self.fanout = Fanout(self.links, self.shape.num_blocks, config.fanout)
         if checkpoint.objective.is_serial:
-            self.fanout = Pipeline(
-                self.links, self.shape.num_blocks, config.fanout, ActivationCodec(config.activations)
-            )
+            self.fanout = Pipeline(self.links, self.shape.num_blocks, config.fanout, config.activations)
         self.running: weakref.WeakSet[StageSession] = weakref.WeakSet()
         """Generations that hold caches on stages."""
         # A chain of stages has no word for another session's caches.

@@ -17,8 +17,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -68,6 +69,9 @@ from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LARGE_BYTES = 1 << 20
 QUESTIONS = (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT)
 """What is answered with rows."""
 MAX_BEST_ROWS = 64
@@ -446,9 +450,9 @@ class Stage:
             count = len(frame.payload) // (id_bytes + frames.activation_bytes(codec, model.shape.width))
             end = count * id_bytes
             ids = frames.decode_ids(frame.payload[:end], model.shape.vocabulary)
-            # In a thread: 2,000 positions of width 4,096 are 32 MB.
-            upstream_TD = await asyncio.to_thread(
-                frames.decode_activations, frame.payload[end:], codec, count, model.shape.width
+            upstream_TD = await in_thread_if_large(
+                len(frame.payload),
+                lambda: frames.decode_activations(frame.payload[end:], codec, count, model.shape.width),
             )
         else:
             ask = decode_metadata(frame, Ask)
@@ -542,7 +546,7 @@ class Stage:
         assert session.outcome is not None
         try:
             # Shielded: the same traversal may be asked again while a first asker goes away.
-            return await asyncio.shield(session.outcome)
+            found = await asyncio.shield(session.outcome)
         except CacheGapError:
             return None
         except Exception:
@@ -550,6 +554,12 @@ class Stage:
             if model.sessions.get(key) is session:
                 model.sessions.release(key)
             raise
+        if found.features_TD is None or len(found.features_TD) == len(ids):
+            return found
+        # Asked again, a traversal may begin later than the first time: the positions before are known behind.
+        if len(found.features_TD) < len(ids):
+            return None
+        return replace(found, features_TD=found.features_TD[-len(ids) :])
 
     async def _hand_on(self, asked: _Asked, header: Header, features_TD: NDArray[Any]) -> None:
         """Send what this stage's parts made of the ids to the next stage."""
@@ -558,8 +568,9 @@ class Stage:
         if not np.isfinite(features_TD).all():
             raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite activations")
         codec = ActivationCodec.F64 if asked.kind == FrameType.EXACT else asked.ask.activations
-        # In a thread: 2,000 positions of width 4,096 are 32 MB.
-        values = await asyncio.to_thread(frames.encode_activations, features_TD, codec)
+        values = await in_thread_if_large(
+            features_TD.nbytes, lambda: frames.encode_activations(features_TD, codec)
+        )
         left = asked.deadline - asyncio.get_running_loop().time()
         deadline_ms = frames.NO_DEADLINE if left == float("inf") else max(0, int(1000 * left))
         ask = msgspec.structs.replace(asked.ask, blocks=hop.blocks, onward=rest)
@@ -627,6 +638,12 @@ class Stage:
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
+
+
+async def in_thread_if_large(num_bytes: int, function: Callable[[], T]) -> T:
+    """2,000 positions of width 4,096 are 32 MB, which would hold up the event loop. Small ones stay in it, so
+    that traversals of one session reach the next stage in their order."""
+    return await asyncio.to_thread(function) if num_bytes > LARGE_BYTES else function()
 
 
 def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:

@@ -1,0 +1,84 @@
+"""A serial run whose loss rises merges with half the weight, says so, and its ledger still verifies."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.coordinator.decisions.merging import DIVERGED, LEAST_SHARE, merging_weight
+from blocktrain.coordinator.storage.ledger import verify_ledger
+from blocktrain.coordinator.storage.store import EvaluationRow
+from blocktrain.wire.messages import EvaluationState
+from tests.coordinator.conftest import Place, Running, tiny_recipe
+from tests.coordinator.test_frozen_names import entries_of
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([], 1.0),
+        ([3.0, 2.9, 2.8], 1.0),
+        ([3.0, 3.0 + 0.9 * DIVERGED, 2.9, 2.9 + 0.9 * DIVERGED], 1.0),
+        ([3.0, 2.9, 2.9 + 1.1 * DIVERGED], 0.5),
+        ([2.9, 3.0, 2.99, 2.98, 2.9], 0.5),
+        ([2.9, 2.91, 2.915, 2.9 + 1.1 * DIVERGED], 0.5),
+        ([2.9, 3.0, 3.1, 2.8, 2.9], 0.125),
+        ([float(n) for n in range(20)], LEAST_SHARE),
+    ],
+    ids=[
+        "no score",
+        "falling",
+        "small rises",
+        "one rise",
+        "one rise, coming back",
+        "a slow rise",
+        "three",
+        "all",
+    ],
+)
+def test_each_rise_halves_the_weight(losses: list[float], expected: float) -> None:
+    assert merging_weight(1.0, losses) == expected
+    assert merging_weight(0.4, losses) == pytest.approx(0.4 * expected)
+
+
+def scored(running: Running, loss: float, time: float) -> None:
+    """As the scorer writes what it found."""
+    state = EvaluationState(
+        time=time, versions=(int(time), 0), scored_bytes=100, consensus_ce=loss, euler_ce=None,
+        block_ce=(loss, loss), weights=(0.0, 1.0),
+    )  # fmt: skip
+    with running.coordinator.resources.store.write() as session:
+        session.add(EvaluationRow(versions=str(time), time=time, record=state.model_dump_json()))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("serial", [1.0, 0.5]), ("chain", [1.0, 1.0])])
+def test_a_serial_run_whose_loss_rises_merges_with_half_the_weight(
+    local: Place, kind: Any, expected: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = tiny_recipe(blocks=2, replicas=1)
+    llama = ModelConfig(family="llama", width=16, heads=2, blocks=2, layers_per_block=1, context=16)
+    model = llama if kind == "serial" else recipe.model
+    recipe = replace(recipe, model=model, objective=ObjectiveConfig(kind=kind, hint_probability=0.0))
+    with local.serve(recipe) as running, caplog.at_level(logging.WARNING):
+        peer = running.peer()
+        lent = peer.lend()
+        scored(running, 3.0, 1.0)
+        peer.deliver(lent)
+        running.wait_for_version(lent.block, 1)
+        scored(running, 3.1, 2.0)
+        following = peer.lend(after=lent.assignment_id)
+        peer.deliver(following, seed=1)
+        running.wait_for_version(following.block, following.round + 1)
+        entries = entries_of(running)
+
+        def fetch(kind: str) -> Any:
+            return lambda wanted: peer.get(f"/v1/{kind}/{wanted}").content
+
+        assert verify_ledger(entries, fetch("updates"), fetch("snapshots")).ok
+    assert [entry.body["alpha"] for entry in entries if entry.kind == "merge"] == expected
+    told = [message for message in caplog.messages if "the held-out loss rose to 3.1000" in message]
+    assert len(told) == (kind == "serial")
