@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from blocktrain.serving.engine.engine import TextEngine
-from blocktrain.serving.engine.requests import DeadlineError, Mode, ServingError
+from blocktrain.serving.engine.requests import DeadlineError, Mode
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
 from blocktrain.serving.gateway.engines import Engines
@@ -175,27 +175,21 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # Response sets it to 0, and nobody knows the length yet
         self.answerer, self.job = answerer, job
-        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._events(send))
         except ClientGoneError:
             self.answerer.metrics.cancelled.inc()
-        except asyncio.CancelledError:
-            # The gateway was told to stop, and this answer took longer than it waits.
-            if self._started:
-                error = as_api_error(ServingError("the gateway is stopping; ask again for the rest")).json()
-                await send({"type": "http.response.body", "body": f"data: {error}\n\n".encode()})
-            raise
 
     async def _events(self, send: Send) -> None:
-        turn = asyncio.Lock()
+        started, turn = False, asyncio.Lock()
 
         async def event(data: str) -> None:
+            nonlocal started
             async with turn:  # choices are written side by side, and events must not interleave
-                if not self._started:
-                    self._started = True
+                if not started:
+                    started = True
                     self.headers.update(self.job.early_headers())
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 body = f"data: {data}\n\n".encode()
@@ -215,7 +209,7 @@ class EventStream(Response):
                 await event(self.job.format.usage_chunk(self.job.usage).model_dump_json())
             await event("[DONE]")
         except Exception as error:
-            if not self._started:
+            if not started:
                 raise
             log.warning("broke off stream error=%r", error)
             await event(as_api_error(error).json())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import threading
@@ -65,8 +64,6 @@ def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
-            # uvicorn believes X-Forwarded-For of every program on this machine, and with it who is calling.
-            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
