@@ -96,9 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument(
-        "--windows", type=int, default=16, help="of a context each, from the text's beginning"
-    )
+    parser.add_argument("--windows", type=int, default=16, help="of a context each, from the beginning")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     checkpoint = load_checkpoint(arguments.checkpoint, torch.device("cpu"))
@@ -107,8 +105,8 @@ def main() -> None:
     # Eight bytes for a token are enough for all tokenizers we know.
     length = checkpoint.recipe.model.context + 1
     with arguments.text.open("rb") as file:
-        text = file.read(8 * length * arguments.windows).decode("utf-8", "replace")
-    tokens = list(checkpoint.tokenizer.encode(text))
+        text = file.read(8 * length * arguments.windows).decode("utf-8", "ignore")
+    tokens = checkpoint.tokenizer.encode(text.encode()).tolist()
     windows = [tokens[i * length : (i + 1) * length] for i in range(arguments.windows)]
     rows = measure(checkpoint, [ids for ids in windows if len(ids) == length])
     print("activations  bytes  ce        largest error  median error  other greedy choices")
