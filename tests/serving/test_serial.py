@@ -19,6 +19,7 @@ import transformers
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.ids import CorpusHash
+from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine.fanout import Candidate, FanoutConfig
@@ -386,3 +387,13 @@ def test_repeated_text_is_guessed_and_takes_fewer_traversals(serial: Path) -> No
             assert 0 < stats.drafted < NEW_TOKENS
 
     asyncio.run(served())
+
+
+def test_serve_deals_out_the_parts_of_a_serial_model(serial: Path, tmp_path: Path) -> None:
+    programs = stage_programs(LaunchConfig(checkpoint=serial, num_stages=4, logs=tmp_path))
+    assert [program.name for program in programs] == [
+        "stage 0 (blocks 0)",
+        "stage 1 (blocks 1)",
+        "stage 2 (blocks 2)",
+        "stage 3 (blocks 0)",
+    ]
