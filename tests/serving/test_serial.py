@@ -18,6 +18,7 @@ import transformers
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
+from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.generation import LocalModel, generate
@@ -29,6 +30,7 @@ from blocktrain.serving.engine.lookup import looked_up
 from blocktrain.serving.engine.pipeline import cheapest_chain
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.transport import ConnectionLostError
 from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
 from blocktrain.training.hugging_face import import_folder
@@ -341,6 +343,11 @@ def test_hostile_frames_from_another_stage_get_a_sentence(serial: Path) -> None:
         await stage.close()
 
     asyncio.run(served())
+
+
+def test_a_stage_holds_neighbouring_parts(serial: Path) -> None:
+    with pytest.raises(UserError, match=r"neighbouring parts, found \[0, 2\]"):
+        load_blocks(serial, [0, 2], torch.device("cpu"))
 
 
 def candidate(link: int, *blocks: int, **settings: Any) -> Candidate:
