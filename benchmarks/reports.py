@@ -104,10 +104,15 @@ KINDS: Mapping[str, Kind] = {
         (*SWARM, "recipes/swarm-t7.toml"),
         {"final": dict, "bytes_total": int, "coordinator": dict},
     ),
+    "activations": Kind(
+        "activations.json",
+        ("benchmarks/activations.py", "src/blocktrain/wire/frames.py"),
+        {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
+    ),
     "t8": Kind(
         "t8.json",
-        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
-        {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
+        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),
+        {"shape": str, "p50_seconds": NUMBER, "ar_p50_seconds": NUMBER, "litepaper_seconds": NUMBER},
     ),
     "refine": Kind(
         "refine*.json", (*TRAINING, "benchmarks/refine.py"), {"gap": NUMBER, "end_to_end": NUMBER}

@@ -37,7 +37,7 @@ from tests.end_to_end.swarm_kit import Coordinator
 
 ROUNDS = 8
 SHOWN_ROUND = 6
-STEPS = 24
+STEPS = 16
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
 SCREENS: dict[str, dict[str, Any]] = {
     "dashboard": {"viewport": {"width": 1280, "height": 1660}},
@@ -53,7 +53,7 @@ def picture_recipe() -> Recipe:
             "name": "demo",
             "model": {"width": 128, "heads": 4, "blocks": 3, "layers_per_block": 1, "context": 128},
             "data": {"corpus": "builtin", "max_bytes": 6_000_000},
-            "training": {"batch": 16, "warmup_steps": 10, "steps": STEPS * ROUNDS},
+            "training": {"batch": 8, "warmup_steps": 10, "steps": STEPS * ROUNDS},
             "evaluation": {"max_bytes": 8192, "pooling_bytes": 8192, "noise_draws": 1},
             "swarm": {
                 "steps_per_round": STEPS,

@@ -233,6 +233,26 @@ def test_resets_stalls_and_unreachable_neighbours_change_nothing(serial: Path) -
     asyncio.run(served())
 
 
+def test_what_is_lost_between_two_stages_is_asked_for_again(serial: Path) -> None:
+    lost: list[FrameType] = []
+
+    def lose_one(kind: FrameType, raw: bytes) -> list[bytes]:
+        if kind != FrameType.HAND_ON or len(lost) == 2:
+            return [raw]
+        lost.append(kind)
+        return []
+
+    async def served() -> None:
+        hasty = FanoutConfig(degrade_seconds=HOUR, hedge_seconds=0.02)
+        async with cluster(serial, fanout=hasty) as c:
+            c.proxies[2].to_stage = lose_one
+            stats = await disturbed_text(c.engine, serial, lambda: None)
+            assert stats.retries >= 2
+            assert len(lost) == 2
+
+    asyncio.run(served())
+
+
 def test_a_part_that_is_gone_is_an_error_that_names_it(serial: Path) -> None:
     async def served() -> None:
         async with cluster(serial, **GIVES_UP) as c:
