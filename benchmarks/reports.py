@@ -104,6 +104,11 @@ KINDS: Mapping[str, Kind] = {
         (*SWARM, "recipes/swarm-t7.toml"),
         {"final": dict, "bytes_total": int, "coordinator": dict},
     ),
+    "activations": Kind(
+        "activations.json",
+        ("benchmarks/activations.py", "src/blocktrain/wire/frames.py"),
+        {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
+    ),
     "t8": Kind(
         "t8.json",
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),
