@@ -22,7 +22,7 @@ from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop
 from blocktrain.wire.frames import ActivationCodec, Frame, FrameType
 
-AGAIN_HEDGES = 10
+AGAIN_HEDGES = 20
 """A chain that is silent for so many `hedge_seconds` is asked again, then after twice as long."""
 
 Legs = list[tuple[StageLink, tuple[int, ...]]]
@@ -39,7 +39,10 @@ class Chain:
 
 def cheapest_chain(num_blocks: int, candidates: Sequence[Candidate], spread: int = 0) -> Chain:
     """The stages that run all parts in order: as few slow ones as possible, then with warm caches, then in
-    few hops, then near. `spread` (a session's number) turns the order of equals."""
+    few hops, then near. `spread` (a session's number) turns the order of equals.
+
+    No stage comes twice, since each holds neighbouring parts: going on there is cheaper than coming back.
+    """
     served = set().union(*(candidate.blocks for candidate in candidates))
     missing = tuple(block for block in range(num_blocks) if block not in served)
     if missing:
@@ -67,13 +70,13 @@ def cheapest_chain(num_blocks: int, candidates: Sequence[Candidate], spread: int
 
 
 class Pipeline(Fanout):
+    needs_all = True
+
     def __init__(
         self, links: Sequence[StageLink], num_blocks: int, config: FanoutConfig, activations: ActivationCodec
     ) -> None:
         super().__init__(links, num_blocks, config)
         self.activations = activations
-
-    needs_all = True
 
     def chain(self, question: Question, avoid: Collection[int]) -> Chain:
         return cheapest_chain(len(self.blocks), self.candidates(question, avoid), question.spread)
@@ -88,7 +91,7 @@ class Pipeline(Fanout):
             if not chain.missing:
                 legs = [(self.links[link], parts) for link, parts in chain.legs]
                 try:
-                    async with asyncio.timeout(patience):
+                    async with asyncio.timeout(patience + question.patience_seconds):
                         return [await self._healthy(question, legs, avoid)]
                 except TimeoutError:
                     # What was handed on may be lost between two stages that the gateway both reaches. Those

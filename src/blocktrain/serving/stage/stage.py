@@ -548,6 +548,9 @@ class Stage:
             if model.sessions.get(key) is session:
                 model.sessions.release(key)
             raise
+        # Asked again with other stages behind it than before.
+        if (found.features_TD is None) == bool(ask.onward):
+            return None
         if found.features_TD is None or len(found.features_TD) == len(ids):
             return found
         # Asked again, a traversal may begin later than the first time: the positions before are known behind.
