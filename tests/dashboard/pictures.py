@@ -37,10 +37,10 @@ from tests.end_to_end.swarm_kit import Coordinator
 
 ROUNDS = 8
 SHOWN_ROUND = 6
-STEPS = 24
+STEPS = 12
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
 SCREENS: dict[str, dict[str, Any]] = {
-    "dashboard": {"viewport": {"width": 1280, "height": 1660}},
+    "dashboard": {"viewport": {"width": 1280, "height": 1880}},
     "desktop": {},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2},
@@ -93,6 +93,7 @@ def attacked_swarm(folder: Path) -> Iterator[Coordinator]:
     with background_gateway(LocalEngine(reference / "checkpoint"), origins) as gateway:
         options = ("--gateway", gateway, "--reference", str(reference / "report.json"))
         with running_swarm(folder, recipe, LABELS, options, port) as coordinator:
+            coordinator.reach(2, seconds=1800)  # of weights that have learnt nothing, noise may be a gain
             attack(coordinator)
             coordinator.reach(SHOWN_ROUND, seconds=1800)  # a busy machine takes long
             yield coordinator

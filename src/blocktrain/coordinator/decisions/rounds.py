@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blocktrain.config import SwarmConfig, TrustConfig
-from blocktrain.wording import duration
+from blocktrain.wording import counted, duration
 
 FEW_ARRIVALS = 4
 """Below this many observations a quantile means nothing; twice the slowest is used."""
@@ -198,7 +198,7 @@ def round_seconds(
 def _wanted_seconds(offsets: Sequence[float], swarm: SwarmConfig) -> tuple[float, str]:
     """What these arrivals ask for, before any bound."""
     if len(offsets) < FEW_ARRIVALS:
-        return 2 * max(offsets), f"twice the slowest of {len(offsets)} arrivals"
+        return 2 * max(offsets), f"twice the slowest of {counted(len(offsets), 'arrival')}"
     # The slack keeps equal workers from being cut off by their own jitter.
     slowest = quantile(offsets, swarm.deadline_quantile)
     share, slack = f"{swarm.deadline_quantile:.0%}", swarm.deadline_slack
