@@ -77,6 +77,11 @@ KINDS: Mapping[str, Kind] = {
         {"depth": list, "units": list},
         by_hand="seed 0 is of two runs, and its end-to-end column was typed with four digits",
     ),
+    "fleet": Kind(
+        "fleet*.json",
+        ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
+        {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
+    ),
     "large_blocks": Kind(
         "large-blocks*.json",
         ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
