@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,6 +174,8 @@ class Ranks:
         one by one: the device never holds the block."""
         from torch.distributed.fsdp import fully_shard
 
+        # It warns of outputs that are views, in case they are changed in place; ours are not.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         # FSDP2 splits rows and refuses a single number (the scale of the logits): each rank has all of it.
         numbers = {parameter for parameter in block.parameters() if parameter.ndim == 0}
         for parameter in numbers:
