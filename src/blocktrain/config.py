@@ -26,6 +26,8 @@ from blocktrain.errors import RecipeError
 ENVIRONMENT_PREFIX = "BLOCKTRAIN_"
 MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
+MAX_WIDTH = 1 << 24
+"""Of every side of a layer's matrices: their sizes then fit into 64 bits, whatever a recipe says."""
 MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
@@ -106,6 +108,11 @@ class RopeScaling(typing.NamedTuple):
         )
         return parsed
 
+    @property
+    def text(self) -> str:
+        """As a recipe has it, with every digit: a context of 1048576 has seven."""
+        return "llama3:" + ",".join(str(int(one)) if one.is_integer() else repr(one) for one in self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -180,6 +187,12 @@ class ModelConfig:
             self.heads % (self.kv_heads or self.heads) == 0,
             f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})",
         )
+        for told, value in (
+            ("width", self.width),
+            ("heads times the width of one", self.heads * self.channels_per_head),
+            ("feed-forward width", self.feedforward_width or self.feedforward * self.width),
+        ):
+            _require(value <= MAX_WIDTH, f"model: {told} must be at most {MAX_WIDTH}, found {value}")
         _require(self.rope_theta > 1, f"model.rope_theta must be above 1, found {self.rope_theta}")
         _require(0 < self.norm_eps < 1, f"model.norm_eps must be between 0 and 1, found {self.norm_eps}")
         if self.rope_scaling is not None:
@@ -473,6 +486,9 @@ class SwarmConfig:
     """`carry`: computed deadlines, late updates count at a decayed weight; `drop`: the litepaper's rule."""
     max_age: int = 3
     """Rounds by which an update may be late under `carry`; an older one is refused."""
+    keep_snapshots: int | None = None
+    """Newest snapshots of each block that stay stored, and the first; all where absent. A deleted one follows
+    from the first and the updates, which stay. Not with `dense`."""
     age_decay: float = 0.5
     """Weight of an update for each round it is late."""
     deadline_quantile: float = 0.85
@@ -510,6 +526,12 @@ class SwarmConfig:
         _require(
             0 < self.outer_lr <= 10, f"swarm.outer_lr must be above 0 and at most 10, found {self.outer_lr}"
         )
+        if (kept := self.keep_snapshots) is not None:
+            least = self.max_age + 2
+            _require(
+                kept >= least, f"swarm.keep_snapshots must be at least {least} (max_age + 2), found {kept}"
+            )
+            _require(self.codec != "dense", "swarm.keep_snapshots: late `dense` updates need old snapshots")
         _require(0 <= self.max_age <= 100, f"swarm.max_age must be between 0 and 100, found {self.max_age}")
         _require(
             0 < self.age_decay <= 1, f"swarm.age_decay must be above 0 and at most 1, found {self.age_decay}"
@@ -714,6 +736,7 @@ CHANGEABLE: Mapping[str, str] = {
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",
+    "swarm.keep_snapshots": "which old snapshots are deleted, from the next merge on",
     "swarm.age_decay": "weight of updates that arrive late from now on",
     "swarm.deadline_quantile": "deadlines from the next round on",
     "swarm.deadline_slack": "deadlines from the next round on",

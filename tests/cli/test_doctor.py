@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from large_blocks import Shape
-from large_blocks import recipe_of as large_recipe
 
 from blocktrain.config import Recipe
 from blocktrain.doctor import findings
@@ -202,28 +200,6 @@ def test_the_foretold_memory_of_shipped_recipes_bounds_what_was_measured_on_cuda
     measured = json.loads((results / "wikitext-2.json").read_text())["peak_memory_bytes"]["block"]
     needs = {need.recipe: need.num_bytes for need in shipped_needs()}
     assert measured < needs["wikitext-2"] < 2 * measured
-
-
-def test_the_foretold_memory_of_large_blocks_is_what_an_h200_measured() -> None:
-    """A formula fitted to these four peaks; tests/training/test_memory_on_cuda.py tries others on a GPU."""
-    results = Path(__file__).parents[2] / "docs" / "results" / "large-blocks.json"
-    ratios = []
-    for found in json.loads(results.read_text())["results"]:
-        shape = Shape(**found["shape"])
-        for recompute, measured in ((False, found["peak_bytes"]), (True, found["recompute"]["peak_bytes"])):
-            recipe = large_recipe(shape, recompute=recompute)
-            objective = Setup.of(recipe, shape.vocabulary).objective
-            ratios.append(training_bytes(recipe, objective, "cuda") / measured)
-    assert len(ratios) == 4
-    assert ratios == pytest.approx([1, 1, 1, 1], rel=0.1)
-
-
-def test_one_micro_batch_has_no_gradients_of_layers_at_its_output_map() -> None:
-    """The peak is what tests/training/test_memory_on_cuda.py measured on an H200 at 4774659."""
-    shape = Shape("large vocabulary", 1024, 8, 2, 8, 4096, 2048, 128256, 8, 8, 2)
-    recipe = large_recipe(shape, recompute=False)
-    objective = Setup.of(recipe, shape.vocabulary).objective
-    assert training_bytes(recipe, objective, "cuda") == pytest.approx(11_187_965_440, rel=0.1)
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:

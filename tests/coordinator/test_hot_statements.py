@@ -7,20 +7,20 @@ from pathlib import Path
 from sqlalchemy import Select
 from sqlalchemy.dialects import sqlite
 
-from blocktrain.coordinator import assignments, updates
+from blocktrain.coordinator import assignments, reports, reputation_rows, updates
 from blocktrain.coordinator.storage import open_rounds, queries
-from blocktrain.coordinator.storage.store import Store
+from blocktrain.coordinator.storage.store import Prepared, Store
 
 VALUES = {
     "made": 0.0,
-    **{"worker": "w", "assignment": "a", "hash": "h"},
+    **{"worker": "w", "assignment": "a", "hash": "h", "update": "u"},
     **{"block": 1, "round": 3, "version": 3, "base_version": 3, "since": 1.0},
 }
 STATEMENTS = {
-    f"{module.__name__}.{name}": statement
-    for module in (assignments, updates, open_rounds, queries)
-    for name, statement in vars(module).items()
-    if isinstance(statement, Select)
+    f"{module.__name__}.{name}": prepared.statement
+    for module in (assignments, updates, open_rounds, queries, reports, reputation_rows)
+    for name, prepared in vars(module).items()
+    if isinstance(prepared, Prepared) and isinstance(prepared.statement, Select)
 }
 
 

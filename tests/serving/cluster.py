@@ -71,7 +71,7 @@ async def drain(generation: Generation) -> list[int]:
 
 
 async def text_of(
-    engine: TextEngine, prompt: bytes, max_tokens: int = 32, **settings: Any
+    engine: TextEngine, prompt: Sequence[int], max_tokens: int = 32, **settings: Any
 ) -> tuple[list[int], GenerationStats]:
     generation = engine.generate(GenerationRequest(list(prompt), max_tokens, **settings))
     return await drain(generation), generation.stats

@@ -14,13 +14,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.errors import CheckpointError, UserError
 from blocktrain.model.composition import block_log_probs, run_blocks
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling, pool
 from blocktrain.training import hugging_face
-from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, starting_blocks
 from blocktrain.training.hugging_face import export_folder, import_folder, is_importable
 from blocktrain.training.setup import Setup
 from tests.tiny import prose
@@ -145,8 +146,6 @@ def test_a_folder_in_two_bytes_comes_in(tokenizer_file: Path, tmp_path: Path) ->
 
 def pooled(folder: Path) -> Checkpoint:
     """A checkpoint of two independent byte-level blocks."""
-    from blocktrain.config import resolve_recipe
-
     model = {"family": "qwen3", "width": 32, "heads": 4, "kv_heads": 2, "blocks": 2, "layers_per_block": 2}
     recipe = resolve_recipe({"name": "pair", "model": {**model, "context": 48}})
     setup = Setup.of(recipe)
@@ -221,6 +220,15 @@ def more_tensors(folder: Path, **extra: Tensor) -> None:
     safetensors.torch.save_file({**tensors, **extra}, path, {"format": "pt"})
 
 
+def without_output_map(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    path.unlink()
+    safetensors.torch.save_file(
+        {name: one for name, one in tensors.items() if name != "lm_head.weight"}, path, {"format": "pt"}
+    )
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -238,6 +246,34 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "another width": (changed("hidden_size", 64), "expected float32"),
     "quantised": (changed("quantization_config", {"bits": 4}), "quantization_config must be null"),
     "yarn": (changed("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}), "default or llama3"),
+    "two rotary settings": (changed("rope_scaling", LLAMA3), "contradict each other"),
+    "two thetas": (changed("rope_theta", 77.0), "contradict each other"),
+    "rotary settings of some layers": (
+        changed("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+        "for all layers",
+    ),
+    "half of the channels rotated": (
+        changed("rope_parameters", {**LLAMA3, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor must be 1",
+    ),
+    "half of the channels, said outside": (
+        changed("partial_rotary_factor", 0.5),
+        "partial_rotary_factor must be 1",
+    ),
+    "a theta of 400 digits": (
+        changed("rope_parameters", {"rope_type": "default", "rope_theta": 10**400}),
+        "with all its numbers",
+    ),
+    "another class": (changed("architectures", ["LlamaForSequenceClassification"]), "architectures must be"),
+    "windows by layer": (changed("layer_types", ["sliding_attention"] * 4), "layer_types must all be"),
+    "both ways": (changed("is_causal", False), "is_causal must be true"),
+    "tied, with another output map": (
+        changed("tie_word_embeddings", True),
+        "lm_head.weight differs from model.embed_tokens.weight",
+    ),
+    "not tied, without an output map": (without_output_map, "lm_head.weight is missing"),
+    "tied by a word": (changed("tie_word_embeddings", "yes"), "must be true or false"),
+    "a matrix beyond 64 bits": (changed("intermediate_size", (1 << 31) - 1), "must be at most 16777216"),
     "no number": (changed("num_attention_heads", "many"), "num_attention_heads must be a number"),
     "a huge context": (changed("max_position_embeddings", 1 << 30), "model.context must be at most"),
     "too few rows": (changed("vocab_size", 200), "the tokenizer has 300 tokens"),
@@ -271,6 +307,53 @@ def test_a_folder_that_we_would_get_wrong_is_refused(case: str, good: Path, tmp_
     with pytest.raises(CheckpointError, match=told):
         import_folder(tmp_path / "bad", tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_tied_folder_that_has_the_output_map_too_comes_in(good: Path, parts: int, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "both")
+    embedding = safetensors.torch.load_file(good / "model.safetensors")["model.embed_tokens.weight"]
+    more_tensors(tmp_path / "both", **{"lm_head.weight": embedding.clone()})
+    changed("tie_word_embeddings", True)(tmp_path / "both")
+    import_folder(tmp_path / "both", tmp_path / "checkpoint", parts)
+    last = load_checkpoint(tmp_path / "checkpoint", CPU).blocks[-1].state_dict()
+    name = "model.embed_tokens.weight" if parts == 1 else "lm_head.weight"
+    assert torch.equal(last[name], embedding)
+    assert ("lm_head.weight" in last) == (parts > 1)
+
+
+def test_every_digit_of_a_rotary_setting_comes_in(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "long")
+    changed("rope_parameters", {**LLAMA3, "original_max_position_embeddings": 1048577, "factor": 1.2345678})(
+        tmp_path / "long"
+    )
+    assert import_folder(tmp_path / "long", tmp_path / "checkpoint").model.rope_scaling == (
+        "llama3:1.2345678,1,4,1048577"
+    )
+
+
+def test_a_pool_has_a_weight_for_each_block(tmp_path: Path) -> None:
+    pooled(tmp_path / "checkpoint")
+    export_folder(tmp_path / "checkpoint", tmp_path / "out", "card")
+    path = tmp_path / "out" / "pool.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": [1.0]}))
+    with pytest.raises(CheckpointError, match="expected 2 weights, found 1"):
+        import_folder(tmp_path / "out", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.rope_theta=500.0", "model.norm_eps=0.01", "model.heads=8", "model.rope_scaling=llama3:8,1,4,32"],
+)
+def test_weights_do_not_go_on_with_other_arithmetic(setting: str, good: Path, tmp_path: Path) -> None:
+    """Shapes alone fit: 8 heads of 4 channels have the matrices of 4 heads of 8."""
+    recipe = import_folder(good, tmp_path / "checkpoint")
+    settings = [setting, "model.head_width=4", "model.kv_heads=4"] if "heads" in setting else [setting]
+    other = resolve_recipe(recipe.to_dict(), settings)
+    name = setting.partition("=")[0]
+    with pytest.raises(CheckpointError, match=f"was trained with {name}"):
+        starting_blocks(tmp_path / "checkpoint", Setup.of(other, 300))
+    assert len(starting_blocks(tmp_path / "checkpoint", Setup.of(recipe, 300))[0]) == 1
 
 
 def test_there_are_no_more_parts_than_layers(good: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from blocktrain.wire.signing import (
     Reason,
     SignatureError,
     VerifiedRequest,
+    _parameters,
+    _plain_parameters,
     body_digest,
     fresh_nonce,
     sign_request,
@@ -316,3 +318,45 @@ def test_replay_key_is_what_a_database_makes_unique() -> None:
     assert first.replay_key != second.replay_key
     assert first.replay_key == f"{ALICE.worker_id}:{first.nonce}"
     assert first.forget_after == NOW + 120
+
+
+PLAIN = "/v1/assignments/abc/heartbeat"
+"""A target that `verify_request` reads by itself; any other goes to the library."""
+
+
+@pytest.mark.parametrize("body", [b"", BODY])
+def test_plain_form_says_what_the_library_says(body: bytes) -> None:
+    length, tag = len(body), "blocktrain/run"
+    headers = sign_request(
+        ALICE, "POST", PLAIN, now=NOW, nonce="n" * 16, content_digest=body_digest(body),
+        content_length=length, audience="run",
+    )  # fmt: skip
+    fields = {name.lower(): value for name, value in headers.items()}
+    by_hand = _plain_parameters("POST", PLAIN, fields, length, tag)
+    assert by_hand == {"created": int(NOW), "keyid": ALICE.public_key.hex(), "nonce": "n" * 16}
+    assert by_hand.items() <= _parameters("POST", PLAIN, fields, length, tag).items()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"method": "DELETE"}, Reason.BAD_SIGNATURE),
+        ({"path_and_query": PLAIN + "s"}, Reason.BAD_SIGNATURE),
+        ({"path_and_query": PLAIN + "?x"}, Reason.BAD_SIGNATURE),
+        ({"audience": "another"}, Reason.MALFORMED),
+        ({"Content-Length": "8"}, Reason.BAD_SIGNATURE),
+        ({"Content-Length": "0"}, Reason.BAD_SIGNATURE),
+        ({"Content-Digest": f"sha-256=:{'A' * 43}=:"}, Reason.BAD_SIGNATURE),
+        ({"Signature": f"blocktrain=:{'A' * 86}==:"}, Reason.BAD_SIGNATURE),
+    ],
+)  # fmt: skip
+def test_changed_request_of_the_plain_form_is_refused(change: dict[str, str], reason: Reason) -> None:
+    arguments = {"method": "POST", "path_and_query": PLAIN, "audience": "run"}
+    headers = sign_request(
+        ALICE, "POST", PLAIN, now=NOW, nonce="n" * 16, content_digest=body_digest(BODY),
+        content_length=len(BODY), audience="run",
+    )  # fmt: skip
+    assert verified(headers, **arguments).worker_id == ALICE.worker_id
+    headers |= {name: value for name, value in change.items() if name not in arguments}
+    arguments |= {name: value for name, value in change.items() if name in arguments}
+    assert refusal(headers, **arguments).reason == reason

@@ -35,6 +35,12 @@ def gateway(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="A file with the secret that the stages ask for.")
     ] = None,
+    activations: Annotated[
+        str,
+        typer.Option(
+            "--activations", help="Between stages of a serial model: f32, or fewer bytes as bf16 or q8."
+        ),
+    ] = "f32",
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
     from blocktrain.serving.gateway.main import gateway_config, run_gateway
@@ -47,6 +53,7 @@ def gateway(
         host=host,
         port=port,
         token=read_token(token_file) or "",
+        activations=activations,
         config=gateway_config(keys, limit, overflow, origin),
         # Flushed: whoever started this process reads the address from a pipe.
         announce=lambda line: print(line, flush=True),

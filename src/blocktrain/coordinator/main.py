@@ -41,6 +41,9 @@ KEEP_ALIVE_SECONDS = 75
 WATCH_PAUSE_SECONDS = 2.0
 """A status of many workers costs some milliseconds; rounds and evaluations in it are not lost in between."""
 LAST_WATCH_SECONDS = 5.0
+SWITCH_SECONDS = 0.0005
+"""How long a thread of Python waits for another that computes. A request changes threads a dozen times, and
+with Python's 5 ms each a reveal took 10 s while the blocks of 1,000 workers were merged."""
 
 Watch = Callable[[StatusAnswer], None]
 """Called with the state of the swarm whenever it changed: how metrics.jsonl is written."""
@@ -121,6 +124,7 @@ def run_coordinator(
         tls.context()
     if webhook is not None:
         checked_url(webhook, "a webhook")
+    sys.setswitchinterval(SWITCH_SECONDS)
     with open_port(host, port) as listener:
         text = open_text(recipe)
         setup = Setup.of_swarm(recipe, text.manifest.vocabulary)

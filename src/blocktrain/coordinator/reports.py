@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.operator_notes import Display
@@ -18,6 +18,7 @@ from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
     MergeRow,
+    Prepared,
     RunRow,
     SnapshotRow,
     UpdateRow,
@@ -45,6 +46,12 @@ from blocktrain.wire.messages import (
     verdict_word,
 )
 
+_MADE = Prepared(
+    select(SnapshotRow.made).where(
+        SnapshotRow.block == bindparam("block"), SnapshotRow.version == bindparam("version")
+    )
+)
+_OF_HASH = Prepared(select(SnapshotRow.version).where(SnapshotRow.hash == bindparam("hash")).limit(1))
 # Caps on a status that anybody may ask for, every second: the page draws no more.
 SHOWN_WORKERS = 500
 SHOWN_EVALUATIONS = 200
@@ -78,14 +85,13 @@ class Reports:
 
     def _block(self, session: Session, row: BlockRow, now: float) -> BlockAnswer:
         run = self._resources.run
-        head = session.get(SnapshotRow, (row.block, row.version))
-        assert head is not None
+        [(made,)] = _MADE(session, block=row.block, version=row.version)
         state = self._resources.open_rounds.state(session, row, now)
         return BlockAnswer(
             block=row.block,
             head_version=row.version,
             head_hash=row.head_hash,
-            head_made=head.made,
+            head_made=made,
             finished=row.version >= run.swarm.rounds,
             round=RoundState(
                 round=row.version,
@@ -134,10 +140,7 @@ class Reports:
     def find_snapshot(self, snapshot_hash: str) -> None:
         """Refuses a hash that no published snapshot has."""
         with self._resources.store.read() as session:
-            found = session.scalars(
-                select(SnapshotRow.hash).where(SnapshotRow.hash == snapshot_hash).limit(1)
-            )
-            if found.first() is None:
+            if not _OF_HASH(session, hash=snapshot_hash):
                 raise Refusal(ErrorReason.NOT_FOUND, f"no snapshot {snapshot_hash}")
 
     def find_merged_payload(self, payload_hash: str) -> None:

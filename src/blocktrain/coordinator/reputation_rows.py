@@ -15,12 +15,12 @@ from sqlalchemy.orm import Session
 from blocktrain.config import TrustConfig
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.storage.ledger import Ledger
-from blocktrain.coordinator.storage.store import BanRow, WorkerRow
+from blocktrain.coordinator.storage.store import BanRow, Prepared, WorkerRow
 from blocktrain.validation.reputation import SILENCE_GRACE_SECONDS, Standing, after_silence, deserves_ban
 from blocktrain.wire.messages import ErrorReason, Receipt
 
 log = logging.getLogger(__name__)
-_BAN = select(BanRow.reason, BanRow.until).where(BanRow.worker_id == bindparam("worker"))
+_BAN = Prepared(select(BanRow.reason, BanRow.until).where(BanRow.worker_id == bindparam("worker")))
 
 
 def read_standing(stored: str) -> Standing:
@@ -89,10 +89,10 @@ def keep_or_ban(
 
 
 def refuse_banned(session: Session, worker_id: str, now: float) -> None:
-    row = session.connection().execute(_BAN, {"worker": worker_id}).first()
-    if row is not None and now < row.until:
-        raise Refusal(
-            ErrorReason.BANNED,
-            f"worker {worker_id} is banned for another {row.until - now:.0f} s: {row.reason}",
-            "wait until then, or write to the operator",
-        )
+    for reason, until in _BAN(session, worker=worker_id):
+        if now < until:
+            raise Refusal(
+                ErrorReason.BANNED,
+                f"worker {worker_id} is banned for another {until - now:.0f} s: {reason}",
+                "wait until then, or write to the operator",
+            )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
-from sqlalchemy import func, or_, select
+from sqlalchemy import and_, func, not_, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
@@ -40,6 +40,7 @@ from blocktrain.coordinator.storage.store import (
     BlockRow,
     EvaluationRow,
     MergeRow,
+    Prepared,
     SnapshotRow,
     UpdateRow,
     WorkerRow,
@@ -76,6 +77,7 @@ SKETCHED_ROUNDS = 8
 REMEMBERED_ROUNDS = 16
 """Rounds after which it no longer counts that the guard left a worker's update out."""
 UNKNOWN_HASH = "0" * 64
+_REVISIONS = Prepared(select(BlockRow.block, BlockRow.revision).order_by(BlockRow.block))
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,13 @@ class Rounds:
             self._looked = now, moment
         due = []
         with resources.store.read() as session:
-            for row in session.scalars(select(BlockRow).order_by(BlockRow.block)):
-                if at_all or self._revisions.get(row.block) != row.revision:
-                    self._revisions[row.block] = row.revision
+            for block, revision in _REVISIONS(session):
+                if at_all or self._revisions.get(block) != revision:
+                    self._revisions[block] = revision
                     # A cheap look without a lock; the claim looks again.
+                    row = block_row(session, block)
                     if self._is_orphan(row) or resources.open_rounds.state(session, row, now).close:
-                        due.append(row.block)
+                        due.append(block)
         closed = [self.close(block) for block in due]
         return any(closed)
 
@@ -176,6 +179,7 @@ class Rounds:
                     return True
                 claim, merged = guarded
             if self._publish(claim, merged):
+                self._delete_old_snapshots(block, claim.version)
                 self._resources.metrics.merged(time.perf_counter() - started)
                 self._resources.changes.notify()
                 self._tell_if_finished()
@@ -437,6 +441,27 @@ class Rounds:
             claim.block, claim.version, len(record.inputs), digest[:12], claim.reason,
         )  # fmt: skip
         return True
+
+    def _delete_old_snapshots(self, block: int, version: int) -> None:
+        """The first stays: with the updates it gives all others again."""
+        kept = self._resources.run.swarm.keep_snapshots
+        if kept is None:
+            return
+        is_old = and_(
+            SnapshotRow.block == block, SnapshotRow.version > 0, SnapshotRow.version <= version - kept
+        )
+        with self._resources.store.read() as session:
+            # A row without bytes has no file any more.
+            old = set(session.scalars(select(SnapshotRow.hash).where(is_old, SnapshotRow.num_bytes > 0)))
+            used = set(
+                session.scalars(select(SnapshotRow.hash).where(SnapshotRow.hash.in_(old), not_(is_old)))
+            )
+        for digest in old - used:
+            self._resources.blobs.delete(snapshot_key(digest))
+        # After the files: where a process dies in between, the next merge deletes them again.
+        if old:
+            with self._resources.store.write() as session:
+                session.execute(sql_update(SnapshotRow).where(is_old).values(num_bytes=0))
 
 
 def _report(

@@ -29,6 +29,7 @@ from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
     MergeRow,
+    Prepared,
     SnapshotRow,
     UpdateRow,
     WorkerRow,
@@ -66,15 +67,18 @@ from blocktrain.wire.messages import (
     VerdictReason,
 )
 
-# Statements are made once, with names for what differs: making one takes as long as running it.
 _WORKER: BindParameter[str] = bindparam("worker")
 _BLOCK: BindParameter[int] = bindparam("block")
-_OF_ASSIGNMENT = select(UpdateRow).where(UpdateRow.assignment_id == bindparam("assignment"))
-_VERSION_OF_HASH = select(func.max(SnapshotRow.version)).where(
-    SnapshotRow.block == _BLOCK, SnapshotRow.hash == bindparam("hash")
+_OF_ASSIGNMENT = Prepared(
+    select(UpdateRow.update_id).where(UpdateRow.assignment_id == bindparam("assignment"))
+)
+_VERSION_OF_HASH = Prepared(
+    select(func.max(SnapshotRow.version)).where(
+        SnapshotRow.block == _BLOCK, SnapshotRow.hash == bindparam("hash")
+    )
 )
 # One update per worker and base: leases of several rounds must not become several votes.
-_SAME_BASE = (
+_SAME_BASE = Prepared(
     select(UpdateRow.update_id)
     .where(
         UpdateRow.worker_id == _WORKER,
@@ -85,8 +89,8 @@ _SAME_BASE = (
     )
     .limit(1)
 )
-_OF_PAYLOAD = (
-    select(UpdateRow)
+_OF_PAYLOAD = Prepared(
+    select(UpdateRow.update_id, UpdateRow.state)
     .where(
         UpdateRow.worker_id == _WORKER,
         UpdateRow.payload_hash == bindparam("hash"),
@@ -94,7 +98,7 @@ _OF_PAYLOAD = (
     )
     .order_by(UpdateRow.commit_sequence)
 )
-_EARLIER_TRY = (
+_EARLIER_TRY = Prepared(
     select(AssignmentRow.assignment_id)
     .where(
         AssignmentRow.worker_id == _WORKER,
@@ -103,6 +107,12 @@ _EARLIER_TRY = (
         AssignmentRow.state == AssignmentState.REFUSED,
     )
     .limit(1)
+)
+_STATE = Prepared(select(UpdateRow.state).where(UpdateRow.update_id == bindparam("update")))
+_LENT = Prepared(
+    select(AssignmentRow.made, AssignmentRow.stand_in_steps).where(
+        AssignmentRow.assignment_id == bindparam("assignment")
+    )
 )
 UPLOAD_SECONDS = 3600
 COMPARED_SKETCHES = 64
@@ -114,6 +124,7 @@ class Expected:
     """A payload that was committed; `verdict` where it has already arrived."""
 
     update_id: str
+    worker_id: str
     block: int
     base_hash: str
     payload_hash: str
@@ -149,9 +160,10 @@ class Updates:
             assignment = own_assignment(session, worker_id, assignment_id)
             block = block_row(session, assignment.block)
             values = {"worker": worker_id, "assignment": assignment_id, "block": block.block}
-            row = session.scalars(_OF_ASSIGNMENT, values).first()
-            base_version = session.scalar(_VERSION_OF_HASH, {**values, "hash": request.base_hash})
-            used = session.scalars(_SAME_BASE, {**values, "base_version": base_version}).first()
+            found = _OF_ASSIGNMENT(session, assignment=assignment_id)
+            row = session.get_one(UpdateRow, found[0][0]) if found else None
+            [(base_version,)] = _VERSION_OF_HASH(session, block=block.block, hash=request.base_hash)
+            used = _SAME_BASE(session, **values, base_version=base_version)
             view = AssignmentView(
                 block=block.block,
                 round=assignment.round,
@@ -159,7 +171,7 @@ class Updates:
                 committed_hash=None if row is None else row.payload_hash,
                 payload_bytes=run.payload_bytes(block.block),
                 base_version=base_version,
-                base_used=used is not None,
+                base_used=bool(used),
                 head_version=block.version,
             )
             if (refusal := commit_refusal(view, request)) is not None:
@@ -267,19 +279,17 @@ class Updates:
         # Stored only for a commit that is still open. A newcomer that gave its commit up before the last byte
         # came had its payload stored and was told nothing: 113 payloads in 30 s, 97 GB an hour.
         with resources.store.read() as session:
-            row = session.get(UpdateRow, expected.update_id)
-            if row is None or row.state != UpdateState.COMMITTED:
+            if _STATE(session, update=expected.update_id) != [(UpdateState.COMMITTED,)]:
+                row = session.get(UpdateRow, expected.update_id)
                 return _said(None if row is None else _verdict(session, row))
         resources.blobs.put_source(payload_key(expected.payload_hash), payload)
         # Reading, sketching and comparing take seconds on a large block: no lock is held meanwhile.
         decoded = self._decode(expected, payload)
         now = resources.clock()
         with resources.store.write() as session, session.no_autoflush:
-            row = session.get(UpdateRow, expected.update_id)
-            assert row is not None
-            worker = present_worker(session, row.worker_id, now)
-            block = block_row(session, row.block, lock=True)
-            session.refresh(row)
+            worker = present_worker(session, expected.worker_id, now)
+            block = block_row(session, expected.block, lock=True)
+            row = session.get_one(UpdateRow, expected.update_id)
             # If two requests bring the same payload, the second finds the first one's verdict.
             if row.state == UpdateState.COMMITTED:
                 row.norm, row.revealed = decoded.norm, now
@@ -300,7 +310,6 @@ class Updates:
                     row.sketch = decoded.sketch.to_bytes()
                 else:
                     settle(resources, session, worker, row, ruling, now)
-            session.flush()  # reading the block again would undo what was not written
             verdict = _verdict(session, row)
         if verdict is None:  # given up while its payload was read
             resources.weights.forget(expected.block, expected.payload_hash)
@@ -367,12 +376,10 @@ class Updates:
             begun = None if merged is None else merged.begun
         if begun is None:
             return None
-        assignment = session.get(AssignmentRow, row.assignment_id)
-        assert assignment is not None
-        values = {"worker": row.worker_id, "block": row.block, "round": row.round}
-        if session.scalars(_EARLIER_TRY, values).first() is not None:
-            begun = max(begun, assignment.made)  # the wait between two tries is no measure of work
-        return max(0.0, now - begun) * own_share(assignment.stand_in_steps, self._resources.run.swarm)
+        [(lent, extra)] = _LENT(session, assignment=row.assignment_id)
+        if _EARLIER_TRY(session, worker=row.worker_id, block=row.block, round=row.round):
+            begun = max(begun, lent)  # the wait between two tries is no measure of work
+        return max(0.0, now - begun) * own_share(extra, self._resources.run.swarm)
 
     def give_up_lost(self) -> None:
         """On start, where this process is the only one: refuse what waits and whose payload is not stored.
@@ -388,7 +395,7 @@ class Updates:
                     continue
                 # A merge that had begun with it starts again without it.
                 if row.merge_version is not None:
-                    block = block_row(session, row.block)
+                    block = block_row(session, row.block, lock=True)
                     block.closing_version = block.claim_until = None
                     for one in inputs_of_merge(session, row.block, row.merge_version):
                         one.merge_version = one.scale = None
@@ -407,14 +414,15 @@ class Updates:
 
 def _committed(session: Session, worker_id: WorkerId, payload_hash: str) -> UpdateRow:
     """The oldest commit of this payload that still waits for it; else the newest that had it."""
-    rows = session.scalars(_OF_PAYLOAD, {"worker": worker_id, "hash": payload_hash}).all()
+    rows = _OF_PAYLOAD(session, worker=worker_id, hash=payload_hash)
     if not rows:
         raise Refusal(
             ErrorReason.NOT_COMMITTED,
             f"no commit of this worker for payload {payload_hash[:12]}…",
             "POST /v1/assignments/{id}/commit first",
         )
-    return next((row for row in rows if row.state == UpdateState.COMMITTED), rows[-1])
+    waiting = (update_id for update_id, state in rows if state == UpdateState.COMMITTED)
+    return session.get_one(UpdateRow, next(waiting, rows[-1][0]))
 
 
 def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
@@ -428,7 +436,7 @@ def _verdict(session: Session, row: UpdateRow) -> Verdict | None:
         outcome = merged_outcome(row.reason) if row.state == UpdateState.MERGED else Outcome(row.state)
         reason, sentence = VerdictReason(row.reason or ""), row.sentence or ""
     assert sequence is not None
-    block = block_row(session, row.block)
+    block = session.get_one(BlockRow, row.block)
     return message_of(
         Verdict,
         row,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from blocktrain.config import SwarmConfig
@@ -12,7 +11,7 @@ from blocktrain.coordinator.reputation_rows import keep_or_ban, standing_of
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import WAITING, AssignmentState, UpdateState, change
 from blocktrain.coordinator.storage.queries import recent_scores
-from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, after_commit
 from blocktrain.validation.reputation import after_verdict, on_probation, penalties_paused
 from blocktrain.validation.ruling import Mark, Ruling, age_ruling
 from blocktrain.wire.messages import verdict_word
@@ -87,10 +86,11 @@ def settle(
         keep_or_ban(session, ledger, worker, standing, trust, row.reason, now)
 
     # Only what is in the database may be told: a transaction that fails has ruled on nothing.
-    @event.listens_for(session, "after_commit", once=True)
-    def tell(_session: Session) -> None:
+    def tell() -> None:
         resources.metrics.verdict(ruling.outcome, ruling.reason)
         if not ruling.counts:
             resources.weights.forget(row.block, row.payload_hash)
             resources.unneeded.add(row.payload_hash)
         resources.changes.notify()
+
+    after_commit(session, tell)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
 
 MAX_TOKENIZER_BYTES = 64 << 20
+MAX_VOCABULARY = 1 << 24
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 MAX_REMEMBERED_WORDS = 250_000
@@ -73,6 +74,11 @@ class FileTokenizer:
         if not vocabulary:
             raise DataError(f"{origin} has an empty vocabulary; make one with `data tokenizer train`")
         self.content, self.vocabulary = content, max(vocabulary.values()) + 1
+        # Before the table below: one token numbered 2^32 - 1 would make it 34 GB.
+        if self.vocabulary > MAX_VOCABULARY:
+            raise DataError(
+                f"{origin} numbers a token {self.vocabulary - 1}; a vocabulary has {MAX_VOCABULARY} at most"
+            )
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.name = f"sha256:{self.sha256}"
         self.dtype = token_dtype(self.vocabulary)
@@ -142,9 +148,10 @@ def read_tokenizer_file(path: Path) -> bytes:
 def train_bpe(texts: Iterable[str], vocabulary: int) -> bytes:
     """The tokenizer.json of a byte-level BPE with `vocabulary` tokens, END_OF_DOCUMENT among them."""
     library = _library()
-    if not 257 <= vocabulary <= 1 << 24:
+    if not 257 <= vocabulary <= MAX_VOCABULARY:
         raise DataError(
-            f"--vocabulary must be 257 to {1 << 24} (256 bytes and the end of a document), found {vocabulary}"
+            f"--vocabulary must be 257 to {MAX_VOCABULARY} (256 bytes and the end of a document), found "
+            f"{vocabulary}"
         )
     tokenizer = library.Tokenizer(library.models.BPE())
     split = library.pre_tokenizers.Split(library.Regex(WORD_PATTERN), behavior="isolated")

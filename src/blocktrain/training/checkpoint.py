@@ -32,6 +32,8 @@ from blocktrain.training.storage import read_tensors, replaced_folder, write_fil
 FORMAT = "blocktrain-checkpoint"
 FORMAT_VERSION = 1
 CODEBOOK_FILE = "codebook.safetensors"
+WITHOUT_TENSORS = ("heads", "rope_theta", "rope_scaling", "norm_eps")
+"""Settings of [model] that change what weights compute and leave no trace in their shapes."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,13 @@ def starting_blocks(path: Path, setup: Setup) -> tuple[list[Block], Tensor]:
         )
     blocks = []
     for index, block in enumerate(loaded.blocks):
+        theirs, ours = (model.of_block(index) for model in (loaded.recipe.model, recipe.model))
+        for key in WITHOUT_TENSORS:
+            if getattr(theirs, key) != getattr(ours, key):
+                raise CheckpointError(
+                    f"{path}: block {index} was trained with model.{key} = {getattr(theirs, key)}, the "
+                    f"recipe has {getattr(ours, key)}; set it as in {path / 'config.json'}"
+                )
         fresh = setup.initial(index)
         load_weights(fresh, block.state_dict(), where=f"block {index} of {path}, for the recipe's model")
         blocks.append(fresh)

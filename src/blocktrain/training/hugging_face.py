@@ -65,6 +65,8 @@ WHOLE_FILE = "model.safetensors"
 POOL_FILE = "pool.json"
 MAX_SHARD_BYTES = 4 << 30
 """A larger model is several files, as the Hub and most programs like them."""
+ROWS_VALUES = 1 << 22
+"""Values of a tensor that are compared at once."""
 FLOATS = {"float32", "float16", "bfloat16", "float64"}
 UNKNOWN_TEXT = CorpusHash("0" * 64)
 """The text of a model that was trained elsewhere."""
@@ -227,7 +229,8 @@ def import_folder(folder: Path, to: Path, parts: int = 1) -> Recipe:
     config = read_json(folder / "config.json", MAX_CONFIG_BYTES)
     tokenizer = _tokenizer_in(folder)
     recipe, corpus = recipe_of(config, folder, tokenizer, parts)
-    _write(to, recipe, corpus, [folder] * parts, tokenizer, Pooling((0.0,) * (parts - 1) + (1.0,)))
+    pooling, tied = Pooling((0.0,) * (parts - 1) + (1.0,)), _is_tied(config, folder / "config.json")
+    _write(to, recipe, corpus, [folder] * parts, tokenizer, pooling, tied)
     return recipe
 
 
@@ -239,6 +242,10 @@ def _import_pool(folder: Path, to: Path) -> Recipe:
         corpus = CorpusHash(str(pool["corpus_sha256"]))
     except (KeyError, TypeError, ValueError, RecipeError) as error:
         raise CheckpointError(f"{folder / POOL_FILE} is damaged: {error}") from None
+    if len(pooling.weights) != recipe.model.blocks:
+        raise CheckpointError(
+            f"{folder / POOL_FILE}: expected {recipe.model.blocks} weights, found {len(pooling.weights)}"
+        )
     # By number and not by the names in the file, which a stranger wrote.
     folders = [folder / f"block-{block:02d}" for block in range(min(recipe.model.blocks, 1 << 16))]
     tokenizer = _tokenizer_in(folders[0])
@@ -250,7 +257,7 @@ def _import_pool(folder: Path, to: Path) -> Recipe:
             raise CheckpointError(f"{one / 'config.json'} has another shape than {folder / POOL_FILE} says")
         if _tokenizer_in(one).name != tokenizer.name:
             raise CheckpointError(f"{one} has another tokenizer than {folders[0]}")
-    _write(to, recipe, corpus, folders, tokenizer, pooling)
+    _write(to, recipe, corpus, folders, tokenizer, pooling, recipe.model.tied)
     return recipe
 
 
@@ -263,6 +270,7 @@ def _shape(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
         feedforward_width=model.feedforward_width or model.feedforward * model.width,
         feedforward=4,
         padded_vocabulary=model.padded_vocabulary or tokenizer.vocabulary,
+        rope_scaling=model.rope_scaling and RopeScaling.parse(model.rope_scaling).text,
     )
 
 
@@ -273,15 +281,19 @@ def _write(
     folders: list[Path],
     tokenizer: Tokenizer,
     pooling: Pooling,
+    tied: bool,
 ) -> None:
+    """`tied`: whether the folders' output maps are their embeddings; serial parts have a copy instead."""
     setup = Setup.of(recipe, tokenizer.vocabulary)
     serial = recipe.objective.kind == "serial"
 
     def blocks() -> Iterator[LazyTensors]:
+        found = None
         for block, folder in enumerate(folders):
             model = recipe.model
             whole = model.layers_before(model.blocks) if serial else model.of_block(block).layers_per_block
-            found = FolderTensors(folder, whole, model.tied)
+            if found is None or found.folder != folder:
+                found = FolderTensors(folder, whole, tied)
             first = model.layers_before(block) if serial else 0
             yield found.part(block_kinds(setup.objective, block), first)
 
@@ -299,12 +311,20 @@ class FolderTensors:
         self.kinds: dict[str, tuple[str, list[int]]] = {}
         for path in self._paths():
             for name, kind in kinds_in(path).items():
-                # Older folders keep a table that is computed, and tied ones sometimes both names.
-                if name.endswith("rotary_emb.inv_freq") or (tied and name == OUTPUT):
+                # Older folders keep a table that is computed.
+                if name.endswith("rotary_emb.inv_freq"):
                     continue
                 if name in self.files:
                     raise CheckpointError(f"{path}: tensor {name[:80]} is in {self.files[name].name} too")
                 self.files[name], self.kinds[name] = path, kind
+        if tied and OUTPUT in self.kinds:
+            self._check_same(EMBEDDING, OUTPUT)
+            del self.kinds[OUTPUT]
+        elif not tied and OUTPUT not in self.kinds:
+            raise CheckpointError(
+                f"{folder}: {OUTPUT} is missing, and config.json does not say that the embedding takes its "
+                "place; where it does, set tie_word_embeddings to true there"
+            )
         # First: building the shape of a block that a stranger's config describes could take long.
         check_layers(num_layers, dict.fromkeys(self.kinds, ""), str(folder))
         beyond = [name for name in self.kinds if (layer_of(name) or 0) >= num_layers]
@@ -328,11 +348,31 @@ class FolderTensors:
                 raise CheckpointError(f"{self.folder / name} is missing{told}")
         return [self.folder / name for name in names]
 
+    def _check_same(self, one: str, other: str) -> None:
+        """Refuse two tensors that are said to be one and differ: programs disagree on which counts."""
+        kind = self.kinds[other]
+        same = self.kinds.get(one) == kind and len(kind[1]) == 2
+        if same:
+            with (
+                safetensors.safe_open(str(self.files[one]), framework="pt") as first,
+                safetensors.safe_open(str(self.files[other]), framework="pt") as second,
+            ):
+                parts = first.get_slice(one), second.get_slice(other)
+                rows, width = kind[1]
+                at_once = max(1, ROWS_VALUES // max(1, width))
+                starts = range(0, rows, at_once)
+                same = all(torch.equal(*(part[i : i + at_once] for part in parts)) for i in starts)
+        if not same:
+            raise CheckpointError(
+                f"{self.folder}: config.json has tie_word_embeddings, but {other} differs from {one}; set it "
+                f"to false, or remove {other}"
+            )
+
     def part(self, expected: Mapping[str, str], first_layer: int) -> LazyTensors:
         """A block's tensors under its own names; `expected` are their kinds in fp32."""
-        # A part cannot share the embedding with another, so the last one gets a copy of it.
+        # A part cannot share the embedding with another, so the last one of a tied model gets a copy of it.
         place = {name: whole_name(name, first_layer) for name in expected}
-        if OUTPUT in place and OUTPUT not in self.kinds and EMBEDDING in self.kinds:
+        if OUTPUT in place and OUTPUT not in self.kinds:
             place[OUTPUT] = EMBEDDING
         found = {}
         for name, source in place.items():
@@ -410,11 +450,15 @@ def _model_section(config: Mapping[str, Any], where: Path, tokenizer: Tokenizer)
         raise CheckpointError(
             f"{where}: model_type must be one of {', '.join(ARCHITECTURES)}, found {str(family)[:40]!r}"
         )
+    # What would change the arithmetic must be said to be as ours is, or not be said at all.
     wanted: dict[str, tuple[Any, ...]] = {
+        "architectures": ([ARCHITECTURES[family]], None),
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
         "use_sliding_window": (False, None),
+        "is_causal": (True, None),
+        "partial_rotary_factor": (1, None),
         "quantization_config": (None,),
     }
     for key, allowed in wanted.items():
@@ -422,6 +466,9 @@ def _model_section(config: Mapping[str, Any], where: Path, tokenizer: Tokenizer)
             raise CheckpointError(
                 f"{where}: {key} must be {json.dumps(allowed[0])}, found {str(config.get(key))[:60]}"
             )
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError(f"{where}: layer_types must all be full_attention, found {str(kinds)[:60]}")
     rows, width = _number(config, "vocab_size", where), _number(config, "hidden_size", where)
     if tokenizer.vocabulary > rows:
         raise CheckpointError(
@@ -444,32 +491,55 @@ def _model_section(config: Mapping[str, Any], where: Path, tokenizer: Tokenizer)
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": eps,
-        "tied": config.get("tie_word_embeddings", False) is True,
+        "tied": _is_tied(config, where),
         "padded_vocabulary": rows if rows > tokenizer.vocabulary else None,
     }
 
 
+def _is_tied(config: Mapping[str, Any], where: Path) -> bool:
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{where}: tie_word_embeddings must be true or false, found {str(tied)[:40]}")
+    return tied
+
+
 def _rotary(config: Mapping[str, Any], where: Path) -> tuple[float, str | None]:
     """Theta and scaling, wherever this version of transformers wrote them."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise CheckpointError(f"{where}: rope_parameters must be an object")
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default" and isinstance(theta, int | float):
-        return float(theta), None
-    numbers = [
-        given.get(key)
-        for key in (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-    ]
-    if kind != "llama3" or not all(isinstance(number, int | float) for number in [theta, *numbers]):
+    outside = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    found = set()
+    for given in [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)] or [{}]:
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{where}: rope_parameters must be an object, found {str(given)[:40]}")
+        # A program goes by the place that it knows, so all places must say the same.
+        for settings in ({**outside, **given}, {**given, **outside}):
+            found.add(_rotary_of({"rope_theta": 10000.0, **settings}, where))
+    if len(found) > 1:
         raise CheckpointError(
-            f"{where}: rotary positions must be of type default or llama3, with all its numbers; found "
-            f"{str(kind)[:40]!r}"
+            f"{where}: rope_theta, rope_scaling and rope_parameters contradict each other; remove the wrong "
+            "one"
         )
-    return float(theta), "llama3:" + ",".join(f"{number:g}" for number in numbers)
+    return found.pop()
+
+
+def _rotary_of(given: Mapping[str, Any], where: Path) -> tuple[float, str | None]:
+    kind = given.get("rope_type", given.get("type", "default"))
+    keys = ["rope_theta"]
+    if kind == "llama3":
+        keys += ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    numbers = [given.get(key) for key in keys]
+    # An object among them would be settings for some layers only.
+    by_layer = any(isinstance(one, dict) for one in given.values())
+    if kind not in ("default", "llama3") or by_layer or not all(map(_is_finite, numbers)):
+        raise CheckpointError(
+            f"{where}: rotary positions must be of type default or llama3, with all its numbers, for all "
+            f"layers; found {str(dict(given))[:120]}"
+        )
+    if given.get("partial_rotary_factor") not in (1, None):
+        raise CheckpointError(f"{where}: partial_rotary_factor must be 1: all channels of a head are rotated")
+    theta, *scaling = (float(one) for one in numbers if one is not None)
+    return theta, RopeScaling(*scaling).text if scaling else None
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float holds; a whole number of JSON may have thousands of digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30

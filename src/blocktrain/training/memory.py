@@ -6,6 +6,7 @@ The need is a formula, asked before anything is allocated: by the doctor, by wor
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -48,12 +49,14 @@ def training_bytes(
     *,
     block: int | None = None,
     micro_batch: int | None = None,
+    parts: int = 1,
 ) -> int:
-    """What training a block (the last, unless named) needs, without training it.
+    """What training a block (the last, unless named) needs, without training it; its state may be in `parts`
+    on several devices.
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
-    within 10 % of the allocator's peak (tests/training/test_memory_on_cuda.py); ours stays below: bf16 and
-    compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
+    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training
@@ -64,6 +67,10 @@ def training_bytes(
     # Muon keeps one moment per matrix value, AdamW two.
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
+    if parts > 1:
+        # Whole at one moment are the layer that runs and the one that comes next, with the gradients of one,
+        # and all that is outside the layers.
+        state = state // parts + 12 * matrices // model.layers_per_block + 8 * rest
     behind = objective.downstream(block)
     # The inputs of the parts behind stay; of the parts themselves and of the own one, one is there at a time.
     state += (2 if device_type == "cuda" else 4) * len(behind) * tokens * model.width
@@ -82,7 +89,7 @@ def training_bytes(
     else:
         values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
     # Saved for the backward pass are the weights too, as autograd counts.
-    return state + max(4 * (matrices + rest + values), visitor)
+    return state + max(4 * ((matrices + rest) // parts + values), visitor)
 
 
 def _visitor_bytes(recipe: Recipe, objective: Objective, device_type: str, part: int, tokens: int) -> int:
@@ -130,25 +137,45 @@ def _compiled_bytes(
     """What a step takes beside its state on CUDA: the largest of its three phases, in bf16."""
     width, num_layers = model.width, model.layers_per_block
     queries, keys, inner = _widths(model)
-    # Fitted to four peaks on an H200 (docs/results/large-blocks.json): within 5 % of each.
-    whole, gradients = 4 * width + 3 * (queries + keys) + 3 * inner, 2 * inner + 4 * width
-    kept = num_layers * width if training.recompute else num_layers * whole
-    again = whole if training.recompute else 0
-    backward = 2 * tokens * (kept + again + gradients)
+    # What the compiled layer saves for its backward pass (counted on a CPU, where the graph is cut the same
+    # way): its input, two norms and the sum between them, queries, attention twice, keys and values, three
+    # of the feed-forward layer, and all its matrices in two bytes.
+    saved = 2 * tokens * (4 * width + 3 * queries + 2 * keys + 3 * inner) + 2 * matrices // num_layers
+    kept = 2 * tokens * width if training.recompute else saved
+    # In the backward pass of the last layer its gradients come on top: three of the width for a token, and
+    # one byte for a value of its matrices. This and the rest were held beside 13 peaks of an H200
+    # (tests/training/test_memory_on_cuda.py).
+    again = saved if training.recompute else 0
+    backward = num_layers * kept + again + 6 * tokens * width + matrices // num_layers
     rows = min(tokens, rows_at_once(vocabulary))
-    output = 2 * tokens * (kept + 2 * width) + 8 * rows * vocabulary + 8 * vocabulary * width
+    # Of a chunk the logits and their gradients, and one of both is still there from the chunk before.
+    output = num_layers * kept + 4 * tokens * width + 6 * rows * vocabulary + 8 * vocabulary * width
     if tokens == training.batch * model.context:
-        # One micro-batch alone: at the output map the layers and the embedding have no gradients yet. Counted
-        # with them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
-        output -= 4 * (matrices + (0 if model.tied else vocabulary * width))
+        # One micro-batch alone: at the output map the layers and the embedding have no gradients yet, in the
+        # last layer those before it have none, and when they have, its activations are gone. Counted with
+        # them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        embedding = 0 if model.tied else vocabulary * width
+        output -= 4 * (matrices + embedding)
+        before = matrices - matrices // num_layers
+        backward -= min(4 * (before + embedding), (num_layers - 1) * kept)
     stack = 20 * min(matrices, STACK_VALUES) if training.optimizer == "muon" else 0
     return max(backward, output, stack)
 
 
-def block_needs(recipe: Recipe, objective: Objective, device_type: str = "cpu") -> list[int]:
-    """What training each block needs; blocks may differ."""
+def block_needs(
+    recipe: Recipe,
+    objective: Objective,
+    device_type: str = "cpu",
+    *,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> list[int]:
+    """What training each block needs of one device; blocks may differ. Each of several ranks has a share of
+    the batch, and of a sharded block also of its state."""
+    share = dataclasses.replace(recipe.training, batch=-(-recipe.training.batch // ranks))
+    own, parts = dataclasses.replace(recipe, training=share), ranks if sharded else 1
     blocks = range(recipe.model.blocks)
-    return [training_bytes(recipe, objective, device_type, block=block) for block in blocks]
+    return [training_bytes(own, objective, device_type, block=block, parts=parts) for block in blocks]
 
 
 def usable_memory(device: torch.device, limit: int | None = None) -> int | None:

@@ -35,7 +35,7 @@ from http_message_signatures import (
 from http_message_signatures.algorithms import ED25519
 
 from blocktrain.errors import WireError
-from blocktrain.wire.identity import PUBLIC_KEY_BYTES, Identity, WorkerId, worker_id_of
+from blocktrain.wire.identity import PUBLIC_KEY_BYTES, Identity, WorkerId, verify, worker_id_of
 
 DEFAULT_WINDOW_SECONDS: Final = 120
 """How far a request's time may be from the server's, in either direction."""
@@ -56,6 +56,14 @@ _AUDIENCE: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _KEY_ID: Final = re.compile(rf"[0-9a-f]{{{2 * PUBLIC_KEY_BYTES}}}")
 _DIGEST_FIELD: Final = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 _LENGTH_FIELD: Final = re.compile(r"[0-9]{1,15}")
+# What `sign_request` writes for a target that no rule of URLs could write in another way.
+_PLAIN_TARGET: Final = re.compile(r"(?:/[A-Za-z0-9_-]+)+")
+_PLAIN_METHOD: Final = re.compile(r"[A-Z]+")
+_PLAIN_INPUT: Final = re.compile(
+    rf"{_LABEL}=(\((.{{1,99}})\);created=([0-9]{{1,15}});keyid=\"({_KEY_ID.pattern})\";"
+    rf"alg=\"ed25519\";nonce=\"({_NONCE.pattern})\";tag=\"([^\"]*)\")"
+)
+_PLAIN_SIGNATURE: Final = re.compile(rf"{_LABEL}=:([A-Za-z0-9+/]{{86}}==):")
 
 
 class Reason(StrEnum):
@@ -184,30 +192,12 @@ def verify_request(
         _refuse_malformed(f"Content-Digest {_shown(fields.get('content-digest', ''))} instead of one sha-256")
 
     tag = _tag(audience)
-    verifier = _Verifier(signature_algorithm=_Ed25519, key_resolver=_KeyInKeyId())
-    try:
-        results: list[VerifyResult] = verifier.verify(
-            _Message(method, path_and_query, fields),
-            max_age=None,
-            expect_tag=tag,
-            require_components=_covered(int(length)),
-        )
-    except _WrongSignature:
-        raise SignatureError(
-            Reason.BAD_SIGNATURE,
-            f"the signature does not match {_shown(method)} {_shown(path_and_query)}: expected one made by "
-            "the key in keyid over exactly this request, found another; a proxy that rewrites the path or "
-            "the digest breaks it, otherwise update the client",
-        ) from None
-    except HTTPMessageSignaturesException as error:
-        _refuse_malformed(_shown(f"{error} (tag {tag})"))
-    # Two signatures in one request would leave open which key the caller means.
-    if len(results) != 1:
-        _refuse_malformed(f"{len(results)} signatures for {tag}")
+    parameters = _plain_parameters(method, path_and_query, fields, int(length), tag)
+    if parameters is None:
+        parameters = _parameters(method, path_and_query, fields, int(length), tag)
 
     # From here on the parameters are the key owner's own words. Time comes before the nonce: a nonce is
     # remembered only for as long as its request could be repeated.
-    parameters = dict(results[0].parameters)
     created, expires = parameters.get("created"), parameters.get("expires")
     if not isinstance(created, int):
         _refuse_malformed("no created time")
@@ -239,6 +229,54 @@ def verify_request(
         content_length=int(length),
         forget_after=created + window_seconds,
     )
+
+
+def _plain_parameters(
+    method: str, target: str, fields: Mapping[str, str], length: int, tag: str
+) -> dict[str, Any] | None:
+    """The parameters of a genuine signature that is written as `sign_request` writes it; None for any other,
+    genuine or not. The library takes 0.5 ms, this 0.2, and nearly every request has this form."""
+    found = _PLAIN_INPUT.fullmatch(fields["signature-input"])
+    signature = _PLAIN_SIGNATURE.fullmatch(fields["signature"])
+    plain = _PLAIN_METHOD.fullmatch(method) and _PLAIN_TARGET.fullmatch(target)
+    if found is None or signature is None or not plain:
+        return None
+    written, covered, created, key, nonce, found_tag = found.groups()
+    if covered != " ".join(f'"{name}"' for name in _covered(length)) or found_tag != tag:
+        return None
+    lines = [f'"@method": {method}', f'"@path": {target}', '"@query": ?']
+    lines.append(f'"content-digest": {fields["content-digest"]}')
+    if length:
+        lines.append(f'"content-length": {fields["content-length"]}')
+    base = "\n".join((*lines, f'"@signature-params": {written}'))
+    if not verify(bytes.fromhex(key), base.encode(), base64.b64decode(signature[1])):
+        return None
+    return {"created": int(created), "keyid": key, "nonce": nonce}
+
+
+def _parameters(method: str, target: str, fields: dict[str, str], length: int, tag: str) -> dict[str, Any]:
+    """The parameters of a signature in any form that RFC 9421 allows."""
+    verifier = _Verifier(signature_algorithm=_Ed25519, key_resolver=_KeyInKeyId())
+    try:
+        results: list[VerifyResult] = verifier.verify(
+            _Message(method, target, fields),
+            max_age=None,
+            expect_tag=tag,
+            require_components=_covered(length),
+        )
+    except _WrongSignature:
+        raise SignatureError(
+            Reason.BAD_SIGNATURE,
+            f"the signature does not match {_shown(method)} {_shown(target)}: expected one made by "
+            "the key in keyid over exactly this request, found another; a proxy that rewrites the path or "
+            "the digest breaks it, otherwise update the client",
+        ) from None
+    except HTTPMessageSignaturesException as error:
+        _refuse_malformed(_shown(f"{error} (tag {tag})"))
+    # Two signatures in one request would leave open which key the caller means.
+    if len(results) != 1:
+        _refuse_malformed(f"{len(results)} signatures for {tag}")
+    return dict(results[0].parameters)
 
 
 class DigestCheck:

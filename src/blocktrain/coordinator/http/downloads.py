@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import re
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 
+from blocktrain.coordinator.http.message_routes import message_router
 from blocktrain.coordinator.http.openapi import Answers, HashPath, refuses
 from blocktrain.coordinator.http.signed_requests import Service
 from blocktrain.coordinator.model_archive import newest_model
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
-from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key, text_key
+from blocktrain.coordinator.storage.blobs import CHUNK_BYTES, Blobs, payload_key, snapshot_key, text_key
 from blocktrain.wire.messages import ErrorReason
 
-downloads = APIRouter()
+downloads = message_router()
 
 BLOB_ANSWERS: Answers = {
     200: {"description": "the whole object", "content": {"application/octet-stream": {}}},
@@ -104,12 +105,11 @@ def blob_response(request: Request, blobs: Blobs, key: str, digest: str, caching
     headers["Content-Length"] = str(end - start)
     if wanted:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    return StreamingResponse(
-        blobs.stream(key, start, end),
-        status_code=206 if wanted else 200,
-        headers=headers,
-        media_type="application/octet-stream",
-    )
+    status, kind = 206 if wanted else 200, "application/octet-stream"
+    # A stream costs two tasks and a watch on the connection: not for what fits into one piece of it.
+    if end - start <= CHUNK_BYTES:
+        return Response(blobs.get_range(key, start, end), status, headers, kind)
+    return StreamingResponse(blobs.stream(key, start, end), status, headers, kind)
 
 
 def byte_range(header: str, size: int) -> tuple[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 
 from blocktrain.coordinator.http.downloads import text_response
+from blocktrain.coordinator.http.message_routes import message_router
 from blocktrain.coordinator.http.openapi import HashPath, IdPath, signed_refusals, takes
 from blocktrain.coordinator.http.signed_requests import Service, Signed, SignedBody, SignedEmpty
 from blocktrain.coordinator.refusals import Refusal
@@ -15,7 +16,7 @@ from blocktrain.coordinator.storage.blobs import payload_key
 from blocktrain.wire import messages
 from blocktrain.wire.messages import ErrorReason
 
-operator_routes = APIRouter()
+operator_routes = message_router()
 
 LENT_TASK = (ErrorReason.NOT_JUDGE, ErrorReason.NOT_FOUND, ErrorReason.LEASE_LOST)
 

@@ -7,10 +7,11 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from blocktrain.coordinator.http.message_routes import message_router
 from blocktrain.coordinator.http.openapi import BlockPath, IdPath, Since, refuses
 from blocktrain.coordinator.http.signed_requests import Service
 from blocktrain.coordinator.refusals import Refusal
@@ -18,7 +19,7 @@ from blocktrain.coordinator.service import Coordinator
 from blocktrain.wire import messages
 from blocktrain.wire.messages import MAX_COUNT, ErrorReason
 
-public_routes = APIRouter()
+public_routes = message_router()
 
 MAX_EVENT_STREAMS = 200
 EVENT_POLL_SECONDS = 0.5

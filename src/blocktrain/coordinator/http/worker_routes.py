@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
+from blocktrain.coordinator.http.message_routes import message_router
 from blocktrain.coordinator.http.openapi import BINARY, HashPath, IdPath, refuses, signed_refusals, takes
 from blocktrain.coordinator.http.signed_requests import (
     Service,
@@ -29,7 +30,7 @@ from blocktrain.wire.byte_source import FileBytes
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import ErrorReason
 
-worker_routes = APIRouter()
+worker_routes = message_router()
 
 MAX_BODIES_PER_WORKER = 4
 """One for each of two blocks, and one more try of each where a connection was lost."""

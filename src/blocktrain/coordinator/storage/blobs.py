@@ -135,6 +135,11 @@ class Blobs:
         with _translated(key):
             return bytes(obstore.get(self._store, key).bytes())
 
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes start..end (end not included)."""
+        with _translated(key):
+            return bytes(obstore.get_range(self._store, key, start=start, end=end))
+
     @contextmanager
     def opened(self, key: str, max_bytes: int | None = None) -> Iterator[ByteSource]:
         """The object, to be read where it is needed; what lies on another machine is fetched to disk first,

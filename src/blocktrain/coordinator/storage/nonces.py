@@ -11,10 +11,10 @@ from __future__ import annotations
 from sqlalchemy import delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from blocktrain.coordinator.storage.store import NonceRow, Store
+from blocktrain.coordinator.storage.store import NonceRow, Prepared, Store
 from blocktrain.wire.signing import VerifiedRequest
 
-_NONCE = insert(NonceRow)
+_NONCE = Prepared(insert(NonceRow))
 
 
 class Nonces:
@@ -43,7 +43,7 @@ class Nonces:
             return True
         try:
             with self._store.write() as session:
-                session.connection().execute(_NONCE, row)
+                _NONCE(session, **row)
         except IntegrityError:
             return False
         return True

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
-from sqlalchemy import BigInteger, BindParameter, ColumnElement, Select, bindparam, select
+from sqlalchemy import BigInteger, BindParameter, ColumnElement, bindparam, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.decisions.rounds import (
@@ -31,34 +31,42 @@ from blocktrain.coordinator.reputation_rows import read_standing
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.states import COUNTED, WAITING, UpdateState
 from blocktrain.coordinator.storage.queries import live_since
-from blocktrain.coordinator.storage.store import BlockRow, MergeRow, UpdateRow, WorkerRow
+from blocktrain.coordinator.storage.store import BlockRow, MergeRow, Prepared, UpdateRow, WorkerRow
 
-# Statements are made once, with names for what differs: making one takes as long as running it.
 _BLOCK: BindParameter[int] = bindparam("block")
 _VERSION: BindParameter[int] = bindparam("version", type_=BigInteger)
 _ON_HEAD = UpdateRow.base_version == _VERSION
-_COLUMNS = (UpdateRow.worker_id, UpdateRow.state, UpdateRow.base_version, UpdateRow.revealed)
 # What has a merge version belongs to the merge under way, no longer to the open round.
-_WAITING = select(*_COLUMNS, UpdateRow.merge_version).where(
-    UpdateRow.block == _BLOCK, UpdateRow.state.in_((*WAITING, UpdateState.JUDGING))
+_WAITING = Prepared(
+    select(
+        UpdateRow.worker_id,
+        UpdateRow.state,
+        UpdateRow.base_version,
+        UpdateRow.revealed,
+        UpdateRow.merge_version,
+    ).where(UpdateRow.block == _BLOCK, UpdateRow.state.in_((*WAITING, UpdateState.JUDGING)))
 )
-_REFUSED = select(UpdateRow.worker_id).where(
-    UpdateRow.block == _BLOCK, UpdateRow.state == UpdateState.REFUSED, _ON_HEAD
+_REFUSED = Prepared(
+    select(UpdateRow.worker_id).where(
+        UpdateRow.block == _BLOCK, UpdateRow.state == UpdateState.REFUSED, _ON_HEAD
+    )
 )
-_LIVE = select(WorkerRow.worker_id, WorkerRow.established, WorkerRow.standing).where(
-    WorkerRow.block == _BLOCK, WorkerRow.last_seen > bindparam("since")
+_LIVE = Prepared(
+    select(WorkerRow.worker_id, WorkerRow.established, WorkerRow.standing).where(
+        WorkerRow.block == _BLOCK, WorkerRow.last_seen > bindparam("since")
+    )
 )
-_VERSIONS = select(BlockRow.block, BlockRow.version, BlockRow.begun).order_by(BlockRow.block)
-_MERGES = (
+_VERSIONS = Prepared(select(BlockRow.block, BlockRow.version, BlockRow.begun).order_by(BlockRow.block))
+_MERGES = Prepared(
     select(MergeRow.begun, MergeRow.closed)
     .where(MergeRow.block == _BLOCK, MergeRow.version > _VERSION - PACE_ROUNDS)
     .order_by(MergeRow.version)
 )
 
 
-def _offsets(*chosen: ColumnElement[bool]) -> Select[Any]:
+def _offsets(*chosen: ColumnElement[bool]) -> Prepared:
     """Offsets of the block's latest arrivals."""
-    return (
+    return Prepared(
         select(UpdateRow.offset)
         .where(UpdateRow.block == _BLOCK, UpdateRow.offset.is_not(None), *chosen)
         .order_by(UpdateRow.revealed.desc())
@@ -70,6 +78,16 @@ _COUNTED = UpdateRow.state.in_(COUNTED)
 _HISTORY = _offsets(_COUNTED, UpdateRow.base_version < _VERSION)
 _THIS_ROUND = _offsets(_COUNTED, _ON_HEAD)
 _THIS_ROUND_OF_ALL = _offsets(_ON_HEAD)
+
+
+class _Waiting(NamedTuple):
+    """An update that waits for its judge or its merge: the columns of _WAITING."""
+
+    worker_id: str
+    state: str
+    base_version: int
+    revealed: float
+    merge_version: int | None
 
 
 class OpenRounds:
@@ -88,8 +106,7 @@ class OpenRounds:
         return round_clock(self.arrivals(session, row), self._run.swarm, now)
 
     def facts(self, session: Session, row: BlockRow, now: float) -> RoundFacts:
-        values = {"block": row.block, "since": live_since(now, self._run.swarm)}
-        workers = session.execute(_LIVE, values).all()
+        workers = _LIVE(session, block=row.block, since=live_since(now, self._run.swarm))
         established = {
             name: read_standing(standing).good_verdicts for name, is_one, standing in workers if is_one
         }
@@ -110,13 +127,13 @@ class OpenRounds:
 
     def seconds_left(self, session: Session, now: float) -> float | None:
         """Until the run is finished, at the pace of the last rounds."""
-        connection, paces = session.connection(), []
-        for block, version, begun in connection.execute(_VERSIONS):
+        paces = []
+        for block, version, begun in _VERSIONS(session):
             pace = self._paces.get(block)
             if pace is None or pace.version != version:
-                merges = connection.execute(_MERGES, {"block": block, "version": version}).all()
-                first = merges[0].closed - merges[0].begun if merges and merges[0].begun is not None else None
-                closed = tuple(one.closed for one in merges)
+                merges = _MERGES(session, block=block, version=version)
+                first = next((end - start for start, end in merges[:1] if start is not None), None)
+                closed = tuple(end for _, end in merges)
                 pace = self._paces[block] = BlockPace(version=version, closed=closed, first_seconds=first)
             paces.append(replace(pace, begun=begun))
         return run_seconds_left(paces, self._run.swarm.rounds, now)
@@ -124,13 +141,11 @@ class OpenRounds:
 
 def _arrivals(session: Session, row: BlockRow) -> Arrivals:
     session.flush()
-    connection, values = session.connection(), {"block": row.block, "version": row.version}
 
-    def offsets(statement: Select[Any], version: int = row.version) -> Sequence[float]:
-        found = connection.execute(statement, {"block": row.block, "version": version})
-        return [offset for (offset,) in found if offset is not None]
+    def offsets(statement: Prepared, version: int = row.version) -> Sequence[float]:
+        return [offset for (offset,) in statement(session, block=row.block, version=version)]
 
-    updates = connection.execute(_WAITING, values).all()
+    updates = [_Waiting(*one) for one in _WAITING(session, block=row.block)]
     waiting = [one for one in updates if one.state in WAITING and one.merge_version is None]
     history = offsets(_HISTORY)
     return Arrivals(
@@ -141,7 +156,7 @@ def _arrivals(session: Session, row: BlockRow) -> Arrivals:
         counted=frozenset(
             one.worker_id for one in updates if one.state in WAITING and one.base_version == row.version
         ),
-        refused=frozenset(name for (name,) in connection.execute(_REFUSED, values)),
+        refused=frozenset(name for (name,) in _REFUSED(session, block=row.block, version=row.version)),
         judging=tuple(one.revealed for one in updates if one.state == UpdateState.JUDGING),
         history=history,
         before=offsets(_HISTORY, row.version - 1) if history else (),

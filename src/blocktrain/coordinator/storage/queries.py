@@ -19,6 +19,7 @@ from blocktrain.coordinator.states import COUNTED, WAITING, AssignmentState, Upd
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
+    Prepared,
     RunRow,
     UpdateRow,
     WorkerRow,
@@ -28,8 +29,9 @@ from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
 # Plus nothing: SQLite would else group by the index on blocks, through all workers that ever were.
 _SEAT = WorkerRow.block + literal_column("0")
-_SEATS = select(_SEAT, func.count()).where(WorkerRow.last_seen > bindparam("since")).group_by(_SEAT)
-_GIVEN_UP = (
+_SEATS = Prepared(select(_SEAT, func.count()).where(WorkerRow.last_seen > bindparam("since")).group_by(_SEAT))
+_BLOCK = Prepared(select(BlockRow.__table__).where(BlockRow.block == bindparam("block")))
+_GIVEN_UP = Prepared(
     select(AssignmentRow.made)
     .outerjoin(UpdateRow, UpdateRow.assignment_id == AssignmentRow.assignment_id)
     .where(
@@ -52,8 +54,13 @@ def lock_run(session: Session) -> None:
 
 
 def block_row(session: Session, block: int, *, lock: bool = False) -> BlockRow:
+    """The block as it is now; one that is not locked is a copy, and what is changed in it is not written."""
     # Read again, also where the session has the row: another process may have moved the head.
-    row = session.get(BlockRow, block, with_for_update=lock or None, populate_existing=True)
+    if lock:
+        row = session.get(BlockRow, block, with_for_update=True, populate_existing=True)
+    else:
+        names, found = BlockRow.__table__.columns.keys(), _BLOCK(session, block=block)
+        row = BlockRow(**dict(zip(names, found[0], strict=True))) if found else None
     if row is None:
         count = session.scalar(select(func.count()).select_from(BlockRow)) or 0
         raise Refusal(ErrorReason.NOT_FOUND, f"no block {block}; this run has 0 to {count - 1}")
@@ -68,7 +75,7 @@ def live_since(now: float, swarm: SwarmConfig) -> float:
 def seats(session: Session, swarm: SwarmConfig, now: float, *, without: WorkerRow) -> dict[int, int]:
     """Live workers on each block, but for one that has just been seen."""
     session.flush()
-    rows = session.connection().execute(_SEATS, {"since": live_since(now, swarm)})
+    rows = _SEATS(session, since=live_since(now, swarm))
     found = {block: count for block, count in rows if block is not None}
     if without.block is not None:
         found[without.block] -= 1
@@ -96,8 +103,7 @@ def num_assignments(session: Session, block: int, round_: int, states: Sequence[
 def given_up(session: Session, worker_id: str, now: float) -> list[float]:
     """When the assignments were lent that the worker handed back recently, or spent on a commit without a
     payload or on bytes that are no update."""
-    values = {"worker": worker_id, "since": now - GIVEN_UP_SECONDS}
-    return list(session.scalars(_GIVEN_UP, values))
+    return [made for (made,) in _GIVEN_UP(session, worker=worker_id, since=now - GIVEN_UP_SECONDS)]
 
 
 def running_median(session: Session, block: int) -> float | None:

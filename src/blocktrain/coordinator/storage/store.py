@@ -14,9 +14,10 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +25,10 @@ from alembic.config import Config as AlembicConfig
 from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
+    ClauseElement,
     Connection,
+    Dialect,
     Engine,
-    Executable,
     Index,
     LargeBinary,
     String,
@@ -40,9 +42,10 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from blocktrain.errors import DamagedError, StorageError, UserError
 
@@ -280,6 +283,7 @@ class EvaluationRow(Table):
 
 
 LASTS = "lasts"
+AFTER = "after"
 _NOT_SYNCED = text("SET LOCAL synchronous_commit TO OFF")
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -293,6 +297,50 @@ def message_of(model: type[Message], row: Table, **others: Any) -> Message:
 def must_last(session: Session) -> None:
     """Let this transaction be answered only when it is on the disk."""
     session.info[LASTS] = True
+
+
+def after_commit(session: Session, tell: Callable[[], None]) -> None:
+    """Call `tell` when this transaction is in the database, and not if it fails."""
+    session.info.setdefault(AFTER, []).append(tell)
+
+
+class Prepared:
+    """A statement that becomes SQL once and is run by the database's driver. SQLAlchemy takes 0.2 to 0.4 ms
+    for one that takes SQLite 0.06, and an update is a hundred of them. Nothing is flushed before it."""
+
+    def __init__(self, statement: ClauseElement) -> None:
+        self.statement = statement
+        self._made: dict[str, tuple[str, dict[str, Any]]] = {}
+        """Dialect to the SQL, and what in it never differs."""
+
+    def __call__(self, session: Session, **values: Any) -> list[Any]:
+        return self.run(session.connection(), values)
+
+    def run(self, connection: Connection, values: Mapping[str, Any]) -> list[Any]:
+        dialect, driver = connection.dialect, connection.connection.driver_connection
+        if (made := self._made.get(dialect.name)) is None:
+            made = self._made[dialect.name] = self._make(dialect, values)
+        sql, constants = made
+        assert driver is not None
+        assert dialect.loaded_dbapi is not None
+        errors = dialect.loaded_dbapi.Error
+        try:
+            cursor = driver.execute(sql, {**constants, **values})
+            return cursor.fetchall() if cursor.description else []
+        except errors as error:
+            raise DBAPIError.instance(sql, None, error, errors, dialect=dialect) from error
+
+    def _make(self, dialect: Dialect, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        # Both drivers take values by name, which is not what SQLAlchemy uses with SQLite.
+        dialect_class: Any = type(dialect)
+        by_name = dialect_class(paramstyle="named" if dialect.name == "sqlite" else "pyformat")
+        compiled = self.statement.compile(dialect=by_name)
+        assert isinstance(compiled, SQLCompiler)
+        made = compiled.construct_expanded_state(dict(values))
+        constants = {name: value for name, value in made.parameters.items() if name not in values}
+        return made.statement, {
+            name: value.value if isinstance(value, StrEnum) else value for name, value in constants.items()
+        }
 
 
 class SharedSync:
@@ -341,7 +389,7 @@ class Store:
         # next one at once. PostgreSQL has locks of its own.
         self._writing: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
         path = self.engine.url.database if self.is_sqlite else None
-        self._later: deque[tuple[Executable, Mapping[str, Any]]] = deque()
+        self._later: deque[tuple[Prepared, Mapping[str, Any]]] = deque()
         # The file of commits. It has none of the locks that closing a second descriptor would drop.
         self._log = SharedSync(Path(f"{path}-wal")) if path else None
 
@@ -367,8 +415,10 @@ class Store:
             # possible, and 1,000 workers need more.
             if lasts and self._log is not None:
                 self._log.wait()
+            for tell in session.info.get(AFTER, ()):
+                tell()
 
-    def write_later(self, statement: Executable, row: Mapping[str, Any]) -> None:
+    def write_later(self, statement: Prepared, row: Mapping[str, Any]) -> None:
         """Write a row along with the next transaction of this process."""
         self._later.append((statement, row))
 
@@ -377,7 +427,7 @@ class Store:
         rows = [self._later.popleft() for _ in range(len(self._later))]
         try:
             for statement, row in rows:
-                connection.execute(statement, row)
+                statement.run(connection, row)
             yield
         except BaseException:
             self._later.extend(rows)  # with the next one, as this one is rolled back

@@ -25,6 +25,7 @@ from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.limits import load_keys, parse_limits
 from blocktrain.serving.transport import Address
 from blocktrain.serving.versions import current_checkpoint, watch
+from blocktrain.wire.frames import ActivationCodec
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,13 @@ def gateway_config(
     )
 
 
+def activation_codec(text: str) -> ActivationCodec:
+    offered = [one.value for one in ActivationCodec if one is not ActivationCodec.F64]
+    if text not in offered:
+        raise UserError(f"--activations must be one of {', '.join(offered)}, found {text!r}")
+    return ActivationCodec(text)
+
+
 def run_gateway(
     checkpoint: Path,
     stages: Sequence[str],
@@ -127,6 +135,7 @@ def run_gateway(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str = "",
+    activations: str = "f32",
     config: GatewayConfig | None = None,
     announce: Announce = print,
 ) -> None:
@@ -135,10 +144,11 @@ def run_gateway(
     # The port first: loading takes seconds, and a port that is taken should be said before them.
     with open_port(host, port) as opened:
         addresses = [Address.parse(stage) for stage in stages]
+        codec = activation_codec(activations)
 
         def engine_of(path: Path) -> TextEngine:
             if addresses:
-                return RemoteEngine(path, EngineConfig(stages=addresses, token=token))
+                return RemoteEngine(path, EngineConfig(stages=addresses, token=token, activations=codec))
             return LocalEngine(path)
 
         served = current_checkpoint(checkpoint)

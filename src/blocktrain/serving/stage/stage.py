@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -68,6 +70,9 @@ from blocktrain.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LARGE_BYTES = 1 << 20
 QUESTIONS = (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT)
 """What is answered with rows."""
 MAX_BEST_ROWS = 64
@@ -140,6 +145,8 @@ class _Connection:
     """What HELLO asked for; before it, the newest."""
     client: str = ""
     in_flight: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
+    """The later, the greater."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,8 +338,9 @@ class Stage:
         # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         shape = connection.model.shape
         welcome = Welcome(shape, self.blocks, config.credits, shape.context)
-        # In the header and not in WELCOME, whose fields older engines know by heart.
-        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS)
+        # In the header and not in WELCOME, whose fields older engines know by heart. `base` says that a
+        # session may begin with what another has cached.
+        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS, base=1)
         await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
         return True
 
@@ -422,7 +430,8 @@ class Stage:
         """The connection of the client that a HAND_ON names."""
         name = decode_metadata(frame, Handed).client
         known = (one for one in self._connections if one.client == name and one.model is carrier.model)
-        client = next(known, None)
+        # The newest: an older one may be dead and not know it yet.
+        client = max(known, key=lambda one: one.number, default=None)
         if client is None:
             # The client sees that it lost its connection to this stage, and asks again when it has one.
             raise ConnectionLostError("the client of what was handed on is not connected here")
@@ -445,9 +454,9 @@ class Stage:
             count = len(frame.payload) // (id_bytes + frames.activation_bytes(codec, model.shape.width))
             end = count * id_bytes
             ids = frames.decode_ids(frame.payload[:end], model.shape.vocabulary)
-            # In a thread: 2,000 positions of width 4,096 are 32 MB.
-            upstream_TD = await asyncio.to_thread(
-                frames.decode_activations, frame.payload[end:], codec, count, model.shape.width
+            upstream_TD = await in_thread_if_large(
+                len(frame.payload),
+                lambda: frames.decode_activations(frame.payload[end:], codec, count, model.shape.width),
             )
         else:
             ask = decode_metadata(frame, Ask)
@@ -513,7 +522,14 @@ class Stage:
 
         key = (connection.client, header.session)
         session = model.sessions.get(key)
-        step = next_step(session, Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix))
+        wanted = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
+        step = next_step(session, wanted)
+        other = model.sessions.get((connection.client, ask.like)) if ask.like is not None else None
+        # What it has cached is what its ids say only while nothing of it is under way.
+        if session is None and other is not None and other.outcome is not None and other.outcome.done():
+            step = next_step(other, replace(wanted, epoch=other.epoch, traversal=other.traversal + 1))
+        else:
+            other = None
         if step is Step.STALE:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND or (step is Step.RUN and lacks_upstream):
@@ -521,9 +537,11 @@ class Stage:
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial))
+                known = other.ids[: header.base] if other is not None else []
+                session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial), known)
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
+            work.like = other.caches if other is not None else None
             session.outcome = model.batcher.submit(work, asked.deadline)
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
@@ -532,7 +550,7 @@ class Stage:
         assert session.outcome is not None
         try:
             # Shielded: the same traversal may be asked again while a first asker goes away.
-            return await asyncio.shield(session.outcome)
+            found = await asyncio.shield(session.outcome)
         except CacheGapError:
             return None
         except Exception:
@@ -540,6 +558,15 @@ class Stage:
             if model.sessions.get(key) is session:
                 model.sessions.release(key)
             raise
+        # Asked again with other stages behind it than before.
+        if (found.features_TD is None) == bool(ask.onward):
+            return None
+        if found.features_TD is None or len(found.features_TD) == len(ids):
+            return found
+        # Asked again, a traversal may begin later than the first time: the positions before are known behind.
+        if len(found.features_TD) < len(ids):
+            return None
+        return replace(found, features_TD=found.features_TD[-len(ids) :])
 
     async def _hand_on(self, asked: _Asked, header: Header, features_TD: NDArray[Any]) -> None:
         """Send what this stage's parts made of the ids to the next stage."""
@@ -548,8 +575,9 @@ class Stage:
         if not np.isfinite(features_TD).all():
             raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite activations")
         codec = ActivationCodec.F64 if asked.kind == FrameType.EXACT else asked.ask.activations
-        # In a thread: 2,000 positions of width 4,096 are 32 MB.
-        values = await asyncio.to_thread(frames.encode_activations, features_TD, codec)
+        values = await in_thread_if_large(
+            features_TD.nbytes, lambda: frames.encode_activations(features_TD, codec)
+        )
         left = asked.deadline - asyncio.get_running_loop().time()
         deadline_ms = frames.NO_DEADLINE if left == float("inf") else max(0, int(1000 * left))
         ask = msgspec.structs.replace(asked.ask, blocks=hop.blocks, onward=rest)
@@ -617,6 +645,12 @@ class Stage:
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
+
+
+async def in_thread_if_large(num_bytes: int, function: Callable[[], T]) -> T:
+    """2,000 positions of width 4,096 are 32 MB, which would hold up the event loop. Small ones stay in it, so
+    that traversals of one session reach the next stage in their order."""
+    return await asyncio.to_thread(function) if num_bytes > LARGE_BYTES else function()
 
 
 def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:
