@@ -146,6 +146,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
     ),
+    "rules": Kind("rules.json", (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"), {"rises": dict}),
     "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
 }
 """First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""
