@@ -79,6 +79,10 @@ def plan(
         if left_out:
             to_stderr(f"left out {left_out} workers that have not delivered: their speed is not known yet")
         groups += found
+        if not groups:
+            raise UserError(
+                f"no worker of {coordinator} has delivered yet; wait, or name some with --machine"
+            )
         if model is None:
             model, vocabulary = running.recipe, vocabulary or running.vocabulary
     assert model is not None
