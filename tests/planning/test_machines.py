@@ -52,7 +52,7 @@ BAD_OPTIONS = {
     "rtx-4900": "did you mean rtx-4090",
     "8x h100 speed=3": "unknown key 'speed'",
     "h100 up_mbit=fast": "up_mbit must be float",
-    "h100 up_mbit=0": "up_mbit must be between 1e-06 and 1e+09, found 0.0",
+    "h100 up_mbit=0": "up_mbit must be between 1e-09 and 1e+09, found 0.0",
     "h100 up_mbit=nan": "up_mbit must be between",
     "h100 tflops=inf": "tflops must be between",
     "1000000x h100 tflops=1e306": "tflops must be between",

@@ -24,7 +24,7 @@ SUSTAINED_SHARE = 0.45
 card was measured."""
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 1_000_000
-LEAST, MOST = 1e-6, 1e9
+LEAST, MOST = 1e-9, 1e9
 """Of memory, speed and lines: sums and quotients of such numbers stay finite."""
 
 
