@@ -94,7 +94,7 @@ swarm.evaluate_every_seconds = 100000.0
 trust = {{ judge = "off", stamp_bits = 0, max_workers_per_address = 1000, max_workers_per_block = {workers} }}
 """
 TEXT = "all work and no play " * 2_000
-_assignment: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
+assignment_answer: TypeAdapter[AssignmentAnswer] = TypeAdapter(AssignmentAnswer)
 
 
 def recipe(workers: int, blocks: int) -> str:
@@ -191,7 +191,7 @@ class Member:
             delivery = first_delivery
             while True:
                 request = AssignmentRequest(holding={str(block): 0 for block in self._held})
-                answer = _assignment.validate_json(
+                answer = assignment_answer.validate_json(
                     await self._send("assignment", "POST", "/v1/assignments", request)
                 )
                 assert not isinstance(answer, Finished), "the run has more rounds than the bench takes"

@@ -77,6 +77,11 @@ KINDS: Mapping[str, Kind] = {
         {"depth": list, "units": list},
         by_hand="seed 0 is of two runs, and its end-to-end column was typed with four digits",
     ),
+    "fleet": Kind(
+        "fleet*.json",
+        ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
+        {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
+    ),
     "large_blocks": Kind(
         "large-blocks*.json",
         ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
@@ -104,10 +109,15 @@ KINDS: Mapping[str, Kind] = {
         (*SWARM, "recipes/swarm-t7.toml"),
         {"final": dict, "bytes_total": int, "coordinator": dict},
     ),
+    "activations": Kind(
+        "activations.json",
+        ("benchmarks/activations.py", "src/blocktrain/wire/frames.py"),
+        {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
+    ),
     "t8": Kind(
         "t8.json",
-        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/model/noise.py"),
-        {"shape": str, "p50_seconds": NUMBER, "streamed_gib": NUMBER, "litepaper_seconds": NUMBER},
+        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),
+        {"shape": str, "p50_seconds": NUMBER, "ar_p50_seconds": NUMBER, "litepaper_seconds": NUMBER},
     ),
     "refine": Kind(
         "refine*.json", (*TRAINING, "benchmarks/refine.py"), {"gap": NUMBER, "end_to_end": NUMBER}

@@ -46,9 +46,10 @@ def test_derived_seeds_tell_their_parts_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.EROFS, "; choose another --out"), (errno.ENOSPC, "; free some space")]
+    ("number", "remedy"), [(errno.EROFS, "; choose another folder"), (errno.ENOSPC, "; free some space")]
 )
 def test_space_is_asked_for_only_where_it_helps(number: int, remedy: str) -> None:
     with pytest.raises(StorageError) as caught, explained_errors(Path("run.json")):
         raise OSError(number, os.strerror(number))
     assert f"cannot write run.json: {os.strerror(number)}{remedy}" in str(caught.value)
+    assert "--out" not in str(caught.value), "checkpoint, export and import have --to"

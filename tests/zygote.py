@@ -25,6 +25,7 @@ SHIM = """#!{python} -SE
 import json, os, signal, socket, sys
 arguments = sys.argv[1:]
 if os.path.basename(sys.argv[0]) == "python":
+    arguments = arguments[1:] if arguments[:1] == ["-u"] else arguments
     if arguments[:2] == ["-m", "blocktrain"]:
         arguments = arguments[2:]
     elif not (arguments and arguments[0].endswith(".py") and "/" not in arguments[0]):

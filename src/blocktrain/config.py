@@ -486,6 +486,9 @@ class SwarmConfig:
     """`carry`: computed deadlines, late updates count at a decayed weight; `drop`: the litepaper's rule."""
     max_age: int = 3
     """Rounds by which an update may be late under `carry`; an older one is refused."""
+    keep_snapshots: int | None = None
+    """Newest snapshots of each block that stay stored, and the first; all where absent. A deleted one follows
+    from the first and the updates, which stay. Not with `dense`."""
     age_decay: float = 0.5
     """Weight of an update for each round it is late."""
     deadline_quantile: float = 0.85
@@ -523,6 +526,12 @@ class SwarmConfig:
         _require(
             0 < self.outer_lr <= 10, f"swarm.outer_lr must be above 0 and at most 10, found {self.outer_lr}"
         )
+        if (kept := self.keep_snapshots) is not None:
+            least = self.max_age + 2
+            _require(
+                kept >= least, f"swarm.keep_snapshots must be at least {least} (max_age + 2), found {kept}"
+            )
+            _require(self.codec != "dense", "swarm.keep_snapshots: late `dense` updates need old snapshots")
         _require(0 <= self.max_age <= 100, f"swarm.max_age must be between 0 and 100, found {self.max_age}")
         _require(
             0 < self.age_decay <= 1, f"swarm.age_decay must be above 0 and at most 1, found {self.age_decay}"
@@ -727,6 +736,7 @@ CHANGEABLE: Mapping[str, str] = {
     "swarm.rounds": "more: the run goes on; fewer: it ends earlier, or at once",
     "swarm.replicas": "how many updates a round waits for, from the next round on",
     "swarm.policy": "what becomes of late updates, from the next round on",
+    "swarm.keep_snapshots": "which old snapshots are deleted, from the next merge on",
     "swarm.age_decay": "weight of updates that arrive late from now on",
     "swarm.deadline_quantile": "deadlines from the next round on",
     "swarm.deadline_slack": "deadlines from the next round on",

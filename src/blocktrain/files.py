@@ -109,7 +109,7 @@ def explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "free some space or choose another --out, then run again with --resume"
+        remedy = "free some space or choose another folder, then run it again (`train` goes on with --resume)"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # space would not help
-            remedy = "choose another --out"
+            remedy = "choose another folder"
         raise StorageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error

@@ -15,6 +15,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def size(num_bytes: float) -> str:
+    """27 B, 25 kB, 2.5 MB, 1.2 GB."""
+    for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def counted(count: int, noun: str) -> str:
     """1 round, 2 rounds."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -108,7 +108,10 @@ def test_one_link_joins_a_self_signed_run_and_takes_its_model_out(tmp_path: Path
         assert (watched.code, "finished" in watched.out) == (0, True)
         ended = run_main("checkpoint", link, "--to", tmp_path / "ended").out
         assert "rounds 1, 1 of 1" in ended
-        again = run_program("join", link, "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt")
+        again = run_program(  # as the refusal of a link without an invitation says
+            "join", f"{url}#pin={tls.pin()}", "--invite", RunLink.parse(link).invite,
+            "--data-dir", tmp_path / "bert", "--corpus", tmp_path / "text.txt",
+        )  # fmt: skip
         assert again.code == 2
         assert "the invitation is used already" in again.complaint
 

@@ -41,7 +41,7 @@ def test_a_run_without_workers_that_have_delivered_needs_other_machines(tmp_path
         refused = run_main("plan", "--coordinator", url)
         planned = run_main("plan", "--coordinator", url, "--machine", "t4", "--json")
     assert refused.code == 2
-    assert "no machines to plan for" in refused.complaint
+    assert "nobody whose speed is known is at work at" in refused.complaint
     assert json.loads(planned.out)["workers"] == 1
 
 

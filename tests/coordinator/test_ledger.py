@@ -16,6 +16,7 @@ from blocktrain.wire.hashing import GENESIS_HASH, chain_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import LedgerEntry
 from tests.coordinator.conftest import served, tiny_recipe
+from tests.coordinator.peer import Refused
 from tests.coordinator.test_life_of_an_update import ledger_of
 
 
@@ -151,3 +152,25 @@ def test_the_ledger_of_a_data_directory_and_of_a_url_can_be_verified(tmp_path: P
     assert "is not in the blob store" in report.reason
     with pytest.raises(UserError, match="no ledger at"):
         verified(str(tmp_path / "blobs"))
+
+
+def test_old_snapshots_are_deleted_and_the_ledger_still_holds(tmp_path: Path) -> None:
+    recipe = tiny_recipe(blocks=1, rounds=5, max_age=0, keep_snapshots=2)
+    with served(tmp_path, recipe) as running:
+        peer, heads = running.peer(), [running.coordinator.resources.run.layouts[0].initial_hash]
+        for round_ in range(5):
+            peer.deliver(peer.lend(), seed=round_)
+            heads.append(running.wait_for_version(0, round_ + 1))
+        running.wait_for(lambda: len(stored_snapshots(tmp_path)) == 3)
+        assert stored_snapshots(tmp_path) == {heads[0], *heads[-2:]}
+        with pytest.raises(Refused, match="no longer in the blob store"):
+            peer.get(f"/v1/snapshots/{heads[2]}")
+    report = verify_place(str(tmp_path)).report
+    assert (report.reason, report.merges) == ("every entry holds", 5)
+    # One that is to be kept is missed.
+    (tmp_path / f"blobs/snapshots/{heads[-2]}.safetensors").unlink()
+    assert not verify_place(str(tmp_path)).report.ok
+
+
+def stored_snapshots(folder: Path) -> set[str]:
+    return {file.stem for file in (folder / "blobs/snapshots").iterdir()}

@@ -86,7 +86,7 @@ def test_the_policy_drop_has_a_fixed_deadline() -> None:
 def test_a_round_that_has_not_begun_has_no_deadline() -> None:
     waiting = state(begun=None)
     assert (waiting.clock.deadline, waiting.clock.period_began) == (None, None)
-    assert "begins with the first assignment, then 10.0 s" in waiting.clock.reason
+    assert "begins with the first assignment, then lasts 10 s" in waiting.clock.reason
 
 
 def test_a_deadline_is_set_again_only_while_there_is_nothing_to_merge() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,19 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import bindparam, insert, select
+from sqlalchemy.exc import IntegrityError
 
-from blocktrain.coordinator.storage.store import MIGRATIONS, Store, Table, migrations
+from blocktrain.coordinator.states import UpdateState
+from blocktrain.coordinator.storage.store import (
+    MIGRATIONS,
+    BanRow,
+    Prepared,
+    Store,
+    Table,
+    after_commit,
+    migrations,
+)
 from blocktrain.errors import DamagedError, StorageError
 
 
@@ -64,3 +76,37 @@ def test_damage_met_while_reading_is_named_too(tmp_path: Path) -> None:
     path.write_bytes(b"SQLite format 3\0" + b"\xff" * 8192)
     with pytest.raises(DamagedError, match="damaged"), Store(f"sqlite:///{path}").read() as session:
         session.connection()
+
+
+def test_a_prepared_statement_says_what_the_session_says(database: str) -> None:
+    store = Store(database)
+    store.migrate()
+    ban = Prepared(insert(BanRow))
+    # A state among the values that never differ: the drivers must see a plain word.
+    found = select(BanRow.worker_id, BanRow.until).where(
+        BanRow.reason.in_((UpdateState.REFUSED, "late")), BanRow.until > bindparam("since")
+    )
+    with store.write() as session:
+        for number, reason in enumerate(("refused", "late", "other")):
+            ban(session, worker_id=f"w{number}", reason=reason, made=0.0, until=float(number))
+    prepared = Prepared(found)
+    with store.read() as session:
+        for since in (-1.0, 0.0):
+            rows = [tuple(row) for row in session.execute(found, {"since": since})]
+            assert sorted(prepared(session, since=since)) == sorted(rows)
+            assert len(rows) == (2 if since < 0 else 1)
+    with pytest.raises(IntegrityError), store.write() as session:
+        ban(session, worker_id="w0", reason="", made=0.0, until=0.0)
+    store.close()
+
+
+def test_what_follows_a_transaction_is_told_only_if_it_holds(tmp_path: Path) -> None:
+    store, told = Store(f"sqlite:///{tmp_path / 'x.sqlite'}"), list[str]()
+    store.migrate()
+    with store.write() as session:
+        after_commit(session, lambda: told.append("held"))
+    with contextlib.suppress(KeyError), store.write() as session:
+        after_commit(session, lambda: told.append("failed"))
+        raise KeyError
+    store.close()
+    assert told == ["held"]

@@ -166,7 +166,10 @@ def test_status_and_workers_are_told_the_same_time_left(local: Place) -> None:
         Console(file=screen, width=120).print(status_tables(status))
         assert "tiny: running, about 40 s left" in screen.getvalue()
         running.advance(1000)  # nobody is at work, so nobody can tell
-        assert running.coordinator.status().seconds_left is None
+        later = running.coordinator.status()
+        assert later.seconds_left is None
+        Console(file=screen, width=120).print(status_tables(later))
+        assert "tiny: waiting for workers" in screen.getvalue()
 
 
 def test_durations_are_told_in_two_units() -> None:

@@ -35,11 +35,12 @@ from tests.dashboard.kit import (
 )
 from tests.end_to_end.swarm_kit import Coordinator
 
-ROUNDS = 12
-SHOWN_ROUND = 8
+ROUNDS = 8
+SHOWN_ROUND = 6
+STEPS = 12
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
 SCREENS: dict[str, dict[str, Any]] = {
-    "dashboard": {"viewport": {"width": 1280, "height": 1660}},
+    "dashboard": {"viewport": {"width": 1280, "height": 1880}},
     "desktop": {},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2},
@@ -52,9 +53,14 @@ def picture_recipe() -> Recipe:
             "name": "demo",
             "model": {"width": 128, "heads": 4, "blocks": 3, "layers_per_block": 1, "context": 128},
             "data": {"corpus": "builtin", "max_bytes": 6_000_000},
-            "training": {"batch": 16, "warmup_steps": 10, "steps": 30 * ROUNDS},
+            "training": {"batch": 16, "warmup_steps": 10, "steps": STEPS * ROUNDS},
             "evaluation": {"max_bytes": 8192, "pooling_bytes": 8192, "noise_draws": 1},
-            "swarm": {"steps_per_round": 30, "rounds": ROUNDS, "replicas": 1, "evaluate_every_seconds": 2.0},
+            "swarm": {
+                "steps_per_round": STEPS,
+                "rounds": ROUNDS,
+                "replicas": 1,
+                "evaluate_every_seconds": 2.0,
+            },
             "trust": {"stamp_bits": 0},
         }
     )
@@ -87,6 +93,7 @@ def attacked_swarm(folder: Path) -> Iterator[Coordinator]:
     with background_gateway(LocalEngine(reference / "checkpoint"), origins) as gateway:
         options = ("--gateway", gateway, "--reference", str(reference / "report.json"))
         with running_swarm(folder, recipe, LABELS, options, port) as coordinator:
+            coordinator.reach(2, seconds=1800)  # of weights that have learnt nothing, noise may be a gain
             attack(coordinator)
             coordinator.reach(SHOWN_ROUND, seconds=1800)  # a busy machine takes long
             yield coordinator

@@ -9,6 +9,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, expect
 
 from blocktrain.wire.messages import Outcome, VerdictReason
+from tests.cli.program import run_main
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
 from tests.dashboard.kit import WAIT_MS, Attacker, Watched, dashboard_recipe, running_swarm, watched
@@ -63,6 +64,9 @@ def test_noise_is_refused_by_the_judge_in_words_the_page_repeats(
             expect(item).to_contain_text(verdict.sentence, timeout=WAIT_MS)
             expect(item).to_contain_text(verdict.reason)
             expect(page.page.locator("tr", has_text="mallory").first).to_contain_text("probation")
+            scale = "newcomers begin at 0.125"  # rounded, it was 0.13 here and 0.12 in the terminal
+            expect(page.page.locator("#reputation-scale")).to_contain_text(scale)
+            assert scale in run_main("workers", "ls", coordinator.url).out
             page.fine()
         attacker.close()
 
@@ -70,6 +74,8 @@ def test_noise_is_refused_by_the_judge_in_words_the_page_repeats(
 def test_a_killed_coordinator_is_noticed_and_found_again(browser: Browser, mortal: Coordinator) -> None:
     with watched(browser, mortal.url) as page:
         expect(page.page.locator("#no-workers")).to_be_visible()
+        expect(page.page.locator("#run-state")).to_have_text("waiting for workers")
+        expect(page.page.locator("#chat-key")).to_have_attribute("autocomplete", "off")  # or its console asks
         expect(page.page.locator("#join-command")).to_have_text(f"blocktrain join {mortal.url}")
         mortal.kill()
         page.wait_text("#connection", "Reconnecting")

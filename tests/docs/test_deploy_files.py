@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 def words_of(script: str) -> list[str]:
     """What follows `blocktrain` in a line of shell."""
     return shlex.split(script.partition("blocktrain ")[2].replace("$$", "$"))
+
+
+def test_compose_is_what_the_compose_specification_allows() -> None:
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", *schema, ROOT / "deploy" / "compose.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "ok -- validation done"), done.stdout
 
 
 def test_compose_names_only_services_volumes_and_configs_that_it_has() -> None:

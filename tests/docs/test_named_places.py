@@ -36,6 +36,25 @@ def test_every_function_that_architecture_names_exists() -> None:
     assert not missing
 
 
+def test_every_finding_of_the_field_names_a_test_that_exists() -> None:
+    """Or says why there is none. A bare file name is in the folder of the one before it."""
+    text = (ROOT / "docs" / "decisions" / "0015-field-findings.md").read_text(encoding="utf-8")
+    findings = text[text.index("## Part 1") : text.index("## The whole way")]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in findings.splitlines() if line.startswith("| ")]
+    assert len(rows) > 60
+    missing, folder = [], ROOT
+    for finding, now, tests in rows:
+        named = re.findall(r"[\w/.]+", tests)
+        if not named and not re.search("not done|README says", now):
+            missing.append(f"{finding.strip()}: no test, and no reason")
+        for name in named if tests.strip() != "test" else []:
+            path = ROOT / name if "/" in name else folder / name
+            folder = path.parent
+            if not path.exists():
+                missing.append(f"{finding.strip()}: {name}")
+    assert missing == []
+
+
 def test_every_path_that_contributing_names_exists_and_a_change_names_at_most_four() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:src|docs|tests|benchmarks)/[\w/.]+)`", text)

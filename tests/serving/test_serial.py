@@ -18,15 +18,19 @@ import transformers
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
+from blocktrain.errors import UserError
 from blocktrain.ids import CorpusHash
+from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine.fanout import Candidate, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.lookup import looked_up
 from blocktrain.serving.engine.pipeline import cheapest_chain
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
+from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.transport import ConnectionLostError
 from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
 from blocktrain.training.hugging_face import import_folder
@@ -232,6 +236,26 @@ def test_resets_stalls_and_unreachable_neighbours_change_nothing(serial: Path) -
     asyncio.run(served())
 
 
+def test_what_is_lost_between_two_stages_is_asked_for_again(serial: Path) -> None:
+    lost: list[FrameType] = []
+
+    def lose_one(kind: FrameType, raw: bytes) -> list[bytes]:
+        if kind != FrameType.HAND_ON or len(lost) == 2:
+            return [raw]
+        lost.append(kind)
+        return []
+
+    async def served() -> None:
+        hasty = FanoutConfig(degrade_seconds=HOUR, hedge_seconds=0.02)
+        async with cluster(serial, fanout=hasty) as c:
+            c.proxies[2].to_stage = lose_one
+            stats = await disturbed_text(c.engine, serial, lambda: None)
+            assert stats.retries >= 2
+            assert len(lost) == 2
+
+    asyncio.run(served())
+
+
 def test_a_part_that_is_gone_is_an_error_that_names_it(serial: Path) -> None:
     async def served() -> None:
         async with cluster(serial, **GIVES_UP) as c:
@@ -321,6 +345,11 @@ def test_hostile_frames_from_another_stage_get_a_sentence(serial: Path) -> None:
     asyncio.run(served())
 
 
+def test_a_stage_holds_neighbouring_parts(serial: Path) -> None:
+    with pytest.raises(UserError, match=r"neighbouring parts, found \[0, 2\]"):
+        load_blocks(serial, [0, 2], torch.device("cpu"))
+
+
 def candidate(link: int, *blocks: int, **settings: Any) -> Candidate:
     return Candidate(link, frozenset(blocks), **settings)
 
@@ -339,3 +368,39 @@ def test_the_cheapest_chain_is_short_quick_and_warm() -> None:
     # Equal stages are shared out by the session's number.
     equal = [candidate(0, 0, 1, 2), candidate(1, 0, 1, 2)]
     assert {cheapest_chain(3, equal, spread=spread).legs[0][0] for spread in (0, 1)} == {0, 1}
+
+
+def test_guesses_are_what_followed_last_time() -> None:
+    assert looked_up([1, 2, 3, 9, 1, 2], 2) == [3, 9]
+    assert looked_up([1, 2, 3, 1, 2, 4, 1, 2], 1) == [4], "the last time counts"
+    assert looked_up([5, 1, 2, 3, 1, 2, 4, 5, 1, 2], 1) == [3], "longer likeness counts more"
+    assert looked_up([1, 2, 3], 4) == []
+    assert looked_up([7], 4) == []
+    assert looked_up([7, 7, 7, 7], 4) == [7, 7, 7, 7]
+    # 0x01000000 twice has the bytes of 1 at no place where a token begins.
+    assert looked_up([1 << 24, 1 << 24, 0, 1, 1], 1) == []
+
+
+def test_repeated_text_is_guessed_and_takes_fewer_traversals(serial: Path) -> None:
+    async def served() -> None:
+        async with cluster(serial) as c:
+            # A bias that leaves one token alone makes a text that repeats itself.
+            tokens, stats = await text_of(c.engine, PROMPTS[0], 48, logit_bias=((97, 1000.0),))
+            assert tokens == [97] * 48
+            assert stats.accepted > 24
+            assert stats.traversals < 24
+            # And one who guesses wrong guesses less.
+            _, stats = await text_of(c.engine, b"abcabcabcabc", NEW_TOKENS, draft_tokens=8, seed=3)
+            assert 0 < stats.drafted < NEW_TOKENS
+
+    asyncio.run(served())
+
+
+def test_serve_deals_out_the_parts_of_a_serial_model(serial: Path, tmp_path: Path) -> None:
+    programs = stage_programs(LaunchConfig(checkpoint=serial, num_stages=4, logs=tmp_path))
+    assert [program.name for program in programs] == [
+        "stage 0 (blocks 0)",
+        "stage 1 (blocks 1)",
+        "stage 2 (blocks 2)",
+        "stage 3 (blocks 0)",
+    ]

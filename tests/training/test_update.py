@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from blocktrain.training.merge import MergeInput, merge_updates
+from blocktrain.training.ranks import ALONE
 from blocktrain.training.snapshot import schema_of, tensors_of
 from blocktrain.training.update import (
     Weights,
@@ -15,7 +16,6 @@ from blocktrain.training.update import (
     difference,
     encode_update,
     fold_back,
-    move,
     moved,
 )
 from blocktrain.wire.codec import CodecSpec, decode, held
@@ -93,7 +93,7 @@ def test_a_move_of_zero_leaves_every_bit_alone() -> None:
     with torch.no_grad():
         next(p for p in block.parameters() if p.ndim == 2)[0, 0] = -0.0
     before = tensors_of(block)
-    move(block, {name: np.zeros_like(value) for name, value in before.items()})
+    ALONE.move(block, {name: np.zeros_like(value) for name, value in before.items()})
     after = tensors_of(block)
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
@@ -103,7 +103,7 @@ def test_a_move_adds_to_the_weights_and_keeps_the_parameters() -> None:
     parameters = list(block.parameters())
     before = tensors_of(block)
     shift = difference(changed(before, 6), before)
-    move(block, shift)
+    ALONE.move(block, shift)
     assert all(old is new for old, new in zip(parameters, block.parameters(), strict=True))
     for name, value in tensors_of(block).items():
         np.testing.assert_array_equal(value, moved(before, shift)[name])
@@ -120,7 +120,7 @@ def test_updates_work_from_cuda() -> None:
     block = small_block().cuda()
     base, schema = tensors_of(block), schema_of(block)
     shift = {name: np.ones_like(value) for name, value in base.items()}
-    move(block, shift)
+    ALONE.move(block, shift)
     spec = CodecSpec.parse("sign")
     encoded = encode_update(
         spec, schema, base=base, origin=base, local=tensors_of(block), feedback=None, beta=0.95

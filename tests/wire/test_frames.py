@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from blocktrain.wire.frame_metadata import (
 )
 from blocktrain.wire.frames import (
     HEADER_BYTES,
+    ActivationCodec,
     Codec,
     Frame,
     FrameLimits,
@@ -32,10 +34,13 @@ from blocktrain.wire.frames import (
     Header,
     ServingFrameError,
     ServingFrameReason,
+    activation_bytes,
+    decode_activations,
     decode_body,
     decode_header,
     decode_ids,
     decode_rows,
+    encode_activations,
     encode_frame,
     encode_ids,
     encode_rows,
@@ -194,3 +199,32 @@ def test_any_rows_payload_gives_finite_rows_or_a_typed_error(raw: bytes, codec: 
 def test_no_rows_are_read_as_no_rows(codec: Codec) -> None:
     """A fuzzer found that quantised ones raised ValueError."""
     assert decode_rows(b"", codec, 0, 256).shape == (0, 256)
+
+
+def test_activations_come_back_within_their_codec() -> None:
+    # 70 is no multiple of a group, and one channel is a hundred times the others.
+    values = np.random.default_rng(0).normal(size=(3, 70)).astype(np.float32)
+    values[:, 5] *= 100
+    found = {}
+    for codec in ActivationCodec:
+        sent = encode_activations(values, codec)
+        assert len(sent) == 3 * activation_bytes(codec, 70)
+        found[codec] = decode_activations(sent, codec, 3, 70)
+    assert (found[ActivationCodec.F64] == values).all()
+    assert (found[ActivationCodec.F32] == values).all()
+    assert (found[ActivationCodec.BF16] == torch.from_numpy(values).bfloat16().float().numpy()).all()
+    errors = np.abs(found[ActivationCodec.Q8] - values)
+    assert errors[:, 64:].max() < 0.02, "the second group has a scale of its own"
+    assert encode_activations(np.zeros((1, 70)), ActivationCodec.Q8) == bytes(78)
+
+
+@given(raw=st.binary(max_size=200), codec=st.sampled_from(ActivationCodec), positions=st.integers(0, 3))
+def test_any_activations_payload_gives_finite_values_or_a_typed_error(
+    raw: bytes, codec: ActivationCodec, positions: int
+) -> None:
+    try:
+        decoded = decode_activations(raw, codec, positions, 8)
+    except ServingFrameError:
+        return
+    assert decoded.shape == (positions, 8)
+    assert np.isfinite(decoded).all()

@@ -130,6 +130,6 @@ def test_a_stop_before_joining_is_told_and_a_pause_before_joining_is_not() -> No
 def test_what_was_given_is_one_sentence() -> None:
     given = Contribution(90.0, 60.0, 1200, Counter(accepted=3, late=1), 2_500_000, 7_000_000)
     assert given.sentence() == (
-        "contributed 4 updates (3 accepted, 1 late), 1,200 steps in 1.0 min of computing, "
+        "contributed 4 updates (3 accepted, 1 late), 1,200 steps in 1 min 0 s of computing, "
         "2.5 MB up, 7.0 MB down"
     )

@@ -19,6 +19,7 @@ from blocktrain.cli.worker import (
     DevicesOption,
     DownOption,
     HoursOption,
+    InviteOption,
     LabelOption,
     MaxHoursOption,
     MaxRoundsOption,
@@ -37,6 +38,7 @@ def join(
     devices: DevicesOption = None,
     data_dir: WorkerFolderOption = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
+    invite: InviteOption = None,
     label: LabelOption = "",
     cache_gb: CacheOption = 4.0,
     max_up: UpOption = None,
@@ -84,7 +86,7 @@ def join(
     for line in plan:
         to_stderr(line)
     worker(
-        coordinator=link, device=device, devices=devices, data_dir=data_dir, corpus=corpus, label=label,
-        cache_gb=cache_gb, max_up=max_up, max_down=max_down, hours=hours, max_hours=max_hours,
+        coordinator=link, device=device, devices=devices, data_dir=data_dir, corpus=corpus, invite=invite,
+        label=label, cache_gb=cache_gb, max_up=max_up, max_down=max_down, hours=hours, max_hours=max_hours,
         max_rounds=max_rounds, max_memory=max_memory, threads=threads, nice=nice,
     )  # fmt: skip

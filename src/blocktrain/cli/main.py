@@ -25,6 +25,7 @@ from blocktrain.cli.doctor import doctor
 from blocktrain.cli.evaluate import evaluate
 from blocktrain.cli.export import export
 from blocktrain.cli.finish import finish
+from blocktrain.cli.fleet import fleet_verbs
 from blocktrain.cli.gateway import gateway
 from blocktrain.cli.generate import generate
 from blocktrain.cli.import_ import import_
@@ -80,6 +81,7 @@ app.add_typer(recipe_verbs, name="recipe")
 app.add_typer(data_verbs, name="data")
 app.add_typer(worker_verbs, name="workers")
 app.add_typer(ledger_verbs, name="ledger")
+app.add_typer(fleet_verbs, name="fleet")
 app.command()(plan)
 app.command()(simulate)
 app.command()(doctor)

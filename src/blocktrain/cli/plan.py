@@ -11,6 +11,7 @@ import typer
 
 from blocktrain.cli.options import SetOption, to_stderr
 from blocktrain.errors import UserError
+from blocktrain.wording import counted
 
 if TYPE_CHECKING:
     from blocktrain.config import Recipe
@@ -77,11 +78,12 @@ def plan(
         found = groups_of_workers(status.workers, flops_per_token(running.recipe, running.vocabulary))
         left_out = sum(worker.live for worker in status.workers) - sum(group.count for group in found)
         if left_out:
-            to_stderr(f"left out {left_out} workers that have not delivered: their speed is not known yet")
+            to_stderr(f"left out {counted(left_out, 'worker')} without an update: the speed is not known yet")
         groups += found
         if not groups:
             raise UserError(
-                f"no worker of {coordinator} has delivered yet; wait, or name some with --machine"
+                f"nobody whose speed is known is at work at {client.url}; wait until updates have arrived, "
+                "or name machines with --machine"
             )
         if model is None:
             model, vocabulary = running.recipe, vocabulary or running.vocabulary

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +24,7 @@ from blocktrain.cli.options import (
 )
 from blocktrain.errors import UserError
 from blocktrain.files import write_whole
-from blocktrain.local.processes import stop_on_signals
+from blocktrain.local.processes import STOPPING_SIGNALS, stop_on_signals
 from blocktrain.starting import THREAD_COUNTS, limit_processor
 
 BYTES_PER_MBIT = 1e6 / 8
@@ -35,6 +38,9 @@ DevicesOption = Annotated[
 ]
 WorkerFolderOption = Annotated[
     Path, typer.Option("--data-dir", help="Key, cache and training state; one folder for each worker.")
+]
+InviteOption = Annotated[
+    str | None, typer.Option("--invite", help="Token from the run's operator, if it asks for one.")
 ]
 LabelOption = Annotated[str, typer.Option("--label", help="A name for this worker, shown on the dashboard.")]
 CacheOption = Annotated[
@@ -70,6 +76,12 @@ MaxRoundsOption = Annotated[
 ]
 
 
+class Sharding(StrEnum):
+    AUTO = "auto"
+    YES = "yes"
+    NO = "no"
+
+
 def worker(
     coordinator: CoordinatorOption,
     device: DeviceOption = "auto",
@@ -79,9 +91,7 @@ def worker(
     ] = None,
     data_dir: WorkerFolderOption = WORKER_DATA_DIR,
     corpus: CorpusOption = None,
-    invite: Annotated[
-        str | None, typer.Option(help="Token from the run's operator, if it asks for one.")
-    ] = None,
+    invite: InviteOption = None,
     label: LabelOption = "",
     cache_gb: CacheOption = 4.0,
     max_up: UpOption = None,
@@ -92,11 +102,19 @@ def worker(
     max_rounds: MaxRoundsOption = None,
     threads: ThreadsOption = None,
     nice: NiceOption = 0,
+    shard: Annotated[
+        Sharding,
+        typer.Option(
+            help="Under torchrun: each device holds a part of the block (yes) or all of it (no); auto: "
+            "a part where all does not fit."
+        ),
+    ] = Sharding.AUTO,
 ) -> None:
     """Train blocks for a coordinator. Makes outbound connections only; Ctrl-C leaves politely.
 
     `blocktrain pause` (or SIGUSR1) pauses it, `blocktrain resume` (or SIGUSR2) lets it go on. With
     `--devices`, bandwidth and disk are shared out; threads, hours and rounds count for each worker.
+    Started by `torchrun --nproc-per-node N -m blocktrain worker …`, N devices are one worker.
     """
     limit_processor(threads, nice)
     from blocktrain.client.address import RunLink
@@ -109,6 +127,13 @@ def worker(
         max_rounds=max_rounds,
     )
     tokens = (invite or link.invite or "").split("+")
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if devices is not None and launched:
+        raise UserError(
+            "--devices starts a worker for each device, and torchrun one for all: use one of them"
+        )
+    if shard is not Sharding.AUTO and not launched:
+        raise UserError("--shard needs several ranks: torchrun --nproc-per-node N -m blocktrain worker …")
     if devices is not None:
         if key is not None:
             raise UserError("--key goes with one worker; those of --devices have theirs in --data-dir")
@@ -120,13 +145,28 @@ def worker(
         work_on_devices(devices, folder, flags, shared, tokens, label)
         return
     from blocktrain.training.device import find_device
+    from blocktrain.training.ranks import ALONE, RankError, Ranks
     from blocktrain.worker.program import WorkerOptions, run_worker
 
+    found, ranks = find_device(device), ALONE
+    if launched and os.environ["WORLD_SIZE"] != "1":
+        if found.type == "cuda" and found.index is None:
+            found = find_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        ranks = Ranks.meet(found)
+    if ranks.rank:
+        from blocktrain.worker.ranks import follow
+
+        # Rank 0 is told to stop too, and may need this one to leave politely.
+        for number in STOPPING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        follow(ranks)
+        ranks.part()
+        return
     options = WorkerOptions(
         coordinator=str(RunLink(link.url, pin=link.pin)),
         data_dir=folder,
         key=key,
-        device=find_device(device),
+        device=found,
         cache_bytes=round(cache_gb * 1e9),
         corpus=corpus,
         invite=tokens[0] or None,
@@ -134,6 +174,8 @@ def worker(
         max_up=max_up and max_up * BYTES_PER_MBIT,
         max_down=max_down and max_down * BYTES_PER_MBIT,
         max_memory=None if max_memory is None else round(max_memory * 1e9),
+        ranks=ranks,
+        shard=None if shard is Sharding.AUTO else shard is Sharding.YES,
     )
     given = Contribution()
     shifts = Shifts(terms, given, lambda stop: run_worker(options, stop, given), to_stderr, folder=folder)
@@ -141,6 +183,9 @@ def worker(
     try:
         shifts.run(stop_on_signals())
     finally:
+        with contextlib.suppress(RankError), ranks.together():
+            ranks.tell("end")
+            ranks.part()
         if given.steps or given.verdicts:
             to_stderr(given.sentence())
             # For whoever started several workers and sums up.

@@ -44,8 +44,9 @@ def list_workers(
     if as_json:
         typer.echo(answer.model_dump_json())
         return
-    # A scale, or an honest newcomer's 0.12 reads as a bad mark.
-    scale = f"reputation is from 0 to 1; newcomers begin at {answer.newcomer_reputation:.2f}"
+    # A scale, or an honest newcomer's 0.125 reads as a bad mark. With two digits it was 0.12 here and 0.13 on
+    # the page, as JavaScript rounds.
+    scale = f"reputation is from 0 to 1; newcomers begin at {answer.newcomer_reputation:.3g}"
     table = Table(
         "worker", "label", "state", "reputation", "rating", "assigned", "uptime", "updates", "merged", "gain",
         caption=scale if answer.judged else "this run judges nothing, so nobody has a reputation",

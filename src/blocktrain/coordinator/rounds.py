@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 import numpy as np
-from sqlalchemy import func, or_, select
+from sqlalchemy import and_, func, not_, or_, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
@@ -179,6 +179,7 @@ class Rounds:
                     return True
                 claim, merged = guarded
             if self._publish(claim, merged):
+                self._delete_old_snapshots(block, claim.version)
                 self._resources.metrics.merged(time.perf_counter() - started)
                 self._resources.changes.notify()
                 self._tell_if_finished()
@@ -440,6 +441,27 @@ class Rounds:
             claim.block, claim.version, len(record.inputs), digest[:12], claim.reason,
         )  # fmt: skip
         return True
+
+    def _delete_old_snapshots(self, block: int, version: int) -> None:
+        """The first stays: with the updates it gives all others again."""
+        kept = self._resources.run.swarm.keep_snapshots
+        if kept is None:
+            return
+        is_old = and_(
+            SnapshotRow.block == block, SnapshotRow.version > 0, SnapshotRow.version <= version - kept
+        )
+        with self._resources.store.read() as session:
+            # A row without bytes has no file any more.
+            old = set(session.scalars(select(SnapshotRow.hash).where(is_old, SnapshotRow.num_bytes > 0)))
+            used = set(
+                session.scalars(select(SnapshotRow.hash).where(SnapshotRow.hash.in_(old), not_(is_old)))
+            )
+        for digest in old - used:
+            self._resources.blobs.delete(snapshot_key(digest))
+        # After the files: where a process dies in between, the next merge deletes them again.
+        if old:
+            with self._resources.store.write() as session:
+                session.execute(sql_update(SnapshotRow).where(is_old).values(num_bytes=0))
 
 
 def _report(

@@ -9,6 +9,7 @@ from blocktrain.client.snapshots import fetched_bytes
 from blocktrain.doctor.findings import Device, Disk
 from blocktrain.training.memory import block_needs
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
+from blocktrain.wording import size
 
 
 def joining_plan(
@@ -35,8 +36,8 @@ def joining_plan(
     live = sum(worker.live for worker in status.workers)
     slowest = min(block.head_version for block in status.blocks)
     first, several = devices[0], len(devices) > 1
-    free = "" if first.free_bytes is None else f" of {_size(first.free_bytes)} free"
-    disk_free = "" if disk.free_bytes is None else f" ({_size(disk.free_bytes)} free)"
+    free = "" if first.free_bytes is None else f" of {size(first.free_bytes)} free"
+    disk_free = "" if disk.free_bytes is None else f" ({size(disk.free_bytes)} free)"
     named = ", ".join(f"{device.name} {device.description}".rstrip() for device in devices)
     each = " for each worker" if several else ""
     if corpus is not None:
@@ -46,23 +47,16 @@ def joining_plan(
     else:
         text = f"{setup.recipe.data.corpus}, which must be on this machine"
     needs = block_needs(setup.recipe, setup.objective, first.name.partition(":")[0])
-    least, most = _size(min(needs)), _size(max(needs))
+    least, most = size(min(needs)), size(max(needs))
     needed = most if least == most else f"{least} to {most}, as much as fits here"
     return [
         f"run      {status.name} at {url}: round {slowest}/{status.rounds}, workers now: {live}",
         f"device   {named}" + (f": {len(devices)} workers" if several else ""),
         f"memory   about {needed}{each}{free}, beside the program's own",
         f"disk     up to {cache_gb:g} GB in all, in {disk.folder}{disk_free}",
-        f"network  each round about {_size(payload)} up and at most {_size(down)} down{each}; to begin "
-        f"{_size(snapshot)} down; outbound connections only",
+        f"network  each round about {size(payload)} up and at most {size(down)} down{each}; to begin "
+        f"{size(snapshot)} down; outbound connections only",
         f"text     {text}",
         *([f"limits   {', '.join(limits)}"] if limits else []),
         "leaving  Ctrl-C, at any time; the same command comes back; `blocktrain pause` for a while",
     ]
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{max(1, round(num_bytes / 1e3))} kB"

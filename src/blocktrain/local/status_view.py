@@ -21,7 +21,8 @@ SHORT_ID = 8
 
 
 def status_tables(status: StatusAnswer) -> Group:
-    state = "finished" if status.finished else "running"
+    working = any(worker.live for worker in status.workers)
+    state = "finished" if status.finished else "running" if working else "waiting for workers"
     newest = status.evaluations[-1] if status.evaluations else None
     score = ""
     if newest is not None:
@@ -72,7 +73,7 @@ def status_tables(status: StatusAnswer) -> Group:
             megabytes(sum(worker.up.model_dump().values())),
             megabytes(sum(worker.down.model_dump().values())),
         )
-    return Group(heading, blocks, *deadlines, workers)
+    return Group(heading, blocks, *deadlines, *([workers] if status.workers else []))
 
 
 def verdict_counts(worker: WorkerState | WorkerSummary) -> str:

@@ -47,8 +47,9 @@ def best_device(*, cuda: bool, mps: bool) -> str:
     return "cuda" if cuda else "mps" if mps else "cpu"
 
 
-def device_label(device: torch.device) -> str:
-    """How the device is called where others see it: `cuda (NVIDIA H200)`, `cpu (8 cores)`."""
+def device_label(device: torch.device, count: int = 1) -> str:
+    """How the device is called where others see it: `cuda (NVIDIA H200)`, `8x cuda (NVIDIA H200)`, `cpu (8
+    cores)`."""
     if device.type == "cuda":
         name = torch.cuda.get_device_properties(device).name
     elif device.type == "cpu":
@@ -57,7 +58,8 @@ def device_label(device: torch.device) -> str:
     else:
         return device.type
     # Only what a label may hold, and room for the brackets within its 64 characters.
-    return f"{device.type} ({re.sub(r'[^A-Za-z0-9 ._:/@+-]', ' ', name)[:48].strip()})"
+    several = f"{count}x " if count > 1 else ""
+    return f"{several}{device.type} ({re.sub(r'[^A-Za-z0-9 ._:/@+-]', ' ', name)[:48].strip()})"
 
 
 class DeviceRoom:

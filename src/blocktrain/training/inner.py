@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from blocktrain.training.device import DeviceRoom, autocast
 from blocktrain.training.frozen import FrozenOutputs, gradient_behind
 from blocktrain.training.memory import fitting_micro_batch
 from blocktrain.training.optimizer import Optimizer
+from blocktrain.training.ranks import ALONE, Ranks
 
 
 class Codebook(nn.Module):
@@ -81,11 +83,15 @@ class BlockTrainer:
         *,
         frozen: Sequence[Block] = (),
         codebook_optimizer: Optimizer | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """With several `ranks`, each has a trainer; a block that they share is sharded before."""
+        self.ranks = ranks
+        self._trained: Sequence[nn.Parameter] | None = None
         self.recipe, self.objective, self.block, self.index = recipe, objective, block, index
         self.shards, self.codebook = shards, codebook
         block.requires_grad_(True)  # it may have been frozen behind another until now
-        self.optimizer = Optimizer(block, training_config(recipe, reference=index is None))
+        self.optimizer = Optimizer(block, training_config(recipe, reference=index is None), ranks)
         self.codebook_optimizer = codebook_optimizer
         self.device = next(block.parameters()).device
         self.room = DeviceRoom(self.device, block)
@@ -98,9 +104,13 @@ class BlockTrainer:
         if wanted == "auto":
             wanted = fitting_micro_batch(recipe, objective, self.device, index)
         self.micro_batch = batch if wanted is None else min(wanted, batch)
+        if ranks.sharded:
+            # A pass needs all ranks, so all must make as many.
+            self.micro_batch = ranks.least(self.micro_batch)
         block.recompute = recipe.training.recompute
         compiled = recipe.training.compile
-        if compiled or (compiled is None and self.device.type == "cuda"):
+        # Not tried with sharding, whose hooks run inside the layers.
+        if not ranks.sharded and (compiled or (compiled is None and self.device.type == "cuda")):
             # Shapes never change within a run, so the compiled code need not allow for others. Small blocks
             # are compiled whole, loss included; a deep one layer by layer, which compiles once for all.
             positions = self.micro_batch * recipe.model.context
@@ -135,13 +145,16 @@ class BlockTrainer:
             except torch.OutOfMemoryError:
                 self.optimizer.clear_gradients()
                 self._shrink()
+        if not self.ranks.alone:
+            self._add_up(ce)
         self.optimizer.step(step)
         if self.codebook_optimizer is not None:
             self.codebook_optimizer.step(step)
         return ce
 
     def _gradients(self, step: int, shard: int, upstream: Tensor | None) -> Tensor:
-        """Adds up the gradients of a batch, micro-batch by micro-batch; returns its cross entropy."""
+        """Adds up the gradients of this rank's share of a batch, micro-batch by micro-batch; returns what the
+        share adds to the batch's cross entropy."""
         table = self.codebook()
         tokens, targets, hint = self._batch(step, shard, table)
         batch, length = len(tokens), self.micro_batch
@@ -151,10 +164,11 @@ class BlockTrainer:
         # The cross entropy is that of the sequences without a hint, or of all where all have one.
         reported = batch - hinted if hinted < batch else batch
         ce = torch.zeros((), device=self.device)
-        for start in range(0, batch, length):
-            part = slice(start, min(start + length, batch))
+        own = self.ranks.share(batch)
+        for start in range(own.start, own.stop, length):
+            part = slice(start, min(start + length, own.stop))
             count = part.stop - start
-            before = upstream[part] if upstream is not None else None
+            before = upstream[start - own.start : part.stop - own.start] if upstream is not None else None
             if self.behind:
                 with torch.no_grad(), autocast(self.device):
                     features = self.block(tokens[part], table, upstream_BTD=before).features_BTD
@@ -182,16 +196,30 @@ class BlockTrainer:
             # Under no autocast: gradients take the types of the forward pass. A learned codebook is part of
             # every micro-batch's graph.
             kept = self.codebook.learned and part.stop < batch
-            (loss.total * (count / batch)).backward(retain_graph=kept)  # type: ignore[no-untyped-call]
+            total = loss.total + self._unused() if self.ranks.sharded else loss.total
+            (total * (count / batch)).backward(retain_graph=kept)
             plain = count - min(max(hinted - start, 0), count) if hinted < batch else count
             if plain:
                 ce = ce + loss.ce * (plain / reported)
         return ce
 
+    def _unused(self) -> Tensor:
+        """Nothing, with a gradient of zero for each parameter outside the layers. A rank without hinted
+        sequences would send no gradient for those of the hint, and FSDP2 adds up all of a pass or hangs."""
+        outside = (one for name, one in self.block.named_parameters() if "layers." not in name)
+        return 0.0 * torch.stack([one.flatten()[0] for one in outside]).sum()
+
+    def _add_up(self, ce: Tensor) -> None:
+        if self._trained is None:
+            # Which parameters have gradients is the same in every step.
+            self._trained = self.ranks.trained(self.optimizer.parameters)
+        self.ranks.sum_gradients(self._trained)
+        dist.all_reduce(ce)
+
     def _shrink(self) -> None:
         """After running out of memory: half the micro-batch where the recipe leaves it to us."""
         training = self.recipe.training
-        if training.micro_batch != "auto" or self.micro_batch == 1:
+        if training.micro_batch != "auto" or self.micro_batch == 1 or self.ranks.sharded:
             less = (
                 [] if self.micro_batch == 1 else [f"training.micro_batch below {self.micro_batch} (or auto)"]
             )
@@ -225,5 +253,10 @@ class BlockTrainer:
         if not self.frozen.prepared(shard, step):
             end = self.recipe.training.steps if self.window_end is None else self.window_end
             steps = range(step, max(end, step + 1))
-            self.frozen.prepare(self.room, shard, steps, lambda s: self._batch(s, shard, self.codebook())[0])
+
+            def own_tokens(step: int) -> Tensor:
+                tokens = self._batch(step, shard, self.codebook())[0]
+                return tokens[self.ranks.share(len(tokens))]
+
+            self.frozen.prepare(self.room, shard, steps, own_tokens)
         return self.frozen.features(shard, step)

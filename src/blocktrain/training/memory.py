@@ -6,6 +6,7 @@ The need is a formula, asked before anything is allocated: by the doctor, by wor
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -52,8 +53,10 @@ def training_bytes(
     *,
     block: int | None = None,
     micro_batch: int | None = None,
+    parts: int = 1,
 ) -> int:
-    """What training a block (the last, unless named) needs, without training it.
+    """What training a block (the last, unless named) needs, without training it; its state may be in `parts`
+    on several devices.
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
     within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
@@ -68,6 +71,10 @@ def training_bytes(
     # Muon keeps one moment per matrix value, AdamW two.
     per_matrix_value = 8 if training.optimizer == "adamw" else 2 if training.momentum == "bfloat16" else 4
     state = 8 * (matrices + rest) + per_matrix_value * matrices + 8 * rest
+    if parts > 1:
+        # Whole at one moment are the layer that runs and the one that comes next, with the gradients of one,
+        # and all that is outside the layers.
+        state = state // parts + 12 * matrices // model.layers_per_block + 8 * rest
     behind = objective.downstream(block)
     # The inputs of the parts behind stay; of the parts themselves and of the own one, one is there at a time.
     state += (2 if device_type == "cuda" else 4) * len(behind) * tokens * model.width
@@ -86,7 +93,7 @@ def training_bytes(
     else:
         values += objective.vocabulary * (model.width + 2 * rows_at_once(objective.vocabulary))
     # Saved for the backward pass are the weights too, as autograd counts.
-    return state + max(4 * (matrices + rest + values), visitor)
+    return state + max(4 * ((matrices + rest) // parts + values), visitor)
 
 
 def _visitor_bytes(recipe: Recipe, objective: Objective, device_type: str, part: int, tokens: int) -> int:
@@ -159,10 +166,20 @@ def _compiled_bytes(
     return max(backward, output, stack)
 
 
-def block_needs(recipe: Recipe, objective: Objective, device_type: str = "cpu") -> list[int]:
-    """What training each block needs; blocks may differ."""
+def block_needs(
+    recipe: Recipe,
+    objective: Objective,
+    device_type: str = "cpu",
+    *,
+    ranks: int = 1,
+    sharded: bool = False,
+) -> list[int]:
+    """What training each block needs of one device; blocks may differ. Each of several ranks has a share of
+    the batch, and of a sharded block also of its state."""
+    share = dataclasses.replace(recipe.training, batch=-(-recipe.training.batch // ranks))
+    own, parts = dataclasses.replace(recipe, training=share), ranks if sharded else 1
     blocks = range(recipe.model.blocks)
-    return [training_bytes(recipe, objective, device_type, block=block) for block in blocks]
+    return [training_bytes(own, objective, device_type, block=block, parts=parts) for block in blocks]
 
 
 def usable_memory(device: torch.device, limit: int | None = None) -> int | None:

@@ -5,6 +5,9 @@ steps, more than any change of the objective did. The library's step runs five N
 by matrix: some 25 small kernels each, so that a small model spends most of a step launching them. Stacking
 matrices of equal shape gives the same update (a test holds it beside torch.optim.Muon) in a handful of
 launches. State and options are the parent's.
+
+Ranks that train together each orthogonalise some of the matrices. Where they hold parts of a block, momentum
+stays in parts, and the matrices of one stack are made whole and split again (docs/decisions/0022).
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from blocktrain.training.ranks import ALONE, Ranks, joined, local, split
 
 
 def orthogonalised(
@@ -50,9 +56,15 @@ as much memory again as their momentum, and from 64 million on nothing is gained
 
 
 class BatchedMuon(torch.optim.Muon):
-    def __init__(self, *arguments: Any, buffer_dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        buffer_dtype: torch.dtype = torch.float32,
+        ranks: Ranks = ALONE,
+        **settings: Any,
+    ) -> None:
         super().__init__(*arguments, **settings)
-        self.buffer_dtype = buffer_dtype
+        self.buffer_dtype, self.ranks = buffer_dtype, ranks
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -68,22 +80,37 @@ class BatchedMuon(torch.optim.Muon):
                     self._step_shape(parameters[start : start + at_once], group)
 
     def _step_shape(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        buffers = [self._buffer(parameter) for parameter in parameters]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        buffers = [local(self._buffer(parameter)) for parameter in parameters]
         # Nesterov momentum, as the library's default. It moves in fp32, however it is kept.
         wide = [buffer.to(gradients[0].dtype) for buffer in buffers]
         torch._foreach_lerp_(wide, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, wide, group["momentum"])
         if wide[0] is not buffers[0]:
             torch._foreach_copy_(buffers, wide)
-        stack = orthogonalised(
-            torch.stack(list(updates)), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        stack = torch.stack(list(map(joined, updates, parameters)))
+        stack = self._by_all_ranks(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, columns = parameters[0].shape
         # `match_rms_adamw`: updates as large as AdamW's, so that one learning rate serves both optimizers.
         adjusted = group["lr"] * 0.2 * math.sqrt(max(rows, columns))
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(stack.to(parameters[0].dtype).unbind()), alpha=-adjusted)
+        changes = map(local, map(split, stack.to(parameters[0].dtype).unbind(), parameters))
+        values = list(map(local, parameters))
+        torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(values, list(changes), alpha=-adjusted)
+
+    def _by_all_ranks(self, stack_NRC: Tensor, *settings: Any) -> Tensor:
+        """`orthogonalised`, each rank some of the matrices: the iterations cost 5 * width / tokens of the
+        step's other products, and that share would grow with the ranks, each of which has fewer tokens."""
+        if self.ranks.alone:
+            return orthogonalised(stack_NRC, *settings)
+        count = -(-len(stack_NRC) // self.ranks.size)
+        own = stack_NRC[count * self.ranks.rank :][:count]
+        done = stack_NRC.new_zeros(count, *stack_NRC.shape[1:], dtype=torch.bfloat16)
+        if len(own):
+            done[: len(own)] = orthogonalised(own, *settings)
+        found = done.new_empty(count * self.ranks.size, *done.shape[1:])
+        dist.all_gather(list(found.chunk(self.ranks.size)), done)
+        return found[: len(stack_NRC)]
 
     def _buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

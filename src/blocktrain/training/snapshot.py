@@ -32,6 +32,7 @@ __all__ = [
     "SnapshotFile",
     "Tensors",
     "banded_hash",
+    "check_names",
     "file_layout",
     "from_safetensors",
     "load_into",
@@ -65,13 +66,18 @@ def tensors_of(block: nn.Module) -> dict[str, NDArray[np.float32]]:
     }
 
 
+def check_names(block: nn.Module, tensors: Tensors) -> None:
+    """Refuse tensors that are not those of the block's schema."""
+    names = sorted(name for name, _ in block.named_parameters())
+    if names != sorted(tensors):
+        raise SnapshotError(_difference(names, sorted(tensors)))
+
+
 @torch.no_grad()
 def load_into(block: nn.Module, tensors: Tensors) -> None:
     """Set every parameter of the block; the tensors must be those of its schema."""
-    parameters = dict(block.named_parameters())
-    if sorted(parameters) != sorted(tensors):
-        raise SnapshotError(_difference(sorted(parameters), sorted(tensors)))
-    for name, parameter in parameters.items():
+    check_names(block, tensors)
+    for name, parameter in block.named_parameters():
         # In place: the optimizer holds these very parameters.
         parameter.copy_(torch.from_numpy(np.asarray(tensors[name], order="C")))
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from blocktrain.training.snapshot import Tensors
 from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
@@ -110,12 +108,3 @@ def moved(weights: Tensors, shift: Tensors) -> Weights:
         name: np.asarray(value + shift[name]) if shift[name].any() else value
         for name, value in weights.items()
     }
-
-
-@torch.no_grad()
-def move(block: nn.Module, shift: Tensors) -> None:
-    """Add what a new snapshot brought to the local weights; a shift of zero leaves every bit alone."""
-    for name, parameter in block.named_parameters():
-        # Skipped where zero: -0.0 + 0.0 is 0.0, and a swarm of one must equal the local loop bit for bit.
-        if shift[name].any():
-            parameter.add_(torch.from_numpy(shift[name]).to(parameter.device))

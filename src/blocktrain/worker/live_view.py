@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.client.traffic import Traffic
-from blocktrain.wording import duration
+from blocktrain.wording import duration, size
 from blocktrain.worker.shifts import Contribution
 
 SHOWN_LINES = 8
@@ -74,10 +74,15 @@ class PlainView:
 
     def _still_training(self) -> None:
         left = "" if self.run_seconds_left is None else f" run_left={self.run_seconds_left:.0f}s"
+        up, down = self._moved()
         self.line(
             f"step block={self.block} round={self.round} step={self.step}/{self.steps} loss={self._loss()} "
-            f"up={_size(self.traffic.bytes_of('up'))} down={_size(self.traffic.bytes_of('down'))}{left}"
+            f"up={up} down={down}{left}"
         )
+
+    def _moved(self) -> tuple[str, str]:
+        up, down = (sum(self.traffic.bytes_of(way).values()) for way in ("up", "down"))
+        return size(up), size(down)
 
     def _loss(self) -> str:
         return "-" if self.loss is None else f"{self.loss:.4f}"
@@ -119,7 +124,7 @@ class LiveView(PlainView):
     def _table(self) -> Group:
         filled = 20 * self.step // max(1, self.steps)
         verdicts = ", ".join(f"{count} {outcome}" for outcome, count in self.verdicts.items())
-        up, down = _size(self.traffic.bytes_of("up")), _size(self.traffic.bytes_of("down"))
+        up, down = self._moved()
         seconds = (f"{value:.0f} {what}" for what, value in self.traffic.seconds().items())
         table = Table.grid(padding=(0, 2))
         table.add_row("worker", self.worker)
@@ -140,12 +145,3 @@ def open_view(worker: str, traffic: Traffic) -> PlainView:
     console = Console(stderr=True)
     # A table that redraws itself makes a mess of a log file.
     return LiveView(worker, traffic, console) if console.is_terminal else PlainView(worker, traffic)
-
-
-def _size(bytes_by_kind: dict[str, int]) -> str:
-    size, unit = float(sum(bytes_by_kind.values())), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -32,8 +32,9 @@ from blocktrain.data.batches import Drawing, open_batches
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import BlocktrainError, StoppedError, UserError
 from blocktrain.threads import Stopped, Threads
-from blocktrain.training.device import device_label
+from blocktrain.training.device import HOST, device_label
 from blocktrain.training.memory import block_needs, check_fits, free_memory, usable_memory
+from blocktrain.training.ranks import ALONE, Ranks, check_share
 from blocktrain.training.setup import Setup
 from blocktrain.wire import messages
 from blocktrain.wire.identity import load_or_create
@@ -77,6 +78,10 @@ class WorkerOptions:
     max_down: float | None = None
     max_memory: int | None = None
     """Bytes of device memory that training may take; None has no limit. It takes blocks that fit only."""
+    ranks: Ranks = ALONE
+    """This process and those that train with it; it is the first of them."""
+    shard: bool | None = None
+    """Whether the ranks hold parts of a block; None: where it does not fit one device."""
 
 
 def run_worker(
@@ -99,7 +104,9 @@ def run_worker(
                 run = client.run()
             client.audience = run.run_id
             setup = run_setup(run.recipe, run.vocabulary)
-            told_memory = memory_to_tell(options, setup)
+            told_memory, sharded = memory_to_tell(options, setup)
+            ranks = options.ranks.sharing(sharded)
+            check_share(setup.recipe, ranks)
             folder = options.data_dir / run.run_id[:16]
             cache = BlobCache(folder / "cache", options.cache_bytes, options.data_dir)
             state = StateFolder(folder, view.line, cache)
@@ -109,7 +116,11 @@ def run_worker(
                     text = FetchedText(client, run, cache, view.line)
                 else:
                     text = load_run_text(setup, run, options.corpus)
-                worker = Worker(options, told_memory, client, view, state, cache, setup, text, run, given)
+                with ranks.together():
+                    ranks.tell("join", recipe=run.recipe, vocabulary=run.vocabulary, sharded=sharded)
+                worker = Worker(
+                    options, told_memory, client, view, state, cache, setup, text, run, given, ranks
+                )
                 try:
                     worker.train()
                 finally:
@@ -130,17 +141,36 @@ def stop_is_an_error(stop: threading.Event, what: str) -> Iterator[None]:
     raise StoppedError(f"stopped before {what}")
 
 
-def memory_to_tell(options: WorkerOptions, setup: Setup) -> int | None:
+def memory_to_tell(options: WorkerOptions, setup: Setup) -> tuple[int | None, bool]:
     """What the coordinator is told of the device's memory: it lends blocks that fit. None: as much as any
-    block takes. A device that has no room for the smallest is refused here."""
-    device = options.device
-    needs = block_needs(setup.recipe, setup.objective, device.type)
+    block takes. And whether the ranks must hold parts of a block to fit it. A device that has no room for the
+    smallest block is refused here."""
+    device, size = options.device, options.ranks.size
+    needs = partial(block_needs, setup.recipe, setup.objective)
     usable = usable_memory(device, options.max_memory)
-    check_fits(setup.recipe, min(needs), usable, device)
-    if usable is not None and (usable < max(needs) or options.max_memory is not None):
-        return usable
+    if usable is not None and device.type == "cpu":
+        usable //= size  # ranks share their machine's
+    own = needs(device.type, ranks=size)
+    takes_others = any(map(setup.objective.frozen, range(setup.recipe.model.blocks)))
+    if options.shard is None:
+        sharded = size > 1 and usable is not None and max(own) > usable and not takes_others
+    else:
+        sharded = size > 1 and options.shard
+    if sharded and takes_others:
+        raise UserError(
+            "--shard: the blocks of this run train beside frozen ones, which stay whole; leave it out"
+        )
+    if sharded:
+        own = needs(device.type, ranks=size, sharded=True)
+    check_fits(setup.recipe, min(own), usable, device)
+    # The coordinator counts what a block needs on one GPU.
+    told = needs("cuda") if size > 1 else []
+    if usable is not None and (usable < max(own) or options.max_memory is not None):
+        fitting = [need for need, mine in zip(told, own, strict=False) if mine <= usable]
+        return max(fitting, default=usable), sharded
     # A GPU's size is of interest on the dashboard too; of the host's memory others have a part.
-    return free_memory(device)[1] if device.type == "cuda" else None
+    total = free_memory(device)[1] if device.type == "cuda" else None
+    return None if total is None else max([total, *told]), sharded
 
 
 def bring_text(recipe: Recipe, text: RunText, assignment: messages.Assignment) -> None:
@@ -166,12 +196,13 @@ class Worker:
         text: RunText,
         run: RunAnswer,
         given: Contribution,
+        ranks: Ranks,
     ) -> None:
         self.given = view.given = given
         self.client, self.view, self.state, self.traffic = client, view, state, client.traffic
         self.stop, device = client.stop, options.device
-        batches = open_batches(setup.recipe, text, device)
-        self.training = LocalTraining(setup, batches, setup.codebook().to(device), device)
+        batches = open_batches(setup.recipe, text, device if ranks.alone else HOST)
+        self.training = LocalTraining(setup, batches, setup.codebook().to(device), device, ranks)
         self.logic = WorkerLogic(setup.recipe.swarm, self.stop, state.load_last_block())
         self.threads = Threads(self.stop)
         layouts = [Layout.of(layout) for layout in run.blocks]
@@ -179,7 +210,7 @@ class Worker:
         request = JoinRequest(
             corpus_sha256=run.corpus_sha256,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            device=device_label(device),
+            device=device_label(device, ranks.size),
             label=options.label,
             memory_bytes=told_memory,
             invite=options.invite,

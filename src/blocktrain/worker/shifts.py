@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from blocktrain.errors import StoppedError, UserError
-from blocktrain.wording import counted
+from blocktrain.wording import counted, duration, size
 
 LOOK_SECONDS = 0.5
 PAUSE_FILE = "paused"
@@ -63,8 +63,8 @@ class Contribution:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.verdicts.items()) or "none"
         return (
             f"contributed {counted(self.verdicts.total(), 'update')} ({outcomes}), "
-            f"{counted(self.steps, 'step')} in {self.computing_seconds / 60:.1f} min of computing, "
-            f"{self.bytes_up / 1e6:.1f} MB up, {self.bytes_down / 1e6:.1f} MB down"
+            f"{counted(self.steps, 'step')} in {duration(self.computing_seconds)} of computing, "
+            f"{size(self.bytes_up)} up, {size(self.bytes_down)} down"
         )
 
 

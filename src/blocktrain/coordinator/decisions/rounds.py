@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from blocktrain.config import SwarmConfig, TrustConfig
+from blocktrain.wording import counted, duration
 
 FEW_ARRIVALS = 4
 """Below this many observations a quantile means nothing; twice the slowest is used."""
@@ -98,7 +99,8 @@ def round_clock(arrivals: Arrivals, swarm: SwarmConfig, now: float) -> RoundCloc
     """The deadline of a block's open round; who works at the block has no part in it."""
     seconds, reason = round_seconds(arrivals.history, arrivals.this_round, swarm, arrivals.before)
     if arrivals.begun is None:
-        return RoundClock(None, f"begins with the first assignment, then {seconds:.1f} s: {reason}", None)
+        reason = f"begins with the first assignment, then lasts {duration(seconds)}: {reason}"
+        return RoundClock(None, reason, None)
     # While there is nothing to merge it is re-set by whole rounds until it is ahead.
     nothing = not (arrivals.on_time or arrivals.late or arrivals.judging)
     resets = max(0, math.ceil((now - arrivals.begun) / seconds) - 1) if nothing else 0
@@ -182,7 +184,7 @@ def round_seconds(
         return swarm.drop_deadline_seconds, "fixed by swarm.drop_deadline_seconds (policy drop)"
     offsets = history or this_round
     if not offsets:
-        return swarm.max_deadline_seconds, "nothing has arrived yet: swarm.max_deadline_seconds"
+        return swarm.max_deadline_seconds, "no update has arrived yet (swarm.max_deadline_seconds)"
     wanted, reason = _wanted_seconds(offsets, swarm)
     if before:
         last = _wanted_seconds(before, swarm)[0]
@@ -196,7 +198,7 @@ def round_seconds(
 def _wanted_seconds(offsets: Sequence[float], swarm: SwarmConfig) -> tuple[float, str]:
     """What these arrivals ask for, before any bound."""
     if len(offsets) < FEW_ARRIVALS:
-        return 2 * max(offsets), f"twice the slowest of {len(offsets)} arrivals"
+        return 2 * max(offsets), f"twice the slowest of {counted(len(offsets), 'arrival')}"
     # The slack keeps equal workers from being cut off by their own jitter.
     slowest = quantile(offsets, swarm.deadline_quantile)
     share, slack = f"{swarm.deadline_quantile:.0%}", swarm.deadline_slack

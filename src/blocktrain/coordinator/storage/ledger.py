@@ -143,6 +143,9 @@ def verify_ledger(
             report.first_bad, report.reason = number, f"entry {number} ({entry.kind}): {error}"
             break
         report.entries, report.head_hash = number + 1, digest
+    if report.ok and (lost := replay.lost_snapshot()) is not None:
+        number, sentence = lost
+        report.first_bad, report.reason = number, f"entry {number} (snapshot): {sentence}"
     report.merges, report.heads, report.versions = replay.merges, dict(replay.heads), dict(replay.versions)
     return report
 
@@ -198,9 +201,19 @@ class _Replay:
         """Block, version and hash of every snapshot so far."""
         self._unmerged: dict[str, float] = {}
         """Updates with an accepting verdict and no merge yet, and the weight they were promised."""
+        self._missing: list[tuple[int, int, int, str]] = []
+        """Entry, block and version of snapshots that are not stored, and what was said instead."""
+        self._kept: int | None = None
+        """The fewest newest snapshots of a block that the run has said it keeps; None for all."""
 
     def take(self, entry: LedgerEntry) -> None:
         body = entry.body
+        if entry.kind == "run":
+            given = body.get("settings", {}).get("swarm.keep_snapshots")
+            if entry.sequence == 0:
+                given = body["recipe"].get("swarm", {}).get("keep_snapshots")
+            if given is not None:
+                self._kept = int(given) if self._kept is None else min(self._kept, int(given))
         if entry.sequence == 0:
             if entry.kind != "run":
                 raise _Broken("the first entry must describe the run")
@@ -235,7 +248,19 @@ class _Replay:
             if body["hash"] != self.heads[body["block"]]:
                 raise _Broken(f"names snapshot {body['hash']}, the merges give {self.heads[body['block']]}")
             if self._fetch_payload is not None:
-                self._load(body["block"], body["hash"])
+                try:
+                    self._load(body["block"], body["hash"])
+                except _Broken:
+                    raise
+                except BlocktrainError as error:  # whether it may be missing is known at the end
+                    self._missing.append((entry.sequence, body["block"], body["version"], str(error)))
+
+    def lost_snapshot(self) -> tuple[int, str] | None:
+        """The first entry whose snapshot should be stored and is not, and why it is not found."""
+        for sequence, block, version, sentence in self._missing:
+            if self._kept is None or version > self.versions[block] - self._kept:
+                return sequence, sentence
+        return None
 
     def _merge(self, record: MergeRecord) -> None:
         block, schema = record.block, self._schemas[record.block]

@@ -16,6 +16,7 @@ import numpy as np
 from blocktrain.model.generation import window_start
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose
 from blocktrain.serving.engine.drafting import Drafter
+from blocktrain.serving.engine.lookup import LookupDrafter
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
 from blocktrain.serving.engine.rows import BestRows, Rows
 
@@ -43,7 +44,7 @@ async def decode(
     *,
     context: int,
     open_source: Callable[[], RowSource],
-    drafter: Drafter | None,
+    drafter: Drafter | LookupDrafter | None,
 ) -> AsyncGenerator[Chunk]:
     """A chunk for each traversal. Frees the source at the end, also when the consumer closes or forgets
     it."""

@@ -30,7 +30,10 @@ READ_FIRST = 32
 
 
 def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
-    """The first of the smallest blocks that have no others upstream; block 0 never has."""
+    """The first of the smallest blocks that have no others upstream; block 0 never has. None of a serial
+    model, whose parts predict nothing alone."""
+    if objective.is_serial:
+        return []
     model = objective.model
     alone = [block for block in range(model.blocks) if not objective.upstream(block)]
     # A draft pays by being cheaper than what it foretells, and blocks of one shape take each step together.

@@ -17,6 +17,7 @@ from blocktrain.serving.blocks import Refinement
 from blocktrain.serving.engine.decoding import RowSource, decode, token_logprob
 from blocktrain.serving.engine.draft_length import DraftLength
 from blocktrain.serving.engine.drafting import Drafter, Drafting
+from blocktrain.serving.engine.lookup import LookupDrafter
 from blocktrain.serving.engine.requests import (
     Chunk,
     DeadlineError,
@@ -83,9 +84,11 @@ class TextEngine(ABC):
         if request.mode == "sweep":
             chunks = sweep(request, sampler, stats, context=context, refine=self.refine)
         else:
-            drafter = None
-            if request.mode == "verify":
+            drafter: Drafter | LookupDrafter | None = None
+            if request.mode == "verify" and self.drafting.blocks:
                 drafter = Drafter(self.drafting, sampler, self.draft_length(request))
+            elif request.mode == "verify":
+                drafter = LookupDrafter(self.drafting, self.draft_length(request))
             chunks = decode(
                 request,
                 sampler,

@@ -13,6 +13,7 @@ from blocktrain.model.sampling import Row
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork
 from blocktrain.serving.engine.draft_length import DraftLength
+from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
 from blocktrain.serving.engine.rows import Part, Rows, pooled
@@ -28,7 +29,8 @@ class LocalEngine(TextEngine):
         checkpoint = load_checkpoint(checkpoint_path, device or torch.device("cpu"))
         self.blocks = tuple(range(len(checkpoint.blocks)))
         info = model_info(checkpoint_path, checkpoint, fingerprint(checkpoint_path, checkpoint))
-        super().__init__(info, Batcher(HeldBlocks(checkpoint, self.blocks)), draft_blocks=(0,))
+        draft_blocks = blocks_for_drafts(checkpoint.objective, 1)
+        super().__init__(info, Batcher(HeldBlocks(checkpoint, self.blocks)), draft_blocks)
 
     @property
     def ready(self) -> tuple[bool, str]:

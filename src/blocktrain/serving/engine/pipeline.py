@@ -22,6 +22,9 @@ from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop
 from blocktrain.wire.frames import ActivationCodec, Frame, FrameType
 
+AGAIN_HEDGES = 20
+"""A chain that is silent for so many `hedge_seconds` is asked again, then after twice as long."""
+
 Legs = list[tuple[StageLink, tuple[int, ...]]]
 """Stages in order, and the neighbouring parts that each runs."""
 
@@ -36,7 +39,10 @@ class Chain:
 
 def cheapest_chain(num_blocks: int, candidates: Sequence[Candidate], spread: int = 0) -> Chain:
     """The stages that run all parts in order: as few slow ones as possible, then with warm caches, then in
-    few hops, then near. `spread` (a session's number) turns the order of equals."""
+    few hops, then near. `spread` (a session's number) turns the order of equals.
+
+    No stage comes twice, since each holds neighbouring parts: going on there is cheaper than coming back.
+    """
     served = set().union(*(candidate.blocks for candidate in candidates))
     missing = tuple(block for block in range(num_blocks) if block not in served)
     if missing:
@@ -64,13 +70,13 @@ def cheapest_chain(num_blocks: int, candidates: Sequence[Candidate], spread: int
 
 
 class Pipeline(Fanout):
+    needs_all = True
+
     def __init__(
         self, links: Sequence[StageLink], num_blocks: int, config: FanoutConfig, activations: ActivationCodec
     ) -> None:
         super().__init__(links, num_blocks, config)
         self.activations = activations
-
-    needs_all = True
 
     def chain(self, question: Question, avoid: Collection[int]) -> Chain:
         return cheapest_chain(len(self.blocks), self.candidates(question, avoid), question.spread)
@@ -79,17 +85,24 @@ class Pipeline(Fanout):
         """The last part's answer; StagesUnavailableError where a part stays out of reach."""
         loop = asyncio.get_running_loop()
         began, avoid, problem = loop.time(), set[int](), "none answers"
+        patience = AGAIN_HEDGES * self.config.hedge_seconds
         while True:
             chain = self.chain(question, avoid)
             if not chain.missing:
                 legs = [(self.links[link], parts) for link, parts in chain.legs]
                 try:
-                    return [await self._healthy(question, legs, avoid)]
+                    async with asyncio.timeout(patience + question.patience_seconds):
+                        return [await self._healthy(question, legs, avoid)]
+                except TimeoutError:
+                    # What was handed on may be lost between two stages that the gateway both reaches. Those
+                    # that have computed it answer from memory.
+                    question.stats.retries += 1
+                    patience *= 2
+                    continue
                 except LinkError as error:
                     problem = str(error)
                     question.stats.retries += 1
-                    if error.link is not None:
-                        avoid.add(self._culprit(error, legs))
+                    avoid.add(self._culprit(error, legs))
                     continue
             now = loop.time()
             since = max(self._missing_since(block, now, began) for block in chain.missing)
@@ -106,10 +119,11 @@ class Pipeline(Fanout):
     def _culprit(self, error: LinkError, legs: Legs) -> int:
         """The stage to go around: the one that failed, or the one behind it that it could not reach."""
         numbers = [link.number for link, _ in legs]
-        assert error.link is not None, "it failed on its way through the chain"
-        at = numbers.index(error.link)
+        # Without a name it is an answer that makes no sense, and the last one answers.
+        failed = numbers[-1] if error.link is None else error.link
+        at = numbers.index(failed)
         if error.code is not FailureCode.ONWARD or at + 1 == len(numbers):
-            return error.link
+            return failed
         # For some seconds it is asked last: the gateway reaches it, and every traversal would try it again.
         behind = self.links[numbers[at + 1]]
         behind.slow_until = asyncio.get_running_loop().time() + self.config.slow_seconds
@@ -187,9 +201,7 @@ class Pipeline(Fanout):
                     cache.ids = question.ids[: len(question.ids) - question.num_rows + 1]
                 return frame
             question.stats.retries += 1
-        error = LinkError("a stage keeps asking for ids it was sent; it is short of caches")
-        error.link = legs[0][0].number
-        raise error
+        raise LinkError("a stage keeps asking for ids it was sent; it is short of caches")
 
     def _caches(self, question: TraverseQuestion, legs: Legs, *, start_over: bool) -> list[StageCache]:
         """What each stage of the chain has cached: the same for all, or nothing in a new epoch."""

@@ -40,6 +40,11 @@ def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tupl
     objective = described.setup().objective
     upstream = {one for block in blocks for one in objective.upstream(block)}
     lacking = sorted(upstream - set(blocks))
+    if objective.is_serial and list(blocks) != list(range(blocks[0], blocks[-1] + 1)):
+        raise UserError(
+            f"{path} is a serial model, of which a stage holds neighbouring parts, found {list(blocks)}; "
+            "change --blocks"
+        )
     # Parts of a serial model get their features from the stage before, whichever that is.
     if lacking and not objective.is_serial:
         raise UserError(

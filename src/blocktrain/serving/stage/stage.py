@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -144,6 +145,8 @@ class _Connection:
     """What HELLO asked for; before it, the newest."""
     client: str = ""
     in_flight: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
+    """The later, the greater."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +429,8 @@ class Stage:
         """The connection of the client that a HAND_ON names."""
         name = decode_metadata(frame, Handed).client
         known = (one for one in self._connections if one.client == name and one.model is carrier.model)
-        client = next(known, None)
+        # The newest: an older one may be dead and not know it yet.
+        client = max(known, key=lambda one: one.number, default=None)
         if client is None:
             # The client sees that it lost its connection to this stage, and asks again when it has one.
             raise ConnectionLostError("the client of what was handed on is not connected here")
@@ -544,6 +548,9 @@ class Stage:
             if model.sessions.get(key) is session:
                 model.sessions.release(key)
             raise
+        # Asked again with other stages behind it than before.
+        if (found.features_TD is None) == bool(ask.onward):
+            return None
         if found.features_TD is None or len(found.features_TD) == len(ids):
             return found
         # Asked again, a traversal may begin later than the first time: the positions before are known behind.

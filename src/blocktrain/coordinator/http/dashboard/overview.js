@@ -14,7 +14,7 @@ export class Overview {
     document.title = `${status.finished ? "✓" : `${done}/${status.rounds}`} ${status.name} · BlockTrain`;
     const state = byId("run-state");
     state.hidden = false;
-    setText(state, status.finished ? "finished" : "training");
+    setText(state, status.finished ? "finished" : status.workers.some((one) => one.live) ? "training" : "waiting for workers");
     setAttribute(state, "data-tone", status.finished ? "good" : "accent");
     this.tick();
     const moved = movedBytes(status);

@@ -21,7 +21,7 @@ export class Workers {
     this.clock = clock;
     this.judged = judged;
     this.newcomer = newcomer;
-    const scale = judged ? `from 0 to 1, newcomers begin at ${newcomer.toFixed(2)}` : "nothing is judged in this run";
+    const scale = judged ? `from 0 to 1, newcomers begin at ${+newcomer.toPrecision(3)}` : "nothing is judged in this run";
     setText(byId("reputation-scale"), `Reputation: ${scale}.`);
     this.verdicts = verdicts;
     this.people = joined(status, workers, verdicts);
