@@ -48,6 +48,7 @@ from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageSession
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
+from blocktrain.serving.engine.rows import Traversal
 from blocktrain.serving.fingerprint import fingerprint
 from blocktrain.serving.stage.main import parse_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
@@ -207,7 +208,7 @@ async def traverse(
     session: StageSession, tokens: list[int], num_rows: int
 ) -> tuple[NDArray[np.float64], float]:
     began = time.monotonic()
-    rows = await session.rows(tokens, num_rows)
+    rows = await session.rows(Traversal(tokens, num_rows, leads=True))
     return rows.log_probs, time.monotonic() - began  # type: ignore[union-attr]
 
 

@@ -1,10 +1,11 @@
 """Is `verify` the same text as `ar`? Many prompts, every draft length, two temperatures, stages killed.
 
-    python benchmarks/serving.py CHECKPOINT --check-lossless --text valid.txt
+    python benchmarks/serving.py CHECKPOINT --check-lossless --text valid.txt --prompts 200 --kills 20
 
 `ar` writes first, over stages that nobody touches. Then `verify` writes the same prompts again, each with
-several draft lengths between 0 and 32, while the stages that are asked are killed with SIGKILL one after
-another and started again, a spare with all blocks standing by. Every text must be the same, byte by byte.
+several draft lengths between 0 and 32 or adapted ones, with several traversals under way, while the stages
+that are asked are killed with SIGKILL one after another and started again, a spare with all blocks standing
+by; again and again, until as many were killed as asked for. Every text must be the same, byte by byte.
 Even prompts have temperature 1, odd ones 0. Also prints bytes of text per traversal at the draft lengths
 that a gateway would use, from the same run. A run in which no stage was killed shows nothing and
 fails, and so does one whose killer ended (a stage that does not come back).
@@ -70,10 +71,10 @@ class Tally:
     kills: int = 0
     retries: int = 0
     exact_passes: int = 0
-    by_draft: dict[int, list[int]] = field(default_factory=dict)
-    """Draft length -> text bytes and traversals."""
+    by_draft: dict[int | None, list[int]] = field(default_factory=dict)
+    """Draft length, None for adapted ones -> text bytes and traversals."""
 
-    def add(self, draft: int, text: Sequence[int], stats: GenerationStats) -> None:
+    def add(self, draft: int | None, text: Sequence[int], stats: GenerationStats) -> None:
         self.texts += 1
         self.bytes += len(text)
         self.retries += stats.retries
@@ -104,7 +105,7 @@ class Check:
             text = [token async for chunk in generation for token in chunk.tokens]
         if generation.stats.degraded_blocks:
             raise RuntimeError(f"prompt {number} lost blocks {generation.stats.degraded_blocks}; no spare?")
-        if draft is not None:
+        if mode == "verify":
             self.tally.add(draft, text, generation.stats)
         return text
 
@@ -114,8 +115,9 @@ class Check:
 
 
 def draft_lengths(num_prompts: int, turn: int) -> list[int | None]:
-    """Every length from 0 to 32 about equally often, in another order each turn."""
-    lengths: list[int | None] = [(i * 7 + turn * 11) % 33 for i in range(num_prompts)]
+    """Every fourth adapted, the others every length from 0 to 32 about equally often, in another order each
+    turn."""
+    lengths: list[int | None] = [(i * 7 + turn * 11) % 33 if i % 4 else None for i in range(num_prompts)]
     random.Random(turn).shuffle(lengths)
     return lengths
 
@@ -133,7 +135,9 @@ async def keep_killing(stages: list[StageProcess], tally: Tally) -> None:
         await asyncio.to_thread(victim.await_ready)
 
 
-async def check(checkpoint: Path, stages: list[StageProcess], prompts: list[list[int]], tokens: int) -> Tally:
+async def check(
+    checkpoint: Path, stages: list[StageProcess], prompts: list[list[int]], tokens: int, kills: int
+) -> Tally:
     addresses = [Address("127.0.0.1", stage.port) for stage in stages]
     engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses))
     await engine.start()
@@ -143,13 +147,15 @@ async def check(checkpoint: Path, stages: list[StageProcess], prompts: list[list
     print(f"ar: {len(prompts)} texts of {tokens} bytes in {time.monotonic() - began:.0f} s", flush=True)
     killing = asyncio.create_task(keep_killing(stages[:-1], run.tally))
     try:
-        for turn in range(DRAFTS_PER_PROMPT):
+        turn = 0
+        while turn < DRAFTS_PER_PROMPT or run.tally.kills < kills:
             found = await run.all("verify", draft_lengths(len(prompts), turn))
             different = [i for i, text in enumerate(found) if text != expected[i]]
             assert not different, f"prompts {different[:10]} got another text from verify"
             print(f"verify, turn {turn}: the same {len(found)} texts; {run.tally.kills} kills", flush=True)
             if killing.done():
                 killing.result()  # raises what ended it
+            turn += 1
     finally:
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
@@ -159,10 +165,13 @@ async def check(checkpoint: Path, stages: list[StageProcess], prompts: list[list
 
 
 def report(tally: Tally) -> dict[str, Any]:
-    for low, high in ((0, 0), (1, 8), (9, 16), (17, 32)):
-        part = [entry for draft, entry in tally.by_draft.items() if low <= draft <= high]
+    groups = {
+        f"K {low:2d} to {high:2d}": range(low, high + 1) for low, high in ((0, 0), (1, 8), (9, 16), (17, 32))
+    }
+    for name, lengths in {**groups, "adapted": [None]}.items():
+        part = [entry for draft, entry in tally.by_draft.items() if draft in lengths]
         size, traversals = sum(entry[0] for entry in part), sum(entry[1] for entry in part)
-        print(f"  K {low:2d} to {high:2d}: {size / max(1, traversals):.2f} text bytes per traversal")
+        print(f"  {name}: {size / max(1, traversals):.2f} text bytes per traversal")
     print(
         f"lossless: {tally.texts} texts, {tally.bytes} bytes, {len(tally.by_draft)} draft lengths, "
         f"{tally.kills} kills, {tally.retries} retries, {tally.exact_passes} exact passes"
@@ -179,7 +188,8 @@ def run_check(arguments: argparse.Namespace, prompts: list[list[int]], num_block
     try:
         for stage in stages:
             stage.await_ready()
-        tally = asyncio.run(check(arguments.checkpoint, stages, prompts, arguments.tokens))
+        running = check(arguments.checkpoint, stages, prompts, arguments.tokens, arguments.kills)
+        tally = asyncio.run(running)
     finally:
         for stage in stages:
             stage.kill()

@@ -80,7 +80,7 @@ KINDS: Mapping[str, Kind] = {
     "fleet": Kind(
         "fleet*.json",
         ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
-        {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list},
+        {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
     ),
     "large_blocks": Kind(
         "large-blocks*.json",

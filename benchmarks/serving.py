@@ -1,7 +1,7 @@
 """Serving over emulated links: modes x round-trip time x stages, with real TCP (see links.py).
 
     python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
-    python benchmarks/serving.py CHECKPOINT --check-lossless --prompts 200 --tokens 40
+    python benchmarks/serving.py CHECKPOINT --check-lossless --prompts 200 --tokens 40 --kills 20
     python benchmarks/serving.py CHECKPOINT --clients 1,8,32,64      throughput: clients.py
     python benchmarks/serving.py --table T8          the litepaper's large shapes: large_shapes.py
 
@@ -33,7 +33,7 @@ from provenance import check_claims, write_report
 
 PORT = 7000
 PROMPT_BYTES = 128
-MAX_FAN_OUT, FAN_OUT_RTT = 1.2, 100
+MAX_FAN_OUT, FAN_OUT_RTT = 1.1, 100
 LOAD_STAGES = 3
 
 
@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--only", default=None, help="with --table: names of shapes, separated by commas")
     parser.add_argument("--role", choices=["benchmark", "stage", "engine", "load"], default="benchmark")
     parser.add_argument("--check-lossless", action="store_true", help="see lossless.py; no emulated links")
+    parser.add_argument("--kills", type=int, default=1, help="with --check-lossless: at least so many")
     parser.add_argument("--rtt", default=None, help="milliseconds; default 0,20,50,100,200")
     parser.add_argument("--stages", default="1,2,3,5")
     parser.add_argument("--modes", default="ar,verify", help="such as ar, verify, verify@16, verify:q8")

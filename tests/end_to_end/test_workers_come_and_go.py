@@ -138,7 +138,7 @@ def test_a_worker_pauses_resumes_and_leaves_by_its_user_s_terms(kit: Kit, text: 
     first_line(worker, r"resumed")
     assert worker.wait() == 0, worker.text()
     assert re.search(r"leaving: \d+ rounds? done, as --max-rounds asks\n", worker.text())
-    assert re.search(r"\ncontributed [2-9] updates \(.*\), [\d,]+ steps in .* MB down\n$", worker.text())
+    assert re.search(r"\ncontributed [2-9] updates \(.*\), [\d,]+ steps in .* [kM]?B down\n$", worker.text())
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ class Proxy:
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.accepting = True
+        self._closing = asyncio.Event()
         self.num_troubled = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -41,6 +42,7 @@ class Proxy:
 
     async def close(self) -> None:
         self._server.close()
+        self._closing.set()
         self.cut()
         self.heal()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,7 +119,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while (item := await queue.get()) is not None:
                 due, piece = item
-                await asyncio.sleep(max(0.0, due - loop.time()))
+                # What is delayed when the proxy is closed is lost.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, due - loop.time())):
+                        await self._closing.wait()
+                        return
                 await self.flowing.wait()
                 writer.write(piece)
                 await writer.drain()

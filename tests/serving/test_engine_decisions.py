@@ -130,7 +130,8 @@ def teach(
     for _ in range(300):
         accepted = int(min(random.geometric(1 - chance) - 1, 8))
         length.stepped(step_seconds, requests, now=0.0)
-        found = Traversed([2.5] * 8, accepted, 8 * step_seconds, traversal_seconds)
+        seconds = 8 * step_seconds + traversal_seconds
+        found = Traversed([2.5] * min(accepted + 1, 8), accepted, accepted + 1, seconds, traversal_seconds)
         length.observe(found, requests)
 
 

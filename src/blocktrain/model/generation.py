@@ -73,6 +73,15 @@ def window_start(length: int, context: int) -> int:
     return max(0, -(-(length - context) // half) * half)
 
 
+def shared_length(first: list[int], second: list[int]) -> int:
+    """How many tokens two texts have in common from their start."""
+    # The usual case is that one begins with the other, and lists are compared faster than a loop could.
+    if first == second[: len(first)]:
+        return len(first)
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
 def generate(
     model: LocalModel,
     prompt: Sequence[int],

@@ -111,7 +111,7 @@ class TrackRecord:
 
     def extend(self, base: int, ids: Sequence[int], log_probs_TV: Tensor, keep: int) -> NDArray[np.float64]:
         """The decayed sums [T, D] at the positions of `ids`, which stand behind the first `base`; another
-        `extend` may go on behind any of the last `keep` of them."""
+        `extend` may go on behind any of the last `keep` positions."""
         assert self.continues(base), "the log-probs before the new tokens are gone"
         at = base - self._first_row
         before_TV = self._rows_TV[at - 1 : at] if base else log_probs_TV[:0]
@@ -123,8 +123,11 @@ class TrackRecord:
         for one in rows_TV.gather(-1, told[:, None])[:, 0].double().cpu().numpy():
             past.append(self._decays * past[-1] + one)
         self._past_TD = past
-        # A copy: a view would hold the log-probs of the whole pass, 262 MB for 2,000 tokens over 32,768.
-        self._first_row, self._rows_TV = base + len(ids) - keep, log_probs_TV[-keep:].clone()
+        # Copies: a view would hold the log-probs of the whole pass, 262 MB for 2,000 tokens over 32,768.
+        earlier = max(0, keep - len(ids))
+        kept = [self._rows_TV[max(0, at - earlier) : at]] if base and earlier else []
+        self._rows_TV = torch.cat([*kept, log_probs_TV[-keep:]]) if kept else log_probs_TV[-keep:].clone()
+        self._first_row = base + len(ids) - len(self._rows_TV)
         return np.array(past[base:])
 
 

@@ -28,6 +28,10 @@ from blocktrain.model.sampling import normalised
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
 
+KEPT_ROWS, KEPT_VALUES = 128, 1 << 20
+"""Rows and log-probs of the last positions that a cache keeps at most where pooling follows the text. So far
+back a wrong draft may lie without the text being sent again."""
+
 
 class RoughBlocks(Protocol):
     """Rough rows for drafts: `model.quick`. A cache belongs to the steps that made it."""
@@ -59,6 +63,10 @@ class BlockCache:
     record: TrackRecord | None
     """None where pooling does not follow the text."""
 
+    def copy_of(self, other: BlockCache) -> None:
+        """Hold what another cache holds."""
+        self.layers, self.record = copy.deepcopy(other.layers), copy.deepcopy(other.record)
+
     def continues(self, base: int) -> bool:
         return self.layers.length >= base and (self.record is None or self.record.continues(base))
 
@@ -80,6 +88,8 @@ class RowWork:
     """One row in float64, from the ids alone; the caches say which blocks run, and stay as they are."""
     upstream_TD: NDArray[Any] | None = None
     """What the parts before made of the ids, where another holder has them."""
+    like: dict[int, BlockCache] | None = None
+    """Another text's caches to begin with, which hold what stands before the ids."""
 
     @property
     def hands_on(self) -> bool:
@@ -88,7 +98,7 @@ class RowWork:
     @property
     def runnable(self) -> bool:
         """Whether the caches hold what the ids continue."""
-        return all(cache.continues(self.base) for cache in self.caches.values())
+        return all(cache.continues(self.base) for cache in (self.like or self.caches).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +163,12 @@ class HeldBlocks:
         """The rows of each work; its caches then hold its ids too."""
         if works[0].exact:
             return [self._exact(work) for work in works]
+        # Copies first: a text that others begin with may itself go on in this pass.
         for work in works:
             assert work.runnable, "the caches lack positions before the new ids"
+            for index, other in (work.like or {}).items():
+                work.caches[index].copy_of(other)
+        for work in works:
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
         device = self.codebook.device
@@ -203,7 +217,8 @@ class HeldBlocks:
             return F.log_softmax(logits_RV.float(), dim=-1), np.empty(0)
         # Of all new tokens: how well the block predicted each of them counts from the next one on.
         log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
-        past_TD = record.extend(work.base, work.ids, log_probs_TV, keep=work.num_rows)
+        keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
+        past_TD = record.extend(work.base, work.ids, log_probs_TV, keep=keep)
         logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
         return log_probs_TV[-work.num_rows :], logs
 

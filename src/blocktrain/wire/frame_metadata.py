@@ -88,6 +88,9 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """Of a serial model: who goes on behind these blocks, in order. The last of them answers."""
     activations: ActivationCodec = ActivationCodec.F32
     """How values travel between these stages."""
+    like: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """With a session's first TRAVERSE: another session of the client, which has the ids before `base`
+    cached."""
 
 
 class Handed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,14 +22,30 @@ HALF_LIFE_SECONDS = 2.0
 """In this time the cost of a draft counts half, where none was made to measure it again."""
 
 
+FLIGHTS = 8
+"""Traversals of one request under way at most."""
+FLIGHTS_OF_ALL = 16
+"""The same of all requests together, but for one each: with more of them processors are busy anyhow."""
+FLIGHT_TOKENS = 8
+"""Drafted for each traversal, where several may be under way."""
+
+
+def most_flights(requests: int) -> int:
+    """How many traversals each of so many requests may have under way."""
+    return max(1, min(FLIGHTS, FLIGHTS_OF_ALL // max(1, requests)))
+
+
 @dataclass(frozen=True)
 class Traversed:
-    """What came of a draft and the traversal behind it."""
+    """What came of a traversal and the drafts in it."""
 
     margins: Sequence[float]
-    """By how much each drafted token won."""
+    """By how much each drafted token won, up to the first wrong one."""
     accepted: int
-    draft_seconds: float
+    tokens: int
+    """Written."""
+    seconds: float
+    """Since the text was last written on."""
     traversal_seconds: float
 
 
@@ -40,9 +56,13 @@ class DraftLength:
         self.most = most
         """No draft is longer."""
 
+    def most_of(self, flights: int) -> int:
+        """Tokens of a draft at most, where so many traversals may be under way."""
+        return self.most
+
     def go_on(self, margins: Sequence[float], requests: int, now: float) -> bool:
-        """Whether to draft one more token behind tokens that won by these margins, while so many requests
-        are under way."""
+        """Whether to draft one more token behind unverified tokens that won by these margins, while so many
+        requests are under way."""
         return True
 
     def stepped(self, seconds: float, requests: int, now: float) -> None:
@@ -90,6 +110,9 @@ class AdaptiveLength(DraftLength):
         self.hits = [2.0 * (0.5 + 0.48 * i / (classes - 1)) for i in range(classes)]
         self.by_load: dict[int, Costs] = {}
 
+    def most_of(self, flights: int) -> int:
+        return self.most if flights == 1 else FLIGHT_TOKENS
+
     def costs(self, requests: int) -> Costs:
         return self.by_load.setdefault(requests.bit_length(), Costs())
 
@@ -113,13 +136,12 @@ class AdaptiveLength(DraftLength):
         costs.step_at = now
 
     def observe(self, found: Traversed, requests: int) -> None:
-        # Tokens behind the first wrong one say nothing: they continue a text that was never written.
-        for i, margin in enumerate(found.margins[: found.accepted + 1]):
+        for i, margin in enumerate(found.margins):
             bucket = bisect(MARGINS, margin)
             self.tries[bucket] = KEEP * self.tries[bucket] + 1
             self.hits[bucket] = KEEP * self.hits[bucket] + (i < found.accepted)
         costs = self.costs(requests)
-        costs.tokens = KEEP_COST * costs.tokens + found.accepted + 1
-        costs.seconds = KEEP_COST * costs.seconds + found.draft_seconds + found.traversal_seconds
+        costs.tokens = KEEP_COST * costs.tokens + found.tokens
+        costs.seconds = KEEP_COST * costs.seconds + found.seconds
         mean = costs.traversal_seconds or found.traversal_seconds
         costs.traversal_seconds = mean + (1 - KEEP_COST) * (found.traversal_seconds - mean)

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.model.generation import window_start
+from blocktrain.model.generation import shared_length, window_start
 from blocktrain.model.objective import Objective
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
-from blocktrain.serving.engine.draft_length import DraftLength, Traversed
+from blocktrain.serving.engine.draft_length import DraftLength, Traversed, most_flights
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
@@ -41,6 +41,13 @@ def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
     return [block for block in alone if model.of_block(block) == shape][: max(1, most)]
 
 
+@dataclass(frozen=True)
+class DraftedToken:
+    token: int
+    margin: float
+    """By how much it won."""
+
+
 @dataclass(eq=False)
 class Draft:
     """One draft under way."""
@@ -48,10 +55,13 @@ class Draft:
     drafter: Drafter
     text: list[int]
     most: int
-    done: asyncio.Future[list[int]]
+    """Tokens to draft at most; 0 where the text is only read."""
+    margins: list[float]
+    """Of all tokens that are not verified, those of this draft last."""
+    done: asyncio.Future[list[DraftedToken]]
     due: list[int] = field(default_factory=list)
     """What the cache still has to read before a row says what follows the text; the last token at least."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[DraftedToken] = field(default_factory=list)
 
 
 class Drafting:
@@ -77,9 +87,11 @@ class Drafting:
         shares: Row = own / own.sum()
         return shares
 
-    def begin(self, drafter: Drafter, text: list[int], most: int) -> asyncio.Future[list[int]]:
+    def begin(
+        self, drafter: Drafter, text: Sequence[int], most: int, margins: Sequence[float]
+    ) -> asyncio.Future[list[DraftedToken]]:
         loop = asyncio.get_running_loop()
-        draft = Draft(drafter, text, most, loop.create_future())
+        draft = Draft(drafter, list(text), most, list(margins), loop.create_future())
         with self._lock:
             self._waiting.append(draft)
             starts, self._running = not self._running, True
@@ -91,15 +103,22 @@ class Drafting:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in the computing thread until no draft is left."""
         active: list[Draft] = []
+        unread: list[Draft] = []
         while True:
             with self._lock:
                 came, self._waiting = self._waiting, []
-                self._running = bool(active or came)
+                self._running = bool(active or came or unread)
             if not self._running:
                 return
+            # One text is read for every step of the drafts. Of 64 that come at once the first get drafts
+            # while the others are read, which takes a second; before, they all waited for the last.
+            unread += [draft for draft in came if not draft.most]
+            came = [draft for draft in came if draft.most] + unread[:1]
+            del unread[:1]
             try:
                 for draft in came:
-                    draft.drafter.catch_up(draft)
+                    if not draft.done.cancelled():
+                        draft.drafter.catch_up(draft)
                 active = self._step(active + [draft for draft in came if draft.due], loop)
             except Exception as error:  # those who wait are told; the next draft starts fresh
                 for draft in active + came:
@@ -136,12 +155,12 @@ class Drafting:
         return going
 
 
-def _finish(done: asyncio.Future[list[int]], tokens: list[int]) -> None:
+def _finish(done: asyncio.Future[list[DraftedToken]], tokens: list[DraftedToken]) -> None:
     if not done.done():
         done.set_result(tokens)
 
 
-def _fail(done: asyncio.Future[list[int]], error: Exception) -> None:
+def _fail(done: asyncio.Future[list[DraftedToken]], error: Exception) -> None:
     if not done.done():
         done.set_exception(error)
 
@@ -155,12 +174,10 @@ class Drafter:
         self.context = held.context
         self.weights = drafting.own_shares(np.array(held.pooling.weights))
         self.cache: Any = drafting.steps.new_cache()
-        self.margins: list[float] = []
-        """By how much each token of the last draft won."""
         self.seen: list[int] = []
         """The window that the cache holds, all but its last token at least."""
         self.start = 0
-        self._reading: asyncio.Future[list[int]] | None = None
+        self._reading: asyncio.Future[list[DraftedToken]] | None = None
         """The cache reads a long stretch of text; no draft before it is through."""
 
     def __enter__(self) -> Drafter:
@@ -170,28 +187,38 @@ class Drafter:
     def __exit__(self, *error: object) -> None:
         self.drafting.num_open -= 1
 
-    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens, as many as seem worth it."""
-        most, self.margins = min(most, self.length.most), []
+    @property
+    def flights(self) -> int:
+        """How many traversals the request may have under way."""
+        return most_flights(self.drafting.num_open)
+
+    async def draft(
+        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, wait: bool
+    ) -> list[DraftedToken]:
+        """Up to `most` tokens, as many as seem worth it; the last of `tokens`, those `ahead`, are drafts
+        themselves. A long text is waited for until it is read here only if asked to `wait`."""
+        margins = [one.margin for one in ahead]
         # Asked here too: where no token is worth its time, the computing thread is left alone.
-        if not most or not self.length.go_on([], self.drafting.num_open, time.monotonic()):
+        if most <= 0 or not self.length.go_on(margins, self.drafting.num_open, time.monotonic()):
             return []
-        if self._reading is not None and not self._reading.done():
-            return []
-        start = window_start(len(tokens), self.context)
-        known = len(self.seen) if start == self.start else 0
-        if len(tokens) - start - known > READ_FIRST:
+        if self._reading is None or self._reading.done():
+            start = window_start(len(tokens), self.context)
+            known = len(self.seen) if start == self.start else 0
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
-            self._reading = self.drafting.begin(self, list(tokens), 0)
-            return []
-        return await self.drafting.begin(self, list(tokens), most)
+            is_long = len(tokens) - start - known > READ_FIRST
+            self._reading = self.drafting.begin(self, tokens, 0, []) if is_long else None
+        if self._reading is not None:
+            if not wait:
+                return []
+            # Shielded: a draft that is called off leaves the reading to the next one.
+            await asyncio.shield(self._reading)
+        return await self.drafting.begin(self, tokens, most, margins)
 
-    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float, weights: Row) -> None:
-        """What came of the last draft, and all blocks' weights at its end: those of the next few tokens are
+    def observe(self, found: Traversed, weights: Row) -> None:
+        """What came of a traversal, and all blocks' weights at its end: those of the next few tokens are
         about the same."""
         self.weights = self.drafting.own_shares(weights)
-        found = Traversed(self.margins, accepted, draft_seconds, traversal_seconds)
         self.length.observe(found, self.drafting.num_open)
 
     # ---- in the computing thread ----
@@ -201,7 +228,7 @@ class Drafter:
         start = window_start(len(draft.text), self.context)
         window = draft.text[start:]
         # What the cache holds beyond the text they share was a wrong draft, or another window.
-        keep = _common_prefix(self.seen, window) if start == self.start else 0
+        keep = shared_length(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - 1, self.cache.length)
         self.cache.truncate(keep)
         draft.due = window[keep:]
@@ -212,21 +239,14 @@ class Drafter:
 
     def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
         enough = len(draft.tokens) >= draft.most
-        return not enough and self.length.go_on(self.margins, requests, now)
+        return not enough and self.length.go_on(draft.margins, requests, now)
 
     def append(self, draft: Draft, row: Row) -> None:
         # The tolerance does not matter here: a token that is not settled is drafted all the same.
-        text = draft.text + draft.tokens
+        text = draft.text
         choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
-        self.margins.append(choice.margin)
+        draft.margins.append(choice.margin)
+        draft.text.append(choice.token)
         self.seen.append(choice.token)
-        draft.tokens.append(choice.token)
+        draft.tokens.append(DraftedToken(choice.token, choice.margin))
         draft.due = [choice.token]
-
-
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    # The usual case is that nothing was wrong, and lists are compared faster than a loop could.
-    if first == second[: len(first)]:
-        return len(first)
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

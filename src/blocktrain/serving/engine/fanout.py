@@ -136,7 +136,8 @@ class Fanout:
             problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
             raise StagesUnavailableError(f"no stage can be reached: {problems}")
         lost = set(wanted).difference(*(part.blocks for part in parts))
-        question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
+        if not question.is_void:
+            question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
     async def _fetch(
@@ -155,7 +156,7 @@ class Fanout:
         while True:
             now = loop.time()
             since = max(self._missing_since(block, now, began) for block in missing)
-            if now >= min(since + self.config.degrade_seconds, question.deadline):
+            if question.is_void or now >= min(since + self.config.degrade_seconds, question.deadline):
                 return []
             await self.wait_for_change(HEALTH_POLL_SECONDS)
             # Only where a stage can be asked: one that drains is within reach and is no answer, and asking
@@ -191,7 +192,7 @@ class Fanout:
             usual = link.latency_seconds or 0.0
             patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
             await asyncio.wait({answer}, timeout=patience)
-            while not answer.done():
+            while not answer.done() and not question.is_void:
                 if not self.route(question, blocks, avoid).missing:
                     # It lags, and spares could answer for all its blocks: whoever is first counts.
                     question.stats.retries += 1
@@ -211,8 +212,11 @@ class Fanout:
                     return await self._fetch(question, blocks, avoid, began)
                 await asyncio.wait({answer}, timeout=HEALTH_POLL_SECONDS)
             try:
-                return [answer.result()]
+                # Waited for of a void question too: until then the stage counts it as under way.
+                return [await answer]
             except LinkError:
+                if not question.asks_again():
+                    return []
                 question.stats.retries += 1
                 return await self._fetch(question, blocks, avoid, began)
         finally:

@@ -16,7 +16,7 @@ from blocktrain.serving.engine.draft_length import DraftLength
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
-from blocktrain.serving.engine.rows import Part, Rows, pooled
+from blocktrain.serving.engine.rows import Part, Rows, Traversal, pooled
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.training.checkpoint import load_checkpoint
 
@@ -70,8 +70,11 @@ class LocalRows:
         self._context = batcher.held.context
         self._caches = batcher.held.new_caches(blocks)
         self._start = self._cached = 0
+        # Without a network nothing is gained by asking ahead.
+        self.most_flights = 1
 
-    async def rows(self, tokens: Sequence[int], num_rows: int) -> Rows:
+    async def rows(self, traversal: Traversal) -> Rows:
+        tokens, num_rows = traversal.tokens, traversal.num_rows
         start = window_start(len(tokens) - num_rows + 1, self._context)
         if start != self._start:
             self._start, self._cached = start, 0
@@ -83,9 +86,6 @@ class LocalRows:
         # All but the drafts are certain to stay; a wrong draft is cut off by the next truncate.
         self._cached = len(window) - num_rows + 1
         return rows
-
-    async def whole_rows(self) -> Rows:
-        raise AssertionError("rows are always whole here")
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self._context) :]

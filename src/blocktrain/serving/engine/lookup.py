@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from blocktrain.model.sampling import Row
-from blocktrain.serving.engine.draft_length import DraftLength
-from blocktrain.serving.engine.drafting import Drafting
+from blocktrain.serving.engine.draft_length import DraftLength, Traversed
+from blocktrain.serving.engine.drafting import DraftedToken, Drafting
 
 LONGEST, SHORTEST = 8, 2
 """Tokens at the end of the text that must have come before; the longest that did tell most."""
@@ -43,7 +43,11 @@ class LookupDrafter:
     def __init__(self, drafting: Drafting, length: DraftLength) -> None:
         self.drafting, self.length = drafting, length
         self.most = min(FIRST_GUESS, length.most)
-        self._guessed = 0
+
+    @property
+    def flights(self) -> int:
+        """One: what comes behind a guess is better looked up when it is known whether it held."""
+        return 1
 
     def __enter__(self) -> LookupDrafter:
         self.drafting.num_open += 1
@@ -52,12 +56,14 @@ class LookupDrafter:
     def __exit__(self, *error: object) -> None:
         self.drafting.num_open -= 1
 
-    async def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        guess = looked_up(tokens, min(most, self.most)) if min(most, self.most) > 0 else []
-        self._guessed = len(guess)
-        return guess
+    async def draft(
+        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, wait: bool
+    ) -> list[DraftedToken]:
+        most = min(most, self.most)
+        guess = looked_up(tokens, most) if most > 0 else []
+        return [DraftedToken(token, margin=0.0) for token in guess]
 
-    def observe(self, accepted: int, draft_seconds: float, traversal_seconds: float, weights: Row) -> None:
-        if self._guessed:
+    def observe(self, found: Traversed, weights: Row) -> None:
+        if found.margins:
             # Twice what held: a stretch that is quoted goes on, and one that ended costs a few rows.
-            self.most = min(self.length.most, max(1, 2 * accepted))
+            self.most = min(self.length.most, max(1, 2 * found.accepted))

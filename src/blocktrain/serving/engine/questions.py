@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +16,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from blocktrain.model.generation import shared_length
 from blocktrain.serving.blocks import Refinement, WeighedRows
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.requests import GenerationStats
-from blocktrain.serving.engine.rows import Part
+from blocktrain.serving.engine.rows import Part, Traversal
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import Ask, Draw, ModelShape, Refine, encode_metadata
 from blocktrain.wire.frames import Codec, Frame, FrameType, Header, ServingFrameError
+
+LEAST_SHARED = 32
+"""Tokens that two texts must share before one begins with the other's caches: fewer are read as fast."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,6 +53,15 @@ class Question:
     def is_warm(self, link: StageLink) -> bool:
         """Whether the stage holds caches that the question continues."""
         return False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return False
+
+    def asks_again(self) -> bool:
+        """Whether the question is put again where a stage failed."""
+        return True
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
         """The stage's answer, or LinkError."""
@@ -105,10 +119,46 @@ class StageCache:
     start: int
     """Where in the text the cached window begins."""
     ids: list[int] = field(default_factory=list)
+    """Once it has run what it was sent: several traversals may be under way, and a stage takes them in order.
+    Where one got lost it finds that its ids are others, and has them sent again."""
     traversal: int = 0
+    like: int | None = None
+    """Before the first traversal, the session whose caches this one begins with."""
     question: Question | None = None
-    """The question that `traversal` numbers. Asked again, for lack of an answer or for whole rows instead of
-    the best tokens, it keeps its number, and the stage answers from memory."""
+    """The question that `traversal` numbers. Asked again for lack of an answer, it keeps its number while it
+    is the last one, and the stage answers from memory."""
+
+
+class KeptSessions:
+    """Sessions whose text is complete, and whose caches stages still hold: a text that begins as one of them
+    does is sent from where the two part."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._caches: OrderedDict[int, dict[int, StageCache]] = OrderedDict()
+
+    def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
+        """Gives the sessions that make room, those least recently used."""
+        self._caches[session] = caches
+        return dict(self._caches.popitem(last=False) for _ in range(len(self._caches) - self.most))
+
+    def drop(self) -> dict[int, dict[int, StageCache]]:
+        """Gives all of them, and keeps none."""
+        dropped, self._caches = self._caches, OrderedDict()
+        return dropped
+
+    def like(self, link: int, blocks: tuple[int, ...], ids: list[int]) -> tuple[int, list[int]] | None:
+        """The session that has most of `ids` cached on this stage, and how much; None where it is little."""
+        best, shared = None, LEAST_SHARED - 1
+        for session, caches in self._caches.items():
+            cache = caches.get(link)
+            if cache is not None and cache.blocks == blocks and cache.start == 0:
+                length = shared_length(cache.ids, ids)
+                best, shared = (session, length) if length > shared else (best, shared)
+        if best is None:
+            return None
+        self._caches.move_to_end(best)
+        return best, ids[:shared]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -119,6 +169,19 @@ class TraverseQuestion(Question):
     start: int
     caches: dict[int, StageCache]
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
+    traversal: Traversal
+    kept: KeptSessions
+
+    @property
+    def is_void(self) -> bool:
+        return self.traversal.void
+
+    def asks_again(self) -> bool:
+        # Only the first of those under way. They share a connection that one damaged frame ends, and with one
+        # frame in four damaged eight of them never got through together.
+        if not self.traversal.leads:
+            self.traversal.void = True
+        return not self.traversal.void
 
     def is_warm(self, link: StageLink) -> bool:
         cache = self.caches.get(link.number)
@@ -130,36 +193,40 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            cache = self._new_epoch(link, blocks)
+            known = self.kept.like(link.number, blocks, self.ids) if link.knows_like else None
+            like = known if cache is None and not self.start else None
+            cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)
-        if frame.type == FrameType.RESEND:
+        if frame.type == FrameType.RESEND and self.asks_again():
             # The stage evicted the session, or holds other ids than we think.
             self.stats.retries += 1
-            cache = self._new_epoch(link, blocks)
-            frame = await self._traverse(link, cache)
+            frame = await self._traverse(link, self._new_epoch(link, blocks))
         if frame.type == FrameType.RESEND:
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
-        part = self.read(link, frame, blocks)
-        # All but the drafts are certain to stay in the text.
-        cache.ids = self.ids[: len(self.ids) - self.num_rows + 1]
-        return part
+        return self.read(link, frame, blocks)
 
-    def _new_epoch(self, link: StageLink, blocks: tuple[int, ...]) -> StageCache:
-        """An epoch in which the stage has nothing cached; what it may hold of older ones is stale there."""
-        before = self.caches.get(link.number)
-        cache = StageCache(before.epoch + 1 if before is not None else 0, blocks, self.start)
+    def _new_epoch(
+        self, link: StageLink, blocks: tuple[int, ...], like: tuple[int, list[int]] | None = None
+    ) -> StageCache:
+        """An epoch in which the stage has nothing cached but what another session has; what it may hold of
+        older ones is stale there."""
+        before, (session, ids) = self.caches.get(link.number), like or (None, [])
+        epoch = before.epoch + 1 if before is not None else 0
+        cache = StageCache(epoch, blocks, self.start, ids, like=session)
         self.caches[link.number] = cache
         return cache
 
     async def _traverse(self, link: StageLink, cache: StageCache) -> Frame:
         if cache.question is not self:
             cache.traversal, cache.question = cache.traversal + 1, self
-        base = min(len(cache.ids), len(self.ids) - self.num_rows)
+        # Where the texts part, a draft was wrong. A row needs its own position in the pass.
+        base = min(shared_length(cache.ids, self.ids), len(self.ids) - self.num_rows)
+        cache.ids, like, cache.like = self.ids, cache.like if base else None, None
         loop = asyncio.get_running_loop()
         began = loop.time()
         frame = await self.send(
             link,
-            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw),
+            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw, like=like),
             frames.encode_ids(self.ids[base:], self.shape.vocabulary),
             session=self.session,
             epoch=cache.epoch,

@@ -24,6 +24,22 @@ LOG_WEIGHT_TOLERANCE = 1e-4
 With it 2 of 900 tokens were near ties that an exact pass settled, without it none."""
 
 
+@dataclass(eq=False)
+class Traversal:
+    """What one trip through the blocks is asked for: what follows each of the last `num_rows` prefixes of a
+    text."""
+
+    tokens: Sequence[int]
+    num_rows: int
+    whole: bool = False
+    """Ask for rows over the whole vocabulary, where the best tokens would do otherwise."""
+    leads: bool = False
+    """Set while no other traversal of the text is under way before it."""
+    void: bool = False
+    """Set when nobody waits for the rows any more, or when a stage failed while others were under way before
+    it: those are asked again, and this one behind them."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What some blocks said, and how far each value of their rows may be from the exact one."""

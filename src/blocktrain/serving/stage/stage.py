@@ -338,8 +338,9 @@ class Stage:
         # `max_rows` is read by no engine; it stays so that older engines can read WELCOME.
         shape = connection.model.shape
         welcome = Welcome(shape, self.blocks, config.credits, shape.context)
-        # In the header and not in WELCOME, whose fields older engines know by heart.
-        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS)
+        # In the header and not in WELCOME, whose fields older engines know by heart. `base` says that a
+        # session may begin with what another has cached.
+        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS, base=1)
         await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
         return True
 
@@ -521,7 +522,14 @@ class Stage:
 
         key = (connection.client, header.session)
         session = model.sessions.get(key)
-        step = next_step(session, Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix))
+        wanted = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
+        step = next_step(session, wanted)
+        other = model.sessions.get((connection.client, ask.like)) if ask.like is not None else None
+        # What it has cached is what its ids say only while nothing of it is under way.
+        if session is None and other is not None and other.outcome is not None and other.outcome.done():
+            step = next_step(other, replace(wanted, epoch=other.epoch, traversal=other.traversal + 1))
+        else:
+            other = None
         if step is Step.STALE:
             raise RequestRefusedError(FailureCode.STALE, "a newer traversal of this session was asked")
         if step is Step.RESEND or (step is Step.RUN and lacks_upstream):
@@ -529,9 +537,11 @@ class Stage:
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
             if session is None or header.epoch > session.epoch:
-                session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial))
+                known = other.ids[: header.base] if other is not None else []
+                session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial), known)
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
+            work.like = other.caches if other is not None else None
             session.outcome = model.batcher.submit(work, asked.deadline)
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal

@@ -1,0 +1,156 @@
+"""Several traversals under way: the text stays that of `ar`, whatever is void, lost or killed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+
+from blocktrain.model.sampling import Sampler
+from blocktrain.serving.engine.draft_length import DraftLength, most_flights
+from blocktrain.serving.engine.drafting import DraftedToken, Drafter
+from blocktrain.serving.engine.local import LocalEngine
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest
+from blocktrain.wire.frames import FrameType
+from tests.serving.cluster import HOUR, PATIENT, PROMPTS, Cluster, cluster, text_of
+from tests.serving.stages import StageProcess, spawn, wait_ready
+
+
+def most_under_way(c: Cluster) -> list[int]:
+    """Counts, from now on, the traversals that the first stage was sent and has not answered; the most of
+    them is the last element."""
+    counts = [0, 0]
+
+    def sent(kind: FrameType, raw: bytes) -> list[bytes]:
+        counts[0] += kind == FrameType.TRAVERSE
+        counts[1] = max(counts)
+        return [raw]
+
+    def answered(kind: FrameType, raw: bytes) -> list[bytes]:
+        counts[0] -= kind == FrameType.LOG_PROBS
+        return [raw]
+
+    c.proxies[0].to_stage, c.proxies[0].to_engine = sent, answered
+    return counts
+
+
+def test_several_traversals_at_once_write_what_one_at_a_time_does(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.01
+            counts = most_under_way(c)
+            drafts = itertools.cycle([None, 1, 4, 8])
+            for seed, temperature in itertools.product(range(2), (0.0, 1.0)):
+                settings = {"seed": seed, "temperature": temperature}
+                # One of the prompts has 90 of the context's 96: windows slide under flights too.
+                prompt = PROMPTS[5 * seed]
+                ar, plain = await text_of(c.engine, prompt, 32, mode="ar", **settings)
+                found, stats = await text_of(c.engine, prompt, 32, draft_tokens=next(drafts), **settings)
+                assert found == ar
+                assert stats.accepted <= stats.drafted
+                assert stats.retries == plain.retries == 0
+            assert counts[1] > 2
+
+    asyncio.run(served())
+
+
+def test_text_that_follows_pooling_is_rolled_back_without_sending_it_again(
+    following_checkpoint: Path,
+) -> None:
+    async def served() -> None:
+        async with cluster(following_checkpoint, [[0, 1], [2]]) as c:
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.01
+            counts = most_under_way(c)
+            for seed in range(2):
+                ar, _ = await text_of(c.engine, PROMPTS[seed], 40, mode="ar", seed=seed)
+                found, stats = await text_of(c.engine, PROMPTS[seed], 40, seed=seed, draft_tokens=3)
+                assert found == ar
+                assert stats.accepted < stats.drafted
+                assert stats.retries == 0
+            assert counts[1] > 2
+
+    asyncio.run(served())
+
+
+def test_second_questions_and_near_ties_are_settled_under_flights(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]], best_tokens=2) as c:
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.01
+            counts = most_under_way(c)
+            ar, _ = await text_of(c.engine, PROMPTS[1], 50, mode="ar", seed=3, top_k=256)
+            found, stats = await text_of(c.engine, PROMPTS[1], 50, seed=3, draft_tokens=4)
+            assert found == ar
+            assert stats.second_questions > 0
+            assert counts[1] > 1
+
+    asyncio.run(served())
+
+
+@pytest.mark.timeout(HOUR)
+def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
+    """Stages with a spare die one after another while traversals are under way, and come back."""
+
+    async def served(stages: list[StageProcess]) -> int:
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=[one.address for one in stages], **PATIENT))
+        await engine.start()
+        kills = 0
+        for seed, victim in enumerate((0, 1)):
+            settings = {"seed": seed, "temperature": float(seed), "deadline_seconds": HOUR}
+            ar, _ = await text_of(engine, PROMPTS[seed], 60, mode="ar", **settings)
+            request = GenerationRequest(list(PROMPTS[seed]), 60, draft_tokens=2, **settings)  # type: ignore[arg-type]
+            generation, found = engine.generate(request), list[int]()
+            async for chunk in generation:
+                found += chunk.tokens
+                if len(found) > 12 and kills == seed:
+                    stages[victim].kill()
+                    kills += 1
+            assert found == ar
+            assert generation.stats.degraded_blocks == []
+        await engine.close()
+        return kills
+
+    stages = [wait_ready(one) for one in [spawn(checkpoint, blocks) for blocks in ("0", "1-2", "0-2")]]
+    try:
+        assert asyncio.run(served(stages)) == 2
+    finally:
+        for stage in stages:
+            stage.stop()
+
+
+def test_many_requests_have_one_traversal_each() -> None:
+    assert most_flights(1) == 8
+    assert [most_flights(requests) for requests in (4, 8, 16, 64)] == [4, 2, 1, 1]
+
+
+def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -> None:
+    async def served() -> list[str]:
+        engine = LocalEngine(checkpoint)
+        order: list[str] = []
+
+        def begin(name: str, text: bytes, most: int) -> asyncio.Future[list[DraftedToken]]:
+            drafter = Drafter(engine.drafting, Sampler(0, 1.0), DraftLength(most))
+            done = engine.drafting.begin(drafter, list(text), most, [])
+            done.add_done_callback(lambda _: order.append(name))
+            return done
+
+        # All are begun before the computing thread comes to the first.
+        begun = threading.Event()
+        engine.batcher.executor.submit(begun.wait)
+        reading = [begin("read", b"x" * 90, 0) for _ in range(6)]
+        drafted = begin("drafted", b"T", 2)
+        begun.set()
+        await asyncio.gather(*reading, drafted)
+        assert len(drafted.result()) == 2
+        await engine.close()
+        return order
+
+    order = asyncio.run(served())
+    assert order.count("read") == 6
+    assert order.index("drafted") < 5
