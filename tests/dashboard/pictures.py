@@ -37,7 +37,7 @@ from tests.end_to_end.swarm_kit import Coordinator
 
 ROUNDS = 8
 SHOWN_ROUND = 6
-STEPS = 12
+STEPS = 24
 LABELS = ("attic (old laptop)", "cellar", "lab-3", "office 2")
 SCREENS: dict[str, dict[str, Any]] = {
     "dashboard": {"viewport": {"width": 1280, "height": 1880}},

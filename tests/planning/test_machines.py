@@ -52,9 +52,12 @@ BAD_OPTIONS = {
     "rtx-4900": "did you mean rtx-4090",
     "8x h100 speed=3": "unknown key 'speed'",
     "h100 up_mbit=fast": "up_mbit must be float",
-    "h100 up_mbit=0": "up_mbit must be a number above 0",
-    "h100 up_mbit=nan": "up_mbit must be a number above 0",
-    "h100 tflops=inf": "tflops must be a number above 0",
+    "h100 up_mbit=0": "up_mbit must be between 1e-09 and 1e+09, found 0.0",
+    "h100 up_mbit=nan": "up_mbit must be between",
+    "h100 tflops=inf": "tflops must be between",
+    "1000000x h100 tflops=1e306": "tflops must be between",
+    "h100 up_mbit=1e-300": "up_mbit must be between",
+    "h100 memory_gb=1e300": "memory_gb must be between",
     "0x h100": "count must be between 1 and",
     "h100 h200": "device stands twice",
     "": "device is missing",
@@ -76,6 +79,7 @@ BAD_FILES = {
     "[[machines]]\ncount = '3'\ndevice = 't4'": "count must be int, found '3'",
     "[[machines]]\ndevice = 3": "device must be str",
     "[[machines": "cannot read machines",
+    f"[[machines]]\ndevice = 't4'\nmemory_gb = {10**400}": "memory_gb must be between",
 }
 
 
@@ -129,6 +133,9 @@ def test_workers_of_a_run_are_machines_as_fast_as_they_were() -> None:
         worker("d", live=False),
         worker("e", tokens_per_second=None),
     )
+    # A tiny model on a slow machine is no thousandth of a TFLOP/s.
+    (tiny,) = groups_of_workers([worker("f", tokens_per_second=100.0)], flops_per_token=1e6)
+    assert tiny.tflops == 1e-4
     assert groups_of_workers(workers, flops_per_token=8e9) == [
         MachineGroup(count=2, device="nvidia h200", memory_gb=141, tflops=400, up_mbit=80, down_mbit=160),
         MachineGroup(device="cpu", memory_gb=math.inf, tflops=4, up_mbit=80, down_mbit=160),

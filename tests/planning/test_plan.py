@@ -187,3 +187,29 @@ def test_what_no_machine_holds_is_an_error_with_a_remedy() -> None:
     deep = replace(one_billion().model, blocks=1, layers_per_block=10**9)
     with pytest.raises(UserError, match="at most 2048 layers"):
         plan_run(replace(one_billion(), model=deep), [machines()], VOCABULARY)
+
+
+def test_a_recipe_with_unequal_blocks_is_cut_anew() -> None:
+    recipe = one_billion()
+    unequal = replace(recipe, model=replace(recipe.model, block_layers=(2, 2, 4, 8)))
+    plan = plan_run(unequal, [machines()], VOCABULARY)
+    assert plan.settings == {
+        "model.block_layers": "none",
+        **plan_run(recipe, [machines()], VOCABULARY).settings,
+    }
+    with pytest.raises(UserError, match="leave out model.block_layers"):
+        plan_run(unequal, [machines()], VOCABULARY, ("model.block_layers",))
+    with pytest.raises(UserError, match="not known where blocks differ"):
+        flops_per_token(unequal, VOCABULARY)
+
+
+def test_a_serial_model_is_not_planned_as_if_its_parts_were_independent() -> None:
+    serial = resolve_recipe(one_billion().to_dict(), ["model.tied=false", "objective.kind=serial"])
+    with pytest.raises(UserError, match="a plan is for independent blocks"):
+        plan_run(serial, [machines()], VOCABULARY)
+
+
+def test_a_round_of_a_billion_steps_is_planned_at_once() -> None:
+    recipe = replace(one_billion(), swarm=replace(one_billion().swarm, steps_per_round=10**9))
+    plan = plan_run(recipe, [machines()], VOCABULARY, ("swarm.steps_per_round",))
+    assert plan.times[0].waiting_share == 0

@@ -15,7 +15,7 @@ import torch
 from large_blocks import Shape, built, recipe_of
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
-from blocktrain.training.memory import fitting_micro_batch, training_bytes
+from blocktrain.training.memory import fitting_micro_batch, free_memory, training_bytes
 from blocktrain.training.setup import Setup
 
 SHAPES = {
@@ -53,6 +53,13 @@ def test_the_memory_foretold_is_what_an_h200_measured() -> None:
     off = {name: needed / peak - 1 for name, needed, peak in foretold_and_measured()}
     assert len(off) == 13
     assert {name: f"{share:+.1%}" for name, share in off.items() if abs(share) > 0.06} == {}
+
+
+def test_what_the_allocator_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = {"mem_get_info": (5, 24), "memory_reserved": 18, "memory_allocated": 3}
+    for name, value in readings.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert free_memory(torch.device("cuda")) == (20, 24)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -175,18 +176,14 @@ def _folder(path: Path) -> tuple[bytes, bytes | None]:
 def builtin_text() -> bytes:
     """The running Python's language reference, then the sources of its standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    topics = root / "pydoc_data" / "topics.py"
-    sources = [f for f in sorted(root.rglob("*.py")) if not _is_left_out(f.relative_to(root)) and f != topics]
-    parts: list[bytes] = []
-    size = 0
-    for source in [topics, *sources]:
-        if source == topics:
-            parts.append(_topics_text())
-        else:
-            parts.append(source.read_bytes())
-        size += len(parts[-1])
+    parts = [_topics_text()]
+    size = len(parts[0])
+    for source in _prose_sources(root) if root.is_dir() else ():
         if size >= BUILTIN_BYTES:
             break
+        if source != root / "pydoc_data" / "topics.py":
+            parts.append(source.read_bytes())
+            size += len(parts[-1])
     text = b"\n\n".join(parts)[:BUILTIN_BYTES]
     if len(text) < 500_000:
         raise DataError(f"this Python has little of its standard library at {root}; use data.corpus=FILE")
@@ -201,8 +198,16 @@ def _topics_text() -> bytes:
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
 
 
-def _is_left_out(relative: Path) -> bool:
-    return any(part in NOT_PROSE or part.startswith("test_") for part in relative.parts)
+def _prose_sources(folder: Path) -> Iterator[Path]:
+    """In the order of their paths. Folders that are left out are not entered: site-packages may hold many
+    files, and listing 13,353 took every program that reads this text 0.45 s of processor time."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.name in NOT_PROSE or entry.name.startswith("test_"):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _prose_sources(entry)
+        elif entry.name.endswith(".py"):
+            yield entry
 
 
 def _hugging_face(name: str) -> tuple[bytes, bytes | None]:

@@ -40,7 +40,8 @@ def about_run(link: RunLink, device_name: str, corpus: str | None) -> list[Findi
     if run is not None:
         try:
             device = machine.read_device(device_name)
-            found.append(findings.about_blocks(device, [run_need(run)], of_run=True))
+            need = run_need(run, device.name.partition(":")[0])
+            found.append(findings.about_blocks(device, [need], of_run=True))
             found.append(findings.about_text(read_text_problem(run, corpus)))
         except BlocktrainError as error:
             found.append(Finding("run", Severity.ERROR, "this machine cannot train it", str(error),

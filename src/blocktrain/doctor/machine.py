@@ -52,9 +52,9 @@ def shipped_needs() -> list[Need]:
     return [need_of(Setup.of(load_recipe(find_recipe(name), environment={}))) for name in MEASURED_RECIPES]
 
 
-def need_of(setup: Setup) -> Need:
+def need_of(setup: Setup, device_type: str = "cpu") -> Need:
     """Of the smallest block: with room for that one a machine can take part."""
-    return Need(setup.recipe.name, min(block_needs(setup.recipe, setup.objective)))
+    return Need(setup.recipe.name, min(block_needs(setup.recipe, setup.objective, device_type)))
 
 
 def read_disk(folder: Path) -> Disk:

@@ -138,8 +138,8 @@ def _names(certificate: x509.Certificate) -> tuple[str, ...]:
     return tuple(str(name.value) for name in names)
 
 
-def run_need(run: RunAnswer) -> Need:
-    """What one block of the run takes."""
+def run_need(run: RunAnswer, device_type: str) -> Need:
+    """What one block of the run takes of such a device."""
     setup = run_setup(run.recipe, run.vocabulary)
     recipe = setup.recipe
     for model in map(recipe.model.of_block, range(recipe.model.blocks)):
@@ -148,7 +148,7 @@ def run_need(run: RunAnswer) -> Need:
                 f"the run asks for blocks of {model.layers_per_block} layers and width {model.width}; no "
                 "machine trains that"
             )
-    return need_of(setup)
+    return need_of(setup, device_type)
 
 
 def read_text_problem(run: RunAnswer, corpus: str | None) -> str | None:

@@ -9,6 +9,7 @@ merging it on the coordinator.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -108,6 +109,8 @@ class Plan:
     times: tuple[RoundTimes, ...]
     traffic: RoundBytes
     reasons: tuple[str, ...]
+    was_unequal: bool = False
+    """Whether the recipe's blocks had different layers; the plan's are equal."""
 
     @property
     def round_seconds(self) -> float:
@@ -140,6 +143,7 @@ class Plan:
         """What was decided, as `--set` takes it."""
         model, training, swarm = self.recipe.model, self.recipe.training, self.recipe.swarm
         return {
+            **({"model.block_layers": "none"} if self.was_unequal else {}),
             "model.blocks": model.blocks,
             "model.layers_per_block": model.layers_per_block,
             "training.micro_batch": training.micro_batch,
@@ -230,10 +234,17 @@ def _on_paper(recipe: Recipe, vocabulary: int) -> tuple[Setup, Block]:
 
 def total_layers(recipe: Recipe) -> int:
     """Layers of the whole model, which a plan may cut in another way."""
-    unequal = [key for key in PER_BLOCK if getattr(recipe.model, key) is not None]
+    unequal = [key for key in PER_BLOCK if key != "block_layers" and getattr(recipe.model, key) is not None]
     if unequal:
         raise UserError(f"a plan cuts a model into equal blocks; leave out model.{unequal[0]}")
-    layers = recipe.model.blocks * recipe.model.layers_per_block
+    # Elsewhere a worker also fetches and runs frozen blocks, which no number here counts.
+    if recipe.objective.kind != "denoise":
+        raise UserError(
+            f'a plan is for independent blocks (objective.kind = "denoise"), found {recipe.objective.kind!r}'
+        )
+    model = recipe.model
+    # A product where it is one: a stranger's recipe may have a billion blocks.
+    layers = model.blocks * model.layers_per_block if model.block_layers is None else sum(model.block_layers)
     if layers > MAX_LAYERS:
         raise UserError(f"expected a model of at most {MAX_LAYERS} layers, found {layers}")
     return layers
@@ -242,6 +253,8 @@ def total_layers(recipe: Recipe) -> int:
 def flops_per_token(recipe: Recipe, vocabulary: int) -> float:
     """Operations of training a block on one token."""
     total_layers(recipe)
+    if recipe.model.block_layers is not None:
+        raise UserError("the speed of workers is not known where blocks differ (model.block_layers)")
     setup, block = _on_paper(recipe, vocabulary)
     forward = forward_flops_per_token(recipe.model, block, setup.vocabulary)
     return training_flops(forward, 0, 1) * (RECOMPUTE_FACTOR if recipe.training.recompute else 1)
@@ -253,6 +266,12 @@ def plan_run(
     """How to train this recipe's model on these machines, and why so. Settings named in `fixed` stay."""
     if not groups:
         raise UserError("no machines to plan for; name some with --machine, --machines or --coordinator")
+    layers, unequal = total_layers(recipe), recipe.model.block_layers is not None
+    if unequal:
+        if "model.block_layers" in fixed:
+            raise UserError("a plan cuts a model into equal blocks; leave out model.block_layers")
+        whole = replace(recipe.model, blocks=1, layers_per_block=layers, block_layers=None)
+        recipe = replace(recipe, model=whole)
     cuts = possible_cuts(recipe, groups, vocabulary, fixed)
     cut, reasons = choose_cut(cuts, groups)
     model = replace(recipe.model, blocks=cut.blocks, layers_per_block=cut.layers_per_block)
@@ -260,9 +279,9 @@ def plan_run(
     fits, recompute, why = fit_holders(recipe, cut, vocabulary, fixed)
     micro_batch = recipe.training.micro_batch if "training.micro_batch" in fixed else "auto"
     training = replace(recipe.training, recompute=recompute, micro_batch=micro_batch)
-    return choose_round(
-        replace(recipe, training=training), cuts, cut, fits, vocabulary, fixed, (*reasons, *why)
-    )
+    recipe = replace(recipe, training=training)
+    plan = choose_round(recipe, cuts, cut, fits, vocabulary, fixed, (*reasons, *why))
+    return replace(plan, was_unequal=unequal)
 
 
 def possible_cuts(
@@ -418,9 +437,11 @@ def times_of(fit: Fit, tokens_per_step: int, traffic: RoundBytes, swarm: SwarmCo
     """The times of a round, as a simulated worker has them on a line without weather."""
     steps = swarm.steps_per_round
     step = tokens_per_step / fit.tokens_per_second
-    ahead = sum(
-        may_step(step=one, steps=steps, version=0, round_=1, run_ahead=swarm.run_ahead)
-        for one in range(steps)
+    # Searched and not counted: a round may be set to a billion steps.
+    ahead = bisect_left(
+        range(steps),
+        True,
+        key=lambda one: not may_step(step=one, steps=steps, version=0, round_=1, run_ahead=swarm.run_ahead),
     )
     # Commit and reveal, then the look that finds the new head, then what it takes to build it.
     up = 2 * LATENCY_SECONDS + transfer_seconds(traffic.up, fit.group.up_mbit)

@@ -24,6 +24,8 @@ SUSTAINED_SHARE = 0.45
 card was measured."""
 MAX_FILE_BYTES = 1 << 20
 MAX_MACHINES = 1_000_000
+LEAST, MOST = 1e-9, 1e9
+"""Of memory, speed and lines: sums and quotients of such numbers stay finite."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,11 @@ class MachineGroup:
         for key in ("memory_gb", "tflops", "up_mbit", "down_mbit"):
             value = getattr(self, key)
             # A worker on a CPU does not say how much memory it has; nothing else is without end.
-            if not (value > 0 and (math.isfinite(value) or key == "memory_gb")):
-                raise UserError(f"machines: {key} must be a number above 0, found {value}")
+            unknown = key == "memory_gb" and value == math.inf
+            if not (unknown or LEAST <= value <= MOST):
+                raise UserError(
+                    f"machines: {key} must be between {LEAST:g} and {MOST:g}, found {str(value)[:40]}"
+                )
 
     @property
     def memory_bytes(self) -> float:
@@ -169,7 +174,7 @@ def groups_of_workers(workers: Iterable[WorkerState], flops_per_token: float) ->
 
     def rounded(value: float) -> float:
         # Two digits, so that equal machines look equal.
-        return float(f"{max(value, 1e-3):.1e}")
+        return float(f"{max(value, LEAST):.1e}")
 
     found: Counter[MachineGroup] = Counter()
     for worker in workers:
