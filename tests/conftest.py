@@ -17,7 +17,7 @@ from tests.tiny import prose
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 torch.set_num_threads(1)
-settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile("default", deadline=None, max_examples=25)
 settings.load_profile("default")
 
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -126,6 +127,7 @@ def run(request: list[Any], streams: list[int], shim: str) -> int:
     os.chdir(str(folder))
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the caller's TMPDIR counts, and not what was found before the fork
     sys.executable = shim  # processes that this one starts come from the zygote too
     code = 0
     try:

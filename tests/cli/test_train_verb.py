@@ -7,7 +7,6 @@ import json
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ import torch
 
 from blocktrain.config import resolve_recipe
 from blocktrain.training.checkpoint import load_checkpoint
-from tests.cli.program import ENVIRONMENT, Outcome, command, run_main, run_program
+from tests.cli.program import Outcome, run_main, run_program
+from tests.forked import start_blocktrain
 from tests.waiting import until
 
 REPORT_KEYS = {
@@ -195,22 +195,19 @@ def test_a_run_killed_with_signal_9_resumes_to_the_same_bits(
 ) -> None:
     out = tmp_path / "run"
     state = out / "state" / f"group-{group}.safetensors"
-    process = subprocess.Popen(
-        command(*long_run, "--out", out),
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = [str(word) for word in (*long_run, "--out", out)]
+    process = start_blocktrain(arguments, tmp_path / "out.log", tmp_path / "err.log")
 
     def begun() -> bool:
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.is_alive(), "the run ended before it could be killed"
         return state.exists()
 
     try:
         until("the group's state is saved", begun)
     finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     with safetensors.safe_open(str(state), framework="pt") as file:
         assert 0 < json.loads(file.metadata()["progress"])["step"] < 40
     assert not (out / "report.json").exists()

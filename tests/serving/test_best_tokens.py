@@ -63,7 +63,7 @@ def sent(
 def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
     temperature: float, follows_text: bool
 ) -> None:
-    vocabulary, positions, random = 1024, 1000, np.random.default_rng(7)
+    vocabulary, positions, random = 1024, 400, np.random.default_rng(7)
     sampler, asked_again = Sampler(11, temperature), 0
     for position in range(positions):
         rows = log_probs(vocabulary, random)
@@ -113,9 +113,9 @@ def test_text_is_the_same_with_the_best_tokens_alone(checkpoint: Path, few: int)
         tokens = asked_again = 0
         async with cluster(checkpoint, best_tokens=few) as c:
             for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "mode": "ar"}):
-                expected = [await text_of(local, prompt, seed=5, **settings) for prompt in PROMPTS[:4]]
+                expected = [await text_of(local, prompt, seed=5, **settings) for prompt in PROMPTS[:2]]
                 found = await asyncio.gather(
-                    *(text_of(c.engine, prompt, seed=5, **settings) for prompt in PROMPTS[:4])
+                    *(text_of(c.engine, prompt, seed=5, **settings) for prompt in PROMPTS[:2])
                 )
                 assert [text for text, _ in found] == [text for text, _ in expected]
                 tokens += sum(len(text) for text, _ in found)

@@ -18,6 +18,7 @@ from blocktrain.listening import open_port
 from blocktrain.local.launcher import LaunchConfig, Launcher, block_groups
 from blocktrain.local.processes import restart_pause
 from blocktrain.serving.gateway.limits import parse_limits
+from tests.forked import quick_python
 from tests.waiting import until
 
 from .conftest import Served
@@ -159,8 +160,8 @@ def is_ready(remote: Served) -> bool:
 
 
 @contextmanager
-def verb(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "blocktrain", *arguments]
+def verb(*arguments: str, python: str = sys.executable, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    command = [python, "-m", "blocktrain", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         try:
             yield process
@@ -180,7 +181,8 @@ def test_serve_that_is_ended_while_it_starts_leaves_no_folder_behind(
     checkpoint: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with verb("serve", str(checkpoint), "--stages", "1", "--port", "0", env=environment) as process:
+    serve = ("serve", str(checkpoint), "--stages", "1", "--port", "0")
+    with verb(*serve, python=quick_python(), env=environment) as process:
         logs = until("its children have logs", lambda: list(tmp_path.glob("blocktrain-serve-*/stage-0.log")))
         assert logs
         process.send_signal(stop)
