@@ -131,7 +131,7 @@ def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:
 
 
 def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(folder: Path) -> None:
-    found = campaign(folder / "weak", SETTINGS, 2, 6, [works_little])
+    found = campaign(folder / "weak", SETTINGS, 2, 4, [works_little])
     assert found.reputations[0] > 0
     assert found.bans == 0
 

@@ -85,7 +85,7 @@ def test_verify_is_ar_for_any_draft_length_and_both_are_the_local_model(checkpoi
     async def served() -> None:
         lengths = itertools.cycle(LENGTHS)
         async with cluster(checkpoint, [[0, 1], [2]]) as c:
-            for seed, (prompt, temperature) in enumerate(itertools.product(PROMPTS, (0.0, 1.0))):
+            for seed, (prompt, temperature) in enumerate(itertools.product(PROMPTS[::2], (0.0, 1.0))):
                 settings = {"seed": seed, "temperature": temperature}
                 model = LocalModel(loaded.objective, loaded.blocks, loaded.codebook_VD, loaded.pooling)
                 local = list(generate(model, list(prompt), max_tokens=24, **settings))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_text_does_not_depend_on_the_codec(checkpoint: Path, codec: Codec) -> No
         local = LocalEngine(checkpoint)
         await local.start()
         async with cluster(checkpoint, [[0], [1, 2]], codec=codec) as c:
-            for seed, prompt in enumerate(PROMPTS[:4]):
+            for seed, prompt in enumerate(PROMPTS[:2]):
                 expected, _ = await text_of(local, prompt, 32, mode="ar", seed=seed)
                 for mode in ("ar", "verify"):
                     found, stats = await text_of(c.engine, prompt, 32, mode=mode, seed=seed)
