@@ -254,7 +254,7 @@ def test_many_requests_leak_nothing(checkpoint: Path) -> None:
 
 def test_deadline_ends_a_request_and_says_how_far_it_came(checkpoint: Path) -> None:
     async def served() -> None:
-        async with cluster(checkpoint) as c:
+        async with cluster(checkpoint, kept_sessions=0) as c:
             for proxy in c.proxies:
                 proxy.delay_seconds = 0.1
             with pytest.raises(DeadlineError, match="of 500 tokens"):

@@ -19,7 +19,7 @@ def test_a_file_is_written_with_the_folders_it_needs(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StorageError, match="cannot write .*report.json.*--out"):
+    with pytest.raises(StorageError, match="cannot write .*report.json.*choose another folder"):
         write_json(tmp_path / "file" / "report.json", {})
     assert (tmp_path / "file").read_text() == "not a folder"
 

@@ -36,6 +36,7 @@ from blocktrain.wire.messages import (
 from tests.coordinator.conftest import Clock
 from tests.trust.kit import Trainer, judged, judged_recipe
 from tests.validation.kit import corpus, noise_like
+from tests.waiting import until
 
 GOOD = report_of(Evidence(Gain(0.1, 0.01, 30), Gain(0.1, 0.01, 30), Gain(0.05, 0.01, 30), 1000))
 
@@ -230,7 +231,8 @@ def test_a_runtime_error_of_the_scorer_does_not_stop_judging(
         payload = encode(worker.peer.codec, worker.peer.schema(0), worker.train(lease))
         worker.peer.reveal(worker.peer.commit(lease, payload), payload)
         failed = 'blocktrain_loop_failures_total{loop="judge"} 1.0'
-        running.wait_for(lambda: failed in worker.peer.get("/metrics").text)
+        # Looked at again and again: a counter wakes nobody.
+        until("the judge has failed", lambda: failed in worker.peer.get("/metrics").text)
         assert "CUDA out of memory" in caplog.text
         running.advance(recipe.trust.judge_lease_seconds + 1)
         assert worker.wait(payload).outcome is Outcome.ACCEPTED

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from blocktrain.config import Recipe
 from blocktrain.data.batches import Batches
@@ -66,7 +69,12 @@ class Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=STEP_SECONDS))
+        patience = timedelta(seconds=STEP_SECONDS)
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        # torchrun starts ranks again with the store that they had. Without a name of its own for each start,
+        # a rank that is faster than the others found the address of a dead one there.
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
         # Rank 0 may wait for an assignment for days, and the others for it.
         commands = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         return cls(dist.get_rank(), dist.get_world_size(), device, commands=commands)

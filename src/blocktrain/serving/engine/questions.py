@@ -130,8 +130,8 @@ class StageCache:
 
 
 class KeptSessions:
-    """Sessions whose text is complete, and whose caches stages still hold: a text that begins as one of them
-    does is sent from where the two part."""
+    """Sessions that have ended in whatever way, and whose caches stages still hold: a text that begins as one
+    of them does is sent from where the two part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
