@@ -226,10 +226,10 @@ def run_seconds_left(blocks: Sequence[BlockPace], rounds: int, now: float) -> fl
     # worker at three blocks was told 9 s a minute before the end.
     merged = sorted(moment for block in blocks for moment in block.closed)
     if len(merged) > 1:
-        pace = statistics.median(after - before for before, after in itertools.pairwise(merged))
+        turn = statistics.median(after - before for before, after in itertools.pairwise(merged))
         begun = max((block.begun for block in open_blocks if block.begun is not None), default=now)
         left = sum(rounds - block.version for block in open_blocks)
-        longest = max(0.0, left * pace - min(max(0.0, now - begun), pace))
+        longest = max(0.0, left * turn - min(max(0.0, now - begun), turn))
     for block in open_blocks:
         # The median, so that a coordinator that was down for a week does not make all rounds a week long.
         gaps = [after - before for before, after in itertools.pairwise(block.closed)]
