@@ -163,7 +163,8 @@ class News:
         # Once for all that is written before the loop comes to it.
         if not self._told:
             self._told = True
-            self._loop.call_soon_threadsafe(self._wake)
+            with suppress(RuntimeError):  # the server has ended meanwhile
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._told = False

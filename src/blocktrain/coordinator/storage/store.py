@@ -26,6 +26,7 @@ from alembic.config import Config as AlembicConfig
 from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     ClauseElement,
     Connection,
     Dialect,
@@ -372,20 +373,24 @@ class QuickSession(Session):
             return super().get(entity, ident, **options)
         if self.autoflush:
             self.flush()
-        plain, locking = _BY_KEY[entity]
+        plain, locking, names, booleans = _BY_KEY[entity]
         found = (locking if options.get("with_for_update") else plain)(self, key=ident)
         if not found:
             return None
-        row = entity(**dict(zip(entity.__table__.columns.keys(), found[0], strict=True)))
+        values = dict(zip(names, found[0], strict=True))
+        for name in booleans:  # of which SQLite has none
+            values[name] = bool(values[name])
+        row = entity(**values)
         make_transient_to_detached(row)  # as if it had been loaded, and with nothing to write
         self.add(row)
         return row
 
 
-def _by_key(table: type[Table]) -> tuple[Prepared, Prepared]:
+def _by_key(table: type[Table]) -> tuple[Prepared, Prepared, list[str], list[str]]:
     [key] = table.__table__.primary_key
-    query = select(table.__table__).where(key == bindparam("key"))
-    return Prepared(query), Prepared(query.with_for_update())
+    query, columns = select(table.__table__).where(key == bindparam("key")), table.__table__.columns
+    booleans = [column.key for column in columns if isinstance(column.type, Boolean)]
+    return Prepared(query), Prepared(query.with_for_update()), columns.keys(), booleans
 
 
 _BY_KEY = {table: _by_key(table) for table in (WorkerRow, AssignmentRow, UpdateRow, BlockRow)}
