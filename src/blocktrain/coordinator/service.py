@@ -93,7 +93,7 @@ class Coordinator:
             self._threads.start("heads", self.rounds.load_heads)
         if not self.resources.store.is_sqlite:
             hear = partial(self.resources.store.hear, changes.notify, self._stop)
-            repeat("other processes", hear)
+            repeat("listening", hear)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
         repeat("nonces", self.sweep, pause_seconds=SWEEP_SECONDS)
         self.resources.unneeded.find(self.resources.clock())
