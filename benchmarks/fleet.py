@@ -402,8 +402,10 @@ def coordinators(folder: Path, count: int, workers: int, *, s3: bool = False) ->
 
 async def kill_in_turn(processes: Sequence[Process], every_seconds: float, kills: Counter[str]) -> None:
     """`kill -9` of one after the other, each started again at once, until this task is cancelled."""
+    due = time.monotonic()
     for process in itertools.cycle(processes):
-        await asyncio.sleep(every_seconds)
+        due = max(due + every_seconds, time.monotonic())
+        await asyncio.sleep(due - time.monotonic())
         process.kill()
         await asyncio.to_thread(process.start)
         kills[process.url] += 1
