@@ -64,6 +64,8 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
     ):
         running[1].kill()
         until("it says degraded", lambda: "degraded" in client.get("/readyz").json()["reason"])
+        # Strangers may read this; why a stage is lost, and its address, are in the log.
+        assert client.get("/readyz").json()["reason"] == "degraded: no stage serves blocks [1] now"
         body = {"model": "tiny", "prompt": "x", "max_tokens": 8}
         whole = client.post("/v1/completions", json=body)
         assert whole.headers["x-blocktrain-degraded"] == "without blocks 1"
@@ -99,6 +101,10 @@ def test_two_stages_with_the_same_block_are_spares(checkpoint: Path, served: Ser
         answer = complete(remote, max_tokens=30)
         assert answer.choices[0].text == expected
         assert cost_of(answer)["degraded_blocks"] == []
+        running[1].kill()
+        with pytest.raises(openai.InternalServerError) as failure:
+            complete(remote, max_tokens=30)
+        assert failure.value.message.endswith("no stage can be reached")
 
 
 def test_a_stage_of_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:

@@ -133,8 +133,7 @@ class Fanout:
         wanted, began = blocks or self.blocks, asyncio.get_running_loop().time()
         parts = await self._fetch(question, wanted, frozenset(), began)
         if not parts:
-            problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
-            raise StagesUnavailableError(f"no stage can be reached: {problems}")
+            raise StagesUnavailableError("no stage can be reached")
         lost = set(wanted).difference(*(part.blocks for part in parts))
         if not question.is_void:
             question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))

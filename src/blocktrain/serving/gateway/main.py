@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
+CUT_OFF_SECONDS = 2
+"""How long those may take to say so that were not complete by then."""
 BACKLOG = 2048
 MAX_PER_ADDRESS = 1024
 """Connections from one network, of 2,000: a proxy or a program in front of the gateway has many."""
@@ -64,6 +67,8 @@ def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
+            # By itself uvicorn lets every program on this machine say in X-Forwarded-For who is calling.
+            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
@@ -87,6 +92,9 @@ async def serve_gateway(
         log.info("opened gateway url=%s ready=%s reason=%r", url_of(opened), ready, reason)
         announce(f"gateway ready url={url_of(opened)} model={engine.model.name}")
         await server.serve(sockets=[opened])
+        # uvicorn does not wait for the answers that it cut off, and each still owes its client an error.
+        if cut_off := server.server_state.tasks:
+            await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
     finally:
         if beside is not None:
             beside.cancel()
@@ -188,4 +196,4 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         yield url_of(opened)
     finally:
         server.should_exit = True
-        thread.join(SHUTDOWN_SECONDS)
+        thread.join(SHUTDOWN_SECONDS + CUT_OFF_SECONDS)
