@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from blocktrain.serving.engine.remote import StageRefusedError
-from tests.waiting import until
+from blocktrain.errors import UserError
+from blocktrain.serving.engine.fanout import when_blocks_are_lost
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
+from tests.waiting import PATIENCE_SECONDS, until
 
-from .conftest import Served, cost_of, served_by, stages
+from .conftest import Served, cost_of, serve_engine, served_by, stages
 
 
 def complete(served: Served, **fields: Any) -> openai.types.Completion:
@@ -73,6 +77,31 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             assert stream.headers["x-blocktrain-degraded"] == "without blocks 1"
         assert remote.metric("blocktrain_gateway_degraded_total") >= 1
+
+
+def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, served: Served) -> None:
+    expected = complete(served, max_tokens=8).choices[0].text
+    with stages(checkpoint, [0, 2], [1]) as running:
+        quick = replace(when_blocks_are_lost("fail"), degrade_seconds=0.2)
+        failing, waiting = (
+            EngineConfig(stages=[stage.address for stage in running], fanout=fanout)
+            for fanout in (quick, when_blocks_are_lost("wait"))
+        )
+        with (
+            serve_engine(RemoteEngine(checkpoint, failing)) as strict,
+            serve_engine(RemoteEngine(checkpoint, waiting)) as patient,
+            ThreadPoolExecutor(1) as asking,
+        ):
+            running[1].kill()
+            with pytest.raises(openai.InternalServerError, match=r"no stage serves blocks \[1\] now"):
+                complete(strict, max_tokens=8)
+            answer = asking.submit(complete, patient, max_tokens=8)
+            with strict.http() as client:
+                until("it says so", lambda: client.get("/readyz").status_code == 503)
+            with stages(checkpoint, [1], port=running[1].address.port):
+                assert answer.result(PATIENCE_SECONDS).choices[0].text == expected
+    with pytest.raises(UserError, match="degrade, fail or wait, found 'no'"):
+        when_blocks_are_lost("no")
 
 
 def test_a_block_nobody_serves_is_a_503_by_name(checkpoint: Path) -> None:

@@ -159,6 +159,8 @@ class RemoteEngine(TextEngine):
             return False, "no stage can be reached"
         if lost and self.fanout.needs_all:
             return False, f"a serial model needs every part, and no stage serves parts {lost} now"
+        if lost and not self.config.fanout.may_degrade:
+            return False, f"no stage serves blocks {lost} now"
         if lost:
             return True, f"degraded: no stage serves blocks {lost} now"
         return True, "ready"

@@ -18,6 +18,7 @@ from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
+from blocktrain.serving.engine.fanout import when_blocks_are_lost
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.api_errors import ApiError
@@ -144,6 +145,7 @@ def run_gateway(
     port: int = 8000,
     token: str = "",
     activations: str = "f32",
+    lost_blocks: str = "degrade",
     config: GatewayConfig | None = None,
     announce: Announce = print,
 ) -> None:
@@ -152,12 +154,15 @@ def run_gateway(
     # The port first: loading takes seconds, and a port that is taken should be said before them.
     with open_port(host, port) as opened:
         addresses = [Address.parse(stage) for stage in stages]
-        codec = activation_codec(activations)
+        chosen = EngineConfig(
+            stages=addresses,
+            token=token,
+            activations=activation_codec(activations),
+            fanout=when_blocks_are_lost(lost_blocks),
+        )
 
         def engine_of(path: Path) -> TextEngine:
-            if addresses:
-                return RemoteEngine(path, EngineConfig(stages=addresses, token=token, activations=codec))
-            return LocalEngine(path)
+            return RemoteEngine(path, chosen) if addresses else LocalEngine(path)
 
         served = current_checkpoint(checkpoint)
         engines = Engines(engine_of(served))
