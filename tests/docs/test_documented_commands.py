@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -32,6 +33,8 @@ GIVEN = {
     "docs/tracking.md": (),
 }
 """What a page takes for granted before its first command."""
+NOT_OF_THE_PAGE = (".", "deploy", "example.py", "given/")
+"""The reader's home, the repository's own, and what the tests add."""
 
 ALL = [fence for path in pages() for fence in fences(path)]
 
@@ -50,6 +53,11 @@ def test_the_commands_of_a_page_run(page: str, request: pytest.FixtureRequest) -
     for fence in ALL:
         if fence.page == page and runnable(fence):
             runner.run(fence)
+    # A reader who follows the pages in a clone has nothing to commit afterwards.
+    shutil.copy(ROOT / ".gitignore", runner.folder)
+    runner.shell("git init -q .", fence)
+    made = runner.shell("git ls-files --others --exclude-standard", fence).splitlines()
+    assert [name for name in made if not name.startswith(NOT_OF_THE_PAGE)] == []
 
 
 @pytest.mark.parametrize("fence", ALL, ids=str)

@@ -453,7 +453,7 @@ class Assignments:
             ):
                 # It trains ahead for a round that cannot open before the open one closes, and that one now
                 # waits for this worker's second try.
-                cancel, reason = True, f"the update for round {block.version} was refused: train that again"
+                cancel, reason = True, f"the update for round {block.version} did not count: train it again"
                 self._end_assignment(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,

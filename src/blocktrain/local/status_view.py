@@ -22,7 +22,7 @@ SHORT_ID = 8
 
 def status_tables(status: StatusAnswer) -> Group:
     working = any(worker.live for worker in status.workers)
-    state = "finished" if status.finished else "running" if working else "waiting for workers"
+    state = "finished" if status.finished else "training" if working else "waiting for workers"
     newest = status.evaluations[-1] if status.evaluations else None
     score = ""
     if newest is not None:
