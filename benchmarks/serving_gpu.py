@@ -103,7 +103,8 @@ def theirs(
     )
     torch.manual_seed(1)
     with device:
-        network = LlamaForCausalLM(config).to(dtype).eval()
+        network: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    network = network.to(dtype).eval()
     found = []
     for count in counts:
         ids = torch.tensor([prompts[i % len(prompts)] for i in range(count)], device=device)
@@ -136,7 +137,9 @@ def run_shape(name: str, device: torch.device, counts: list[int], seconds: float
         blocks = f"0-{recipe.model.blocks - 1}"
         with running_stages(None, checkpoint, [blocks], str(device)) as addresses:
             mine = asyncio.run(ours(checkpoint, addresses[0], counts, seconds, prompts))
-    rows = [{"shape": name, "clients": n, "ours": speed} for n, speed in zip(counts, mine, strict=True)]
+    rows: list[dict[str, Any]] = [
+        {"shape": name, "clients": n, "ours": speed} for n, speed in zip(counts, mine, strict=True)
+    ]
     for dtype in (torch.float32, torch.bfloat16):
         label = str(dtype).removeprefix("torch.")
         for row, speed in zip(rows, theirs(recipe, device, dtype, counts, prompts) or [], strict=False):
