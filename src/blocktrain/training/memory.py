@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, TrainingConfig
 from blocktrain.errors import DeviceError
@@ -205,13 +206,16 @@ def check_fits(recipe: Recipe, needed: int, usable: int | None, device: torch.de
         )
 
 
-def fitting_micro_batch(recipe: Recipe, objective: Objective, device: torch.device, block: int | None) -> int:
-    """The most sequences at once that fit into what is free; the block's weights are on the device already.
-    One at least: what does not fit then says so itself."""
+def fitting_micro_batch(recipe: Recipe, objective: Objective, block: nn.Module, index: int | None) -> int:
+    """The most sequences at once that fit beside the block, whose weights are on its device already. One at
+    least: what does not fit then says so itself."""
+    device = next(block.parameters()).device
     free, _ = free_memory(device)
     if free is None:
         return recipe.training.batch
-    return largest_micro_batch(recipe, objective, device.type, free, block) or 1
+    # What `largest_micro_batch` asks for has the weights in it, and what is free has not.
+    weights = sum(one.numel() * one.element_size() for one in block.parameters())
+    return largest_micro_batch(recipe, objective, device.type, free + weights, index) or 1
 
 
 def largest_micro_batch(
