@@ -119,10 +119,17 @@ def test_links_of_the_docs_lead_somewhere() -> None:
     broken = []
     for path in pages():
         prose = FENCE.sub("", path.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
-            if "://" not in target and not (path.parent / target).exists():
-                broken.append(f"{name_of(path)}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose):
+            there = path.parent / target if target else path
+            if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+                broken.append(f"{name_of(path)}: {target}#{anchor}")
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets a link name: each heading in small letters, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_the_index_names_every_page() -> None:
