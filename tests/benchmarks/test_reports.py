@@ -14,6 +14,8 @@ import pytest
 import reports
 from provenance import check_claims, write_report
 
+from tests.docs.pages import name_of, pages
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(reports.RESULTS.glob("*.json"))
 SCALES = (1, 1e-6, 1e-9, 2**-30)
@@ -57,11 +59,13 @@ def operators_bytes(report: Any) -> Iterator[float]:
 
 def linked_rows() -> list[tuple[str, str, list[Path]]]:
     found = []
-    for page in ("README.md", "docs/experiments.md"):
-        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
-            links = re.findall(r"\(((?:docs/)?results/[\w.-]+\.json)\)", line)
+    for page in pages():
+        if page.name == "frontier.md":  # computed as a whole, and held by test_frontier.py
+            continue
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            links = re.findall(r"\(((?:docs/|\.\./)?results/[\w.-]+\.json)\)", line)
             if links and line.startswith("|"):
-                found.append((f"{page}:{number}", line, [(ROOT / page).parent / link for link in links]))
+                found.append((f"{name_of(page)}:{number}", line, [page.parent / link for link in links]))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sqlite3
 import tarfile
 from collections.abc import Iterator
@@ -178,6 +179,7 @@ def test_status_and_workers_are_told_the_same_time_left(local: Place) -> None:
         assert later.seconds_left is None
         Console(file=screen, width=120).print(status_tables(later))
         assert "tiny: waiting for workers" in screen.getvalue()
+        assert re.search(r"test, gone +- +- +- ", screen.getvalue())  # at no block any more
 
 
 def test_durations_are_told_in_two_units() -> None:

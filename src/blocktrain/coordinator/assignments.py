@@ -269,7 +269,7 @@ class Assignments:
 
             # A round with nothing to merge may be tried again by a worker that it refused, once its deadline
             # has passed or nobody else is at it: the block must not stop (small judged runs did,
-            # docs/experiments.md, "judged runs that stall").
+            # docs/history, "judged runs that stall").
             for assignment_id, revealed, of_block in _REFUSED(session, worker=worker_id):
                 if _may_retry(revealed, rounds.state(session, block_row(session, of_block), now)):
                     change(session.get_one(AssignmentRow, assignment_id), AssignmentState.REFUSED)

@@ -135,6 +135,13 @@ class Coordinator:
         return False
 
 
+def in_use(data_dir: Path) -> str:
+    return (
+        f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
+        "between processes with --database postgresql://…"
+    )
+
+
 @contextmanager
 def opened(
     recipe: Recipe,
@@ -156,11 +163,7 @@ def opened(
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}; name another folder") from None
-    alone = locked_file(
-        data_dir / LOCK_FILE,
-        f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
-        "between processes with --database postgresql://…",
-    )
+    alone = locked_file(data_dir / LOCK_FILE, in_use(data_dir))
     database = database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}"
     # SQLite takes one process.
     with alone if database_url is None else nullcontext(), closing(Store(database)) as store:

@@ -61,7 +61,7 @@ def training_bytes(
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
     within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
-    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/history).
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training

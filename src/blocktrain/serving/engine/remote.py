@@ -76,7 +76,7 @@ class EngineConfig:
     kept_sessions: int = 16
     """Complete texts whose caches stay on the stages for others that begin alike; 0 for none."""
     draft_blocks: int = 2
-    """Blocks held here to draft with: two agree with four on 95 % of bytes, one on 91 % (experiments.md)."""
+    """Blocks held here to draft with: two agree with four on 95 % of bytes, one on 91 % (docs/history)."""
     token: str = ""
     """The secret of stages that ask for one."""
     fanout: FanoutConfig = field(default_factory=FanoutConfig)
