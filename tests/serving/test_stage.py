@@ -180,8 +180,8 @@ def test_what_was_sent_on_a_wrong_draft_is_not_computed(checkpoint: Path) -> Non
             assert found.keys() == {1, 4}
             assert stage.metrics.tokens._value.get() == 5
             other = await reply(stream, ask(replace(TRAVERSE, session=2), [5, 6, 7, 1, 2]))
-            rows = (decode_rows(frame.payload, Codec.F32, 1, 256) for frame in (found[4], other))
-            assert np.allclose(*rows, atol=1e-4)
+            rows, expected = (decode_rows(one.payload, Codec.F32, 1, 256) for one in (found[4], other))
+            assert np.allclose(rows, expected, atol=1e-4)
             await stream.close()
 
     asyncio.run(served())
