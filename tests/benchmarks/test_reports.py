@@ -86,8 +86,8 @@ def test_numbers_of_a_row_are_in_the_reports_it_links_to(place: str, row: str, l
 
 
 def linking_sections() -> list[tuple[str, str, list[Path]]]:
-    """Every section with a link to a report, but for the threat model, which says what is done and not when it
-    was measured, and decisions, which are dated."""
+    """Every section with a link to a report, but for the threat model, which says what is done and not when
+    it was measured, and decisions, which are dated."""
     found = []
     for page in pages():
         if page.name == "threat-model.md" or page.parent.name == "decisions":
