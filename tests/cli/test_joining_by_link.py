@@ -175,8 +175,12 @@ def test_a_coordinator_for_everybody_names_its_address_on_the_network(tmp_path: 
     assert started.stderr is not None
     ready = started.stdout.readline()
     port = ready.rsplit(":", 1)[-1].strip()
+    # A second one is told of the first, and not of the port that both want.
+    second = run_main("coordinator", "demo", "--data-dir", tmp_path / "data", "--port", port)
+    assert (second.code, "another coordinator is using" in second.complaint) == (2, True)
     started.send_signal(signal.SIGTERM)
     said = started.communicate(timeout=60)[1]
+    assert said.endswith("\nstopped; the same command goes on from here\n")
     address = lan_address() or "127.0.0.1"
     assert ready.startswith("coordinator ready url=http://127.0.0.1:")
     assert f"friends  blocktrain join http://{address}:{port}" in said

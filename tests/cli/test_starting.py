@@ -134,6 +134,17 @@ def test_threads_and_nice_reach_torch_and_the_system(first: str) -> None:
     assert run_python(script).stdout.split() == ["1", "True", "1"]
 
 
+@pytest.mark.parametrize("verb", ["stage nowhere --blocks 0", "gateway nowhere --port 0"])
+def test_programs_that_serve_bound_torchs_kernels_before_they_load_it(verb: str) -> None:
+    script = (
+        "import os, sys\nfrom blocktrain.cli.main import app\n"
+        "sys.modules['torch'] = None\n"  # to load it is an error from here on
+        f"sys.argv = ['blocktrain', *{verb.split()!r}]\n"
+        "try:\n    app()\nexcept ImportError:\n    print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
+    )
+    assert run_python(script).stdout.split() == ["64"]
+
+
 def test_a_thread_inside_torch_does_not_abort_the_end() -> None:
     """As scoring does when a coordinator is told to stop; without `leave` this ends with SIGABRT."""
     script = (

@@ -53,7 +53,8 @@ def test_the_commands_of_a_page_run(page: str, request: pytest.FixtureRequest) -
     for fence in ALL:
         if fence.page == page and runnable(fence):
             runner.run(fence)
-    # A reader who follows the pages in a clone has nothing to commit afterwards.
+    # A reader who follows the pages, and what a coordinator prints, has nothing to commit afterwards.
+    runner.shell("mkdir -p model && touch model/config.json", fence)
     shutil.copy(ROOT / ".gitignore", runner.folder)
     runner.shell("git init -q .", fence)
     made = runner.shell("git ls-files --others --exclude-standard", fence).splitlines()
@@ -118,10 +119,17 @@ def test_links_of_the_docs_lead_somewhere() -> None:
     broken = []
     for path in pages():
         prose = FENCE.sub("", path.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
-            if "://" not in target and not (path.parent / target).exists():
-                broken.append(f"{name_of(path)}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose):
+            there = path.parent / target if target else path
+            if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+                broken.append(f"{name_of(path)}: {target}#{anchor}")
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets a link name: each heading in small letters, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_the_index_names_every_page() -> None:

@@ -24,9 +24,10 @@ from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.notices import notified
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
-from blocktrain.coordinator.service import Coordinator, opened
+from blocktrain.coordinator.service import LOCK_FILE, Coordinator, in_use, opened
 from blocktrain.data.corpora import open_text
 from blocktrain.errors import StorageError, UserError
+from blocktrain.files import is_locked
 from blocktrain.listening import open_port, url_for_others, url_of
 from blocktrain.threads import Threads
 from blocktrain.training.checkpoint import starting_blocks
@@ -124,6 +125,10 @@ def run_coordinator(
         tls.context()
     if webhook is not None:
         checked_url(webhook, "a webhook")
+    # Before the port, which the other one has as well: told to take another, its host would come back here.
+    lock = data_dir / LOCK_FILE
+    if database_url is None and lock.exists() and is_locked(lock):
+        raise UserError(in_use(data_dir))
     sys.setswitchinterval(SWITCH_SECONDS)
     with open_port(host, port) as listener:
         text = open_text(recipe)
@@ -155,6 +160,7 @@ def run_coordinator(
             server = make_server(coordinator, ready, tls)
             with watched(coordinator, watch), notified(coordinator, webhook):
                 server.run(sockets=[listener])
+    print("stopped; the same command goes on from here", file=sys.stderr)
 
 
 @contextmanager

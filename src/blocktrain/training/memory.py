@@ -61,7 +61,7 @@ def training_bytes(
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
     within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
-    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/history).
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training
@@ -158,7 +158,7 @@ def _compiled_bytes(
     if tokens == training.batch * model.context:
         # One micro-batch alone: at the output map the layers and the embedding have no gradients yet, in the
         # last layer those before it have none, and when they have, its activations are gone. Counted with
-        # them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        # them, a vocabulary of 128,256 was estimated at 12.9 GB and took 11.2 GB on an H200.
         embedding = 0 if model.tied else vocabulary * width
         output -= 4 * (matrices + embedding)
         before = matrices - matrices // num_layers

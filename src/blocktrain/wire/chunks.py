@@ -105,7 +105,7 @@ class SparseChunks:
     def encode(self, values: Floats) -> Bytes:
         magnitudes = np.minimum(np.abs(values), np.float32(MAX_HALF))
         # Two magnitudes per chunk, 2 bits a kept value: error 0.94 on gaussians, 0.72 on uneven rows; with
-        # magnitudes per tensor, as Templar has them, 0.94 and 0.74 (docs/experiments.md).
+        # magnitudes per tensor, as Templar has them, 0.94 and 0.74 (docs/history).
         index = _largest(magnitudes, min(self._k, values.shape[1]))
         low_high, is_high = _two_magnitudes(np.take_along_axis(magnitudes, index, axis=1))
         negative = np.take_along_axis(values, index, axis=1) < 0

@@ -135,7 +135,7 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     given_up = 0 if trust.judge == "off" else len(refused)
 
     # All replicas are wanted, also those that are missing: then rounds last until their deadline, and workers
-    # that run ahead train meanwhile. Closing without them was measured, not kept (docs/experiments.md, T4).
+    # that run ahead train meanwhile. Closing without them was measured, not kept (docs/history, T4).
     wanted = max(1, max(len(awaited) + moved, swarm.replicas) - given_up) + extra
 
     clock = round_clock(facts, swarm, now)

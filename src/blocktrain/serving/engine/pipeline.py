@@ -9,6 +9,7 @@ chain stays the same, so a new chain gets all ids. Knows nothing of sampling or 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from blocktrain.serving.engine.rows import Part
 from blocktrain.wire import frames
 from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop, encode_metadata
 from blocktrain.wire.frames import ActivationCodec, Frame, FrameType
+
+log = logging.getLogger(__name__)
 
 AGAIN_HEDGES = 20
 """A chain that is silent for so many `hedge_seconds` is asked again, then after twice as long."""
@@ -110,10 +113,9 @@ class Pipeline(Fanout):
             now = loop.time()
             since = max(self._missing_since(block, now, began) for block in chain.missing)
             if now >= min(since + self.config.degrade_seconds, question.deadline):
-                known = "; ".join(link.problem for link in self.links if link.problem) or problem
+                log.warning("gave up part=%d reason=%s", chain.missing[0], problem)
                 raise StagesUnavailableError(
-                    "a serial model needs every part, and no stage serves part "
-                    f"{chain.missing[0]} now: {known}"
+                    f"a serial model needs every part, and no stage serves part {chain.missing[0]} now"
                 )
             await self.wait_for_change(HEALTH_POLL_SECONDS)
             # One that failed may have come back, or be less busy.
