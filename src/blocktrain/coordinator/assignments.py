@@ -131,7 +131,6 @@ _VOTED = Prepared(
         UpdateRow.base_version >= BlockRow.version,
     )
 )
-_HEADS = Prepared(select(BlockRow.block, BlockRow.version).order_by(BlockRow.block))
 _OWN_SECONDS = Prepared(
     select(UpdateRow.offset)
     .where(UpdateRow.worker_id == _WORKER, UpdateRow.block == _BLOCK, UpdateRow.offset.is_not(None))
@@ -284,7 +283,7 @@ class Assignments:
                 return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
-                versions = dict(_HEADS(session))
+                versions = {block: version for block, version, _ in rounds.heads(session)}
                 others = seats(session, run.swarm, now, without=worker)
                 view = WorkerView(
                     current_block=worker.block,

@@ -3,11 +3,15 @@ deciding and writing is the service's."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
@@ -21,12 +25,11 @@ from blocktrain.coordinator.http.signed_requests import (
     SignedEmpty,
     checked_body,
     declared_length,
-    received_file,
+    received_body,
     verified,
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.wire import messages
-from blocktrain.wire.byte_source import FileBytes
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import ErrorReason
 
@@ -138,8 +141,14 @@ async def put_update(request: Request, service: Service, payload_hash: HashPath)
         async for _ in checked_body(request, signature):
             pass
         return expected.verdict
-    async with _body_place(request, signature.worker_id), received_file(request, signature) as (file, found):
-        return await _in_decoding_thread(request, service.updates.reveal, expected, FileBytes(file), found)
+    async with _body_place(request, signature.worker_id), received_body(request, signature) as (body, found):
+        # A small one waits for the disk longer than it is decoded. Two at a time, 1,000 workers' updates came
+        # faster than they were taken, and one waited for 4 s in the median.
+        if isinstance(body, np.ndarray):
+            reveal = partial(service.updates.reveal, expected, body, found)
+            threads: Executor = request.app.state.writing_threads
+            return await asyncio.get_running_loop().run_in_executor(threads, reveal)
+        return await _in_decoding_thread(request, service.updates.reveal, expected, body, found)
 
 
 @asynccontextmanager
