@@ -36,7 +36,7 @@ def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
         return []
     model = objective.model
     alone = [block for block in range(model.blocks) if not objective.upstream(block)]
-    # A draft pays by being cheaper than what it foretells, and blocks of one shape take each step together.
+    # A draft pays by being cheaper than what it predicts, and blocks of one shape take each step together.
     shape = model.of_block(min(alone, key=model.step_cost))
     return [block for block in alone if model.of_block(block) == shape][: max(1, most)]
 
