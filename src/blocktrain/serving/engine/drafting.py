@@ -199,7 +199,8 @@ class Drafter:
         themselves. A long text is waited for until it is read here only if asked to `wait`."""
         margins = [one.margin for one in ahead]
         # Asked here too: where no token is worth its time, the computing thread is left alone.
-        if most <= 0 or not self.length.go_on(margins, self.drafting.num_open, time.monotonic()):
+        num_open, now, flying = self.drafting.num_open, time.monotonic(), bool(ahead)
+        if most <= 0 or not self.length.go_on(margins, num_open, now, flying=flying):
             return []
         if self._reading is None or self._reading.done():
             start = window_start(len(tokens), self.context)
@@ -239,7 +240,8 @@ class Drafter:
 
     def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
         enough = len(draft.tokens) >= draft.most
-        return not enough and self.length.go_on(draft.margins, requests, now)
+        flying = len(draft.margins) > len(draft.tokens)
+        return not enough and self.length.go_on(draft.margins, requests, now, flying=flying)
 
     def append(self, draft: Draft, row: Row) -> None:
         # The tolerance does not matter here: a token that is not settled is drafted all the same.
