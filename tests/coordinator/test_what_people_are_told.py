@@ -174,6 +174,11 @@ def test_status_and_workers_are_told_the_same_time_left(local: Place) -> None:
         screen = io.StringIO()
         Console(file=screen, width=120).print(status_tables(status))
         assert "tiny: training, about 40 s left" in screen.getvalue()
+        (worker,) = status.workers
+        assert worker.step is not None
+        paused = status.model_copy(update={"workers": (worker.model_copy(update={"block": None}),)})
+        Console(file=screen, width=120).print(status_tables(paused))
+        assert re.search(r"test +- +- +- ", screen.getvalue())
         running.advance(1000)  # nobody is at work, so nobody can tell
         later = running.coordinator.status()
         assert later.seconds_left is None

@@ -20,7 +20,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from blocktrain.client.address import RunLink, checked_url
 from blocktrain.config import load_recipe
-from blocktrain.connections import limited_protocol, max_connections
+from blocktrain.connections import (
+    ConnectionTable,
+    LimitedConnection,
+    limited_protocol,
+    max_connections,
+)
 from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.notices import notified
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
@@ -83,9 +88,15 @@ class Tls:
 class CoordinatorServer(uvicorn.Server):
     """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        coordinator: Coordinator,
+        ready: Callable[[], None],
+        connections: ConnectionTable[LimitedConnection],
+    ) -> None:
         super().__init__(config)
-        self._coordinator, self._ready = coordinator, ready
+        self._coordinator, self._ready, self.connections = coordinator, ready, connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -97,7 +108,7 @@ class CoordinatorServer(uvicorn.Server):
         # Event streams end when they see the flag; without it they would hold the server for DRAIN_SECONDS.
         self._coordinator.drain()
         self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
+        self.should_exit = self.connections.closing = True
 
 
 def run_coordinator(
@@ -196,9 +207,10 @@ def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
 def make_server(
     coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None
 ) -> CoordinatorServer:
+    protocol = limited_protocol(max_connections(), _explain, tls=None if tls is None else tls.context())
     config = uvicorn.Config(
         create_app(coordinator),
-        http=limited_protocol(max_connections(), _explain, tls=None if tls is None else tls.context()),
+        http=protocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -207,7 +219,7 @@ def make_server(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    return CoordinatorServer(config, coordinator, ready)
+    return CoordinatorServer(config, coordinator, ready, protocol.table)
 
 
 def _explain(status: int, message: str) -> str:

@@ -61,13 +61,14 @@ def status_tables(status: StatusAnswer) -> Group:
     )
     # The coordinator lists who was seen last first, which changes at every look.
     for worker in sorted(status.workers, key=lambda one: (one.label, one.worker_id)):
-        at_work = worker.live and not status.finished  # as on the page: what it did last is no work
+        # As on the page: what it did last is no work.
+        at_work = worker.live and worker.block is not None and not status.finished
         workers.add_row(
             # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
             # Without the machine's name, which the page shows: this table has to fit 80 columns.
             worker.device.split(" ")[0] + ("" if worker.live else ", gone"),
-            str(worker.block) if at_work and worker.block is not None else "-",
+            str(worker.block) if at_work else "-",
             str(worker.step) if at_work and worker.step is not None else "-",
             f"{worker.loss:.4f}" if at_work and worker.loss is not None else "-",
             verdict_counts(worker),

@@ -158,7 +158,7 @@ def _compiled_bytes(
     if tokens == training.batch * model.context:
         # One micro-batch alone: at the output map the layers and the embedding have no gradients yet, in the
         # last layer those before it have none, and when they have, its activations are gone. Counted with
-        # them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        # them, a vocabulary of 128,256 was estimated at 12.9 GB and took 11.2 GB on an H200.
         embedding = 0 if model.tied else vocabulary * width
         output -= 4 * (matrices + embedding)
         before = matrices - matrices // num_layers

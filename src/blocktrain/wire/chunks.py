@@ -222,7 +222,7 @@ def _largest(magnitudes: Floats, k: int) -> NDArray[np.int64]:
     num_chunks, num_values = magnitudes.shape
     # The bits of floats that are not negative sort like the floats, and no subnormal is flushed to zero.
     bits = magnitudes.view(np.uint32)
-    # A partition and not a sort: 48 M values encode in 0.48 s with `sparse:64` (docs/experiments.md).
+    # A partition and not a sort: 48 M values encode in 0.48 s with `sparse:64` (docs/history).
     threshold = np.partition(bits, num_values - k, axis=1)[:, num_values - k, None]
     chosen = bits >= threshold
     tied = np.count_nonzero(chosen, axis=1) > k
