@@ -86,7 +86,7 @@ def test_numbers_of_a_row_are_in_the_reports_it_links_to(place: str, row: str, l
 
 
 def linking_sections() -> list[tuple[str, str, list[Path]]]:
-    """Every section with a link to a report, but for the threat model, which says what is done and not when
+    """Every section with a link to a report, except the threat model, which says what is done and not when
     it was measured, and decisions, which are dated."""
     found = []
     for page in pages():

@@ -40,6 +40,15 @@ HISTORY = """async (seconds) => {
     { text: one.textContent, left: one.getBoundingClientRect().left - picture.left }
   ));
 }"""
+FINISHED = """async (behind) => {
+  const { Overview } = await import("/dashboard/overview.js");
+  const status = await (await fetch("/v1/status")).json();
+  const versions = status.blocks.map((block) => block.head_version - behind);
+  const now = { finished: true, ended: status.created, references: [], per_token: null };
+  status.evaluations = [{ consensus_ce: 2.5, versions }];
+  new Overview().update({ status: { ...status, ...now }, workers: [] }, () => status.server_time);
+  return document.querySelector("#figures").textContent;
+}"""
 PER_BYTE = """async (status) => {
   const { perByte } = await import("/dashboard/format.js");
   return perByte(status);
@@ -127,6 +136,11 @@ def test_losses_of_a_run_with_tokens_are_shown_per_byte(quiet_page: Watched) -> 
     assert (shown["per_token"], shown["name"]) == (6.0, "a")
     status["evaluations"] = [{**scored, "bytes_per_token": 1.0}]
     assert quiet_page.page.evaluate(PER_BYTE, status) == {**status, "per_token": None}
+
+
+def test_a_finished_run_says_when_its_last_rounds_are_not_scored_yet(quiet_page: Watched) -> None:
+    assert "the last rounds are being scored" in quiet_page.page.evaluate(FINISHED, 1)
+    assert "being scored" not in quiet_page.page.evaluate(FINISHED, 0)
 
 
 def test_round_times_fit_beside_their_picture(quiet_page: Watched) -> None:

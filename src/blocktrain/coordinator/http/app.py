@@ -41,8 +41,8 @@ READING_THREADS = 4
 """For GET, so that a worker that looks for a new head does not wait behind others' writing. More would only
 wait for the interpreter."""
 DECODING_THREADS = 2
-"""For payloads that are not small. Each may hold a whole decoded block; two keep both cores of a small host
-busy."""
+"""For payloads of blocks that are not small. Each may hold a whole decoded block; two keep both cores of a
+small host busy."""
 
 API = (worker_routes, operator_routes, downloads, public_routes)
 
