@@ -29,7 +29,7 @@ TINY = {
     "SWARM_CODEC": "sparse:1024",
     "SWARM_EVALUATE_EVERY_SECONDS": "600",
 }
-"""Two rounds, and rates that do not fall: each then gains half a nat or more. Later ones gained less than a
+"""Two rounds, and rates that do not fall: most updates then gain half a nat. Later ones gained less than a
 judge's 12 windows can show, and a block repeated its last round until an update was lucky (35 to 115 s)."""
 
 
