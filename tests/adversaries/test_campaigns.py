@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -139,11 +140,11 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
 # --- attackers who want the held-out text ---------------------------------------------------------------
 
 
-def harm_to_fresh_text(folder: Path, behaviour: Behaviour) -> tuple[float, ...]:
+def harm_to_fresh_text(folder: Path, behaviour: Behaviour, *, private: bool = False) -> tuple[float, ...]:
     """Two of five, established, with the default settings: the rise over honest workers alone."""
-    rounds = HONEST_ROUNDS + 2
+    rounds, defended = HONEST_ROUNDS + 2, dataclasses.replace(SETTINGS, private=private)
     alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
-    found = campaign(folder / "please", SETTINGS, 3, rounds, [behaviour] * 2, fresh_text())
+    found = campaign(folder / "please", defended, 3, rounds, [behaviour] * 2, fresh_text())
     print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
     return found.rise_over(alone)
 
@@ -153,11 +154,16 @@ def test_workers_who_know_the_held_out_text_do_no_harm_to_fresh_text(tmp_path: P
     assert max(harm_to_fresh_text(tmp_path, knows_held_out_text)) <= TOLERANCE
 
 
-@pytest.mark.slow  # they know less than those of the test above, or hide their harm better and do less
+@pytest.mark.slow  # they know less than those of the test above
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("behaviour", [pleases_the_judge, knows_all_the_judge_scores])
-def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
-    assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
+def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path) -> None:
+    assert max(harm_to_fresh_text(tmp_path, pleases_the_judge)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_against_who_knows_all_that_a_judge_scores_private_text_helps(tmp_path: Path) -> None:
+    assert max(harm_to_fresh_text(tmp_path, knows_all_the_judge_scores, private=True)) <= TOLERANCE
 
 
 def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder: Path) -> None:
