@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# pip compiles its 21,000 files on one core. Some packages hold files that are no Python of this version.
+COMPILE = $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 
 # The tests start hundreds of programs. Where this is set, as in many containers, each compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,12 +42,14 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "BlockTrain needs Python 3.11 or later; try: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "venv is missing; on Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=26.2'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(INSTALL) --upgrade 'pip>=26.2'
+	$(INSTALL) -e .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
+	$(COMPILE)
 	touch $@
 
 docs: $(VENV)/.ready

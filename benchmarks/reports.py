@@ -114,6 +114,11 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/activations.py", "src/blocktrain/wire/frames.py"),
         {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
     ),
+    "serving": Kind(
+        "serving-one-client.json",
+        ("benchmarks/serving.py", "src/blocktrain/serving"),
+        {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
+    ),
     "t8": Kind(
         "t8.json",
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),

@@ -43,12 +43,15 @@ def deal(num_blocks: int, num_stages: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_stages(wan: Wan | None, checkpoint: Path, blocks: list[str]) -> Iterator[list[str]]:
+def running_stages(
+    wan: Wan | None, checkpoint: Path, blocks: list[str], device: str = "cpu"
+) -> Iterator[list[str]]:
     """Stage processes on the hosts, or on this one; gives their addresses."""
     processes = []
     try:
         for i, part in enumerate(blocks):
             command = [sys.executable, __file__, "--role", "stage", str(checkpoint), "--blocks", part]
+            command += ["--device", device]
             command += ["--listen", f"{host_ip(i)}:{PORT}" if wan is not None else "127.0.0.1:0"]
             inside = command if wan is None else wan.inside(wan.hosts[i], command)
             processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, text=True))
@@ -185,7 +188,7 @@ def stage_role(arguments: argparse.Namespace) -> None:
         arguments.checkpoint,
         parse_blocks(arguments.blocks),
         StageConfig(listen=Address.parse(arguments.listen)),
-        device=torch.device("cpu"),
+        device=torch.device(arguments.device),
         threads=1,
         announce=lambda text: print(text, flush=True),
     )
@@ -318,6 +321,7 @@ def main() -> None:
     parser.add_argument("--rate-mbit", type=float, default=100.0)
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
     parser.add_argument("--blocks", default="")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--listen", default="")
     parser.add_argument("--addresses", default="")
     arguments = parser.parse_args()

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,42 +23,52 @@ settings.load_profile("default")
 
 
 LONGEST = (
-    "adversaries/test_campaigns.py",
-    "adversaries/test_attacks.py",
-    "docs/test_documented_commands.py",
-    "cli/test_demo_verb.py",
     "dashboard/test_dashboard_page.py",
-    "dashboard/test_dashboard_live.py",
-    "serving/test_engine.py",
-    "end_to_end/test_text_travels.py",
-    "data/test_prepare.py",
+    "docs/test_documented_commands.py",
+    "adversaries/test_attacks.py",
     "cli/test_train_verb.py",
-    "end_to_end/test_workers_come_and_go.py",
-    "coordinator/test_coming_and_going.py",
-    "compatibility/test_what_older_versions_left.py",
-    "trust/test_judged_updates.py",
-    "serving/test_best_tokens.py",
-    "coordinator/test_life_of_an_update.py",
-    "serving/gateway/test_launcher.py",
-    "simulation/test_policies.py",
-    "coordinator/test_kill.py",
-    "dashboard/test_dashboard_inert.py",
-    "adversaries/test_floods.py",
-    "serving/gateway/test_gateway_sweep.py",
-    "end_to_end/test_chain_swarm.py",
-    "docs/test_notebooks.py",
+    "adversaries/test_campaigns.py",
+    "serving/test_engine.py",
     "training/test_local_run.py",
-    "dashboard/test_dashboard_chat.py",
-    "end_to_end/test_other_models_in_a_swarm.py",
-    "serving/gateway/test_gateway_schema.py",
-    "coordinator/test_changing_a_run.py",
-    "training/test_specialised_run.py",
-    "serving/gateway/test_gateway_stages.py",
-    "end_to_end/test_refining_swarm.py",
-    "serving/gateway/test_gateway_bpe.py",
+    "cli/test_demo_verb.py",
+    "serving/test_failures.py",
+    "coordinator/test_life_of_an_update.py",
+    "end_to_end/test_text_travels.py",
+    "simulation/test_policies.py",
+    "end_to_end/test_workers_come_and_go.py",
+    "serving/gateway/test_gateway_completions.py",
+    "serving/test_best_tokens.py",
+    "serving/test_flights.py",
+    "serving/test_serial.py",
+    "compatibility/test_what_older_versions_left.py",
     "serving/test_versions.py",
+    "data/test_prepare.py",
+    "serving/gateway/test_gateway_bpe.py",
+    "end_to_end/test_judged_swarm.py",
+    "trust/test_judged_updates.py",
+    "coordinator/test_kill.py",
+    "end_to_end/test_ranks.py",
+    "end_to_end/test_refining_swarm.py",
+    "coordinator/test_coming_and_going.py",
+    "serving/test_following_the_text.py",
+    "end_to_end/test_chain_swarm.py",
+    "serving/gateway/test_launcher.py",
+    "serving/test_other_families.py",
+    "end_to_end/test_other_models_in_a_swarm.py",
+    "training/test_specialised_run.py",
+    "docs/test_notebooks.py",
+    "benchmarks/test_fleet.py",
+    "serving/gateway/test_gateway_stages.py",
+    "end_to_end/test_unequal_swarm.py",
+    "coordinator/test_changing_a_run.py",
+    "adversaries/test_floods.py",
+    "end_to_end/test_whole_swarm.py",
+    "adversaries/test_gateway_floods.py",
+    "serving/gateway/test_gateway_schema.py",
+    "serving/gateway/test_gateway_sweep.py",
 )
-"""Files that take longest, by `--durations`, the longest first."""
+"""Files that take most processor time, the longest first."""
+TOGETHER = "tests/dashboard/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,6 +77,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {str(Path(__file__).parent / name): number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's `loadfile`, but all files of the dashboard go to one process: the browser and the swarm that
+    they share take 10 s of processor time to start."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Together(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return str(TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid))
+
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -46,7 +46,12 @@ def test_derived_seeds_tell_their_parts_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.EROFS, "; choose another folder"), (errno.ENOSPC, "; free some space")]
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "; choose another folder"),
+        (errno.ENOENT, "; choose another folder"),
+        (errno.ENOSPC, "; free some space"),
+    ],
 )
 def test_space_is_asked_for_only_where_it_helps(number: int, remedy: str) -> None:
     with pytest.raises(StorageError) as caught, explained_errors(Path("run.json")):

@@ -508,7 +508,7 @@ class SwarmConfig:
     run_ahead: float = 0.25
     """Share of a round that a worker trains on from its own weights while the snapshot it should start from
     is still being merged; then it waits. Hides transfers; further ahead, updates go stale and the loss is
-    worse (docs/experiments.md). 0 is lockstep, 1 never waits."""
+    worse (docs/history). 0 is lockstep, 1 never waits."""
     stand_in: float = 0.9
     """A worker alone on its block, where `replicas` are wanted, fills this share of its round's time with the
     steps of one who is away. 0: it waits for the deadline."""

@@ -60,6 +60,9 @@ class ConnectionTable(Generic[Connection]):
         self._network: dict[Connection, str] = {}
         self._count: Counter[str] = Counter()
         self._waiting: dict[Connection, float] = {}
+        self.closing = False
+        """The server stops. uvicorn tells open connections so once: one that it had just accepted stayed, and
+        a coordinator took 20 s and an error to end after Ctrl-C."""
 
     def enter(self, new: Connection, network: str, now: float) -> Connection | None:
         """Register a connection; returns the one to close to make room: the one that has waited for its
@@ -161,6 +164,8 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._opened = True
         self._await_head()
+        if self.table.closing:
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.table.leave(self)

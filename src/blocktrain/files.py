@@ -109,7 +109,7 @@ def explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "free some space or choose another folder, then run it again (`train` goes on with --resume)"
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # space would not help
-            remedy = "choose another folder"
+        remedy = "choose another folder"
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # safetensors gives no number
+            remedy = f"free some space or {remedy}, then run it again (`train` goes on with --resume)"
         raise StorageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error

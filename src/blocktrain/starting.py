@@ -21,6 +21,10 @@ HARMLESS_THREADS = {"parent-watch"}
 # is the one that was put aside, so all the others burn the very time it needs: `train demo` on two cores with
 # ten other processes made 4 steps in 45 s, and 64 to 71 without spinning. docs/decisions/0013 has both sides.
 QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+# torch keeps a kernel and its memory for each shape of a product, 1,024 of them twice over. Rows of a batch
+# come in any number, so a stage with a 2 MB block grew from 346 to 831 MB; with 32 or 128 kernels it stayed
+# at 392 or 483, and a pass took as long.
+FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -35,6 +39,12 @@ def quiet_threads() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         for name, value in QUIET_THREADS.items():
             os.environ.setdefault(name, value)
+
+
+def few_kernels() -> None:
+    """For programs that serve, before torch is loaded. What the user set stays."""
+    for name, value in FEW_KERNELS.items():
+        os.environ.setdefault(name, value)
 
 
 def limit_processor(threads: int | None, nice: int) -> None:

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from tests.adversaries.attacks import everybody_works, nobody, play
-from tests.adversaries.swarm import Warm, warmed_up
+from tests.adversaries.swarm import Settings, Warm, warmed_up
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     """A judged run with established workers, made once."""
-    return warmed_up(tmp_path_factory.mktemp("warm"))
+    return warmed_up(tmp_path_factory.mktemp("warm"), Settings(steps=12, batch=16))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.data.dataset import Manifest, ShardEntry, check_shard, read_manifest
 from blocktrain.errors import DataError, RecipeError
-from blocktrain.serving.gateway import openai_messages
+from blocktrain.serving.gateway import openai_messages, responses
 from blocktrain.training.snapshot import SnapshotError, from_safetensors, to_safetensors
 from blocktrain.wire import frame_metadata, frames, messages
 from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode, encode, frame_length
@@ -186,7 +186,7 @@ def message_types() -> tuple[TypeAdapter[BaseModel], ...]:
     """Everything that either side parses: requests, answers and what the gateway takes."""
     found = [
         kind
-        for module in (messages, openai_messages)
+        for module in (messages, openai_messages, responses)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not BaseModel
     ]
@@ -229,6 +229,7 @@ def message_samples() -> Iterator[bytes]:
         openai_messages.ChatRequest(
             model="tiny", messages=[openai_messages.ChatMessage(role="user", content="a")]
         ),
+        responses.ResponsesRequest(model="tiny", input="a"),
     ):
         names = [adapter._type for adapter in message_types()]
         yield bytes([names.index(type(value))]) + value.model_dump_json(exclude_unset=True).encode()

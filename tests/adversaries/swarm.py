@@ -43,7 +43,7 @@ RECIPE = """
 name = "attacked"
 seed = {seed}
 model = {{ width = 32, heads = 2, blocks = 1, layers_per_block = 1, context = 64, condition_width = 8 }}
-training = {{ batch = 32, warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3, reference = false }}
+training = {{ batch = {batch}, warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3, reference = false }}
 evaluation = {{ max_bytes = 2000, pooling_bytes = 1000, noise_draws = 1, batch = 64 }}
 
 swarm.steps_per_round = {steps}
@@ -95,6 +95,7 @@ class Settings:
 
     seed: int = 1
     steps: int = 30
+    batch: int = 32
     deadline: float = 12.0
     replicas: int = 1
     lease: float = 30.0

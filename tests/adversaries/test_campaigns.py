@@ -40,6 +40,9 @@ COLLUDING_ROUNDS = 3
 """They hide in the second and push in the third."""
 SETTINGS = Settings(seed=11, steps=20, deadline=PATIENT_SECONDS, lease=PATIENT_SECONDS)
 """Rounds end when everybody has delivered; a slow machine changes nothing."""
+SHORT = dataclasses.replace(SETTINGS, steps=12, batch=16)
+"""A third of the work, and enough to see harm: without a judge sign flippers raise the loss by 0.62 and 1.00
+here, colluders by 1.02 to 1.57."""
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +52,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def five_honest(folder: Path) -> Ending:
-    return campaign(folder / "five", undefended(SETTINGS), 5, ROUNDS)
+    return campaign(folder / "five", undefended(SHORT), 5, ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def three_honest(folder: Path) -> Ending:
-    return campaign(folder / "three", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
+    return campaign(folder / "three", undefended(SHORT), 3, COLLUDING_ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def backdoored(folder: Path) -> Ending:
-    return campaign(folder / "backdoor", SETTINGS, 5, ROUNDS, [plants_backdoor] * 3)
+    return campaign(folder / "backdoor", SHORT, 5, ROUNDS, [plants_backdoor] * 3)
 
 
 def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(backdoored: Ending) -> None:
@@ -70,12 +73,12 @@ def test_judging_and_guarding_cost_at_most_a_tenth_of_what_they_judge(backdoored
 
 @pytest.mark.slow  # a check of the method: what the other losses are held against
 def test_without_a_judge_equal_runs_are_equal(folder: Path, three_honest: Ending) -> None:
-    again = campaign(folder / "again", undefended(SETTINGS), 3, COLLUDING_ROUNDS)
+    again = campaign(folder / "again", undefended(SHORT), 3, COLLUDING_ROUNDS)
     assert again.losses == pytest.approx(three_honest.losses, abs=TOLERANCE / 20), "but for the order of sums"
 
 
 def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
-    found = campaign(folder / "flips", SETTINGS, 5, ROUNDS, [flips_signs] * 3)
+    found = campaign(folder / "flips", SHORT, 5, ROUNDS, [flips_signs] * 3)
     assert found.merged == 0
     assert set(found.verdicts) == {"harmful"}
     assert max(found.rise_over(five_honest)) <= TOLERANCE
@@ -83,12 +86,12 @@ def test_three_sign_flippers_of_eight_do_not_raise_the_loss(folder: Path, five_h
 
 @pytest.mark.slow  # the verdicts alone: tests/trust/test_judged_updates.py
 def test_noise_of_three_of_eight_does_not_raise_the_loss(folder: Path, five_honest: Ending) -> None:
-    found = campaign(folder / "noise", SETTINGS, 5, ROUNDS, [sends_noise] * 3)
+    found = campaign(folder / "noise", SHORT, 5, ROUNDS, [sends_noise] * 3)
     assert max(found.rise_over(five_honest)) <= TOLERANCE
 
 
 def test_five_colluders_of_eight_do_not_raise_the_loss(folder: Path, three_honest: Ending) -> None:
-    found = campaign(folder / "colluders", SETTINGS, 3, COLLUDING_ROUNDS, [colludes] * 5)
+    found = campaign(folder / "colluders", SHORT, 3, COLLUDING_ROUNDS, [colludes] * 5)
     assert max(found.rise_over(three_honest)) <= TOLERANCE
     assert found.honest_refused == 0
     for scales in found.scales:
@@ -107,7 +110,7 @@ def test_a_backdoor_passes_and_shows_only_behind_its_trigger(
     folder: Path, five_honest: Ending, backdoored: Ending
 ) -> None:
     """Attack 17 is not solved: this holds what the threat model says of it."""
-    training = training_of(SETTINGS, folder)
+    training = training_of(SHORT, folder)
     assert max(backdoored.rise_over(five_honest)) <= TOLERANCE
     assert backdoored.merged > 0
     assert backdoored.backdoor_loss(training) < five_honest.backdoor_loss(training)
@@ -132,7 +135,7 @@ def test_copying_earns_no_credit_within_twenty_verdicts(folder: Path) -> None:
 
 
 def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(folder: Path) -> None:
-    found = campaign(folder / "weak", SETTINGS, 2, 4, [works_little])
+    found = campaign(folder / "weak", SHORT, 2, 4, [works_little])
     assert found.reputations[0] > 0
     assert found.bans == 0
 
@@ -149,15 +152,11 @@ def harm_to_fresh_text(folder: Path, behaviour: Behaviour, *, private: bool = Fa
     return found.rise_over(alone)
 
 
-@pytest.mark.timeout(900)
-def test_workers_who_know_the_held_out_text_do_no_harm_to_fresh_text(tmp_path: Path) -> None:
-    assert max(harm_to_fresh_text(tmp_path, knows_held_out_text)) <= TOLERANCE
-
-
-@pytest.mark.slow  # they know less than those of the test above
+@pytest.mark.slow  # the ruling that holds them back: tests/validation/test_reputation_and_rulings.py
 @pytest.mark.timeout(1800)
-def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path) -> None:
-    assert max(harm_to_fresh_text(tmp_path, pleases_the_judge)) <= TOLERANCE
+@pytest.mark.parametrize("behaviour", [knows_held_out_text, pleases_the_judge])
+def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
+    assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -19,15 +19,18 @@ TINY = {
     "MODEL_CONTEXT": "64",
     "TRAINING_BATCH": "8",
     "TRAINING_WARMUP_STEPS": "2",
+    "TRAINING_FINAL_LR": "1",
     "DATA_MAX_BYTES": "300000",
     "EVALUATION_MAX_BYTES": "4096",
     "EVALUATION_POOLING_BYTES": "4096",
     "EVALUATION_NOISE_DRAWS": "1",
-    "SWARM_ROUNDS": "4",
-    "SWARM_STEPS_PER_ROUND": "12",
+    "SWARM_ROUNDS": "2",
+    "SWARM_STEPS_PER_ROUND": "10",
     "SWARM_CODEC": "sparse:1024",
     "SWARM_EVALUATE_EVERY_SECONDS": "600",
 }
+"""Two rounds, and rates that do not fall: each then gains half a nat or more. Later ones gained less than a
+judge's 12 windows can show, and a block repeated its last round until an update was lucky (35 to 115 s)."""
 
 
 @pytest.mark.usefixtures("quick_children")
@@ -42,7 +45,7 @@ def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     assert report["attacker"]["merged"] == 0
     assert report["lossless"]
     assert report["bytes_per_traversal"] >= 1
-    assert report["ledger_entries"] > report["merges"] == 12
+    assert report["ledger_entries"] > report["merges"] == 6
     assert 0 < report["bytes_moved"] < report["full_checkpoint_bytes"]
     assert report["final"]["consensus_ce"] < 5.0
     assert (tmp_path / "demo" / "checkpoint" / "config.json").exists()

@@ -127,6 +127,8 @@ def test_invitations_need_an_address_unless_only_tokens_are_asked_for(tmp_path: 
     assert len(named) == 2
     assert all(line.startswith("blocktrain join https://run.example#invite=") for line in named)
     assert " " not in run_main(*invite, "--token").out.strip()
+    here = run_main(*invite, "--address", "http://127.0.0.1:8420")
+    assert "http://127.0.0.1:8420 can be reached from this machine only" in here.err
 
 
 @pytest.fixture
@@ -148,6 +150,11 @@ def test_a_host_is_told_which_run_it_is_and_what_to_send_to_friends(status: Stat
     assert f"goes on at round 4/{status.rounds}" in opening_lines(half, "open", Path("data"), link)[0]
     ended = half.model_copy(update={"finished": True})
     assert f"finished after {status.rounds} rounds" in opening_lines(ended, "open", Path("data"), link)[0]
+    assert "can be reached from this machine only" not in lines
+    here = "\n".join(opening_lines(status, "open", Path("data"), "http://127.0.0.1:8420#pin=ab"))
+    assert (
+        "(http://127.0.0.1:8420 can be reached from this machine only: start it with --host 0.0.0.0" in here
+    )
     closed = "\n".join(opening_lines(status, "invite", Path("data"), link))
     assert "by invitation" in closed
     assert "blocktrain invite --data-dir data" in closed
@@ -175,8 +182,12 @@ def test_a_coordinator_for_everybody_names_its_address_on_the_network(tmp_path: 
     assert started.stderr is not None
     ready = started.stdout.readline()
     port = ready.rsplit(":", 1)[-1].strip()
+    # A second one is told of the first, and not of the port that both want.
+    second = run_main("coordinator", "demo", "--data-dir", tmp_path / "data", "--port", port)
+    assert (second.code, "another coordinator is using" in second.complaint) == (2, True)
     started.send_signal(signal.SIGTERM)
     said = started.communicate(timeout=60)[1]
+    assert said.endswith("\nstopped; the same command goes on from here\n")
     address = lan_address() or "127.0.0.1"
     assert ready.startswith("coordinator ready url=http://127.0.0.1:")
     assert f"friends  blocktrain join http://{address}:{port}" in said

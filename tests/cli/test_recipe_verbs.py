@@ -34,19 +34,21 @@ def test_the_list_names_every_shipped_recipe_with_its_first_line() -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_copy_with_every_key_is_the_same_recipe_of_another_name(name: str, tmp_path: Path) -> None:
-    run_main("recipe", "copy", name, tmp_path / "mine.toml", "--all")
+    run_main("recipe", "copy", name, "--to", tmp_path / "mine.toml", "--all")
     copied = load_recipe(tmp_path / "mine.toml", environment={})
     assert copied == load_recipe(find_recipe(name), ["name=mine"], environment={})
 
 
 def test_a_plain_copy_is_the_file_with_its_comments_and_overwrites_nothing(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
-    told = run_main("recipe", "copy", "demo", mine)
+    told = run_main("recipe", "copy", "demo", "--to", mine)
     assert f"blocktrain train {mine} --out runs/mine" in told.out
     original = find_recipe("demo").read_text(encoding="utf-8")
     assert mine.read_text(encoding="utf-8") == original.replace('name = "demo"', 'name = "mine"')
-    again = run_main("recipe", "copy", "demo", mine)
+    again = run_main("recipe", "copy", "demo", mine)  # as it was spelt before --to
     assert (again.code, "already exists" in again.complaint) == (2, True)
+    nowhere = run_main("recipe", "copy", "demo")
+    assert (nowhere.code, "--to mine.toml" in nowhere.complaint) == (2, True)
 
 
 def test_show_prints_what_a_run_would_take(tmp_path: Path) -> None:

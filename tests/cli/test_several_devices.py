@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from blocktrain.client.coordinator import public_client
+from blocktrain.client.texts import fetched_manifest
 from blocktrain.doctor.findings import Device, Disk
 from blocktrain.doctor.plan import joining_plan
 from blocktrain.errors import DeviceError, UserError
 from blocktrain.local.crew import Crew, Member, folder_names, named_devices, restart_after
+from blocktrain.wording import size
 from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution, Shifts, Terms
 from tests.cli.program import ENVIRONMENT, command, run_main
 from tests.cli.servers import coordinator_at
@@ -137,13 +139,14 @@ def test_two_workers_join_by_one_link_and_one_ctrl_c_ends_both(invited: str, tmp
 def test_the_plan_names_every_device_and_limit(invited: str) -> None:
     with public_client(invited) as client:
         run, status = client.run(), client.status()
-    plan = joining_plan(
-        invited, run, status, [Device("cpu"), Device("cpu")], Disk("here", None, True), 4.0, ["5 Mbit/s up"]
-    )
+        manifest = fetched_manifest(client, run)
+    devices, disk = [Device("cpu"), Device("cpu")], Disk("here", None, True)
+    plan = joining_plan(invited, run, status, devices, disk, 4.0, ["5 Mbit/s up"], manifest=manifest)
     assert "device   cpu, cpu: 2 workers" in plan
     assert any(line.startswith("memory   about") and "for each worker" in line for line in plan)
     assert "limits   5 Mbit/s up" in plan
-    assert any(line.startswith("text     fetched from the coordinator") for line in plan)
+    text = size(sum(shard.tokens for shard in manifest.training))
+    assert f"text     up to {text} down, as it is needed; kept within the disk space above" in plan
 
 
 def test_a_worker_pauses_and_goes_on_by_verb(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_second_process_hears_that_the_run_was_finished(tmp_path: Path, postgr
     ):
         train(one, 1)
         one.coordinator.finish()
-        other.coordinator._sweep()
+        other.coordinator.sweep()
         assert other.coordinator.status().finished
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
@@ -13,8 +15,11 @@ import pytest
 
 from blocktrain import connections
 from blocktrain.connections import ConnectionTable
+from blocktrain.coordinator.main import make_server
+from blocktrain.coordinator.service import opened
+from blocktrain.listening import open_port
 from blocktrain.wire.messages import ErrorAnswer
-from tests.coordinator.conftest import Place, Running, tiny_recipe
+from tests.coordinator.conftest import CORPUS, Place, Running, tiny_recipe
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 
@@ -46,6 +51,25 @@ def test_a_head_that_does_not_end_is_answered_with_too_slow(running: Running) ->
         answer = all_of(connection)
     assert b" 408 " in answer.split(b"\r\n", 1)[0]
     assert b'"too_slow"' in answer
+
+
+def test_a_connection_that_comes_while_the_server_stops_does_not_hold_it(tmp_path: Path) -> None:
+    ready = threading.Event()
+    with (
+        opened(tiny_recipe(), CORPUS, tmp_path, scoring=False) as coordinator,
+        open_port("127.0.0.1", 0) as listener,
+    ):
+        server = make_server(coordinator, ready.set)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        assert ready.wait(30)
+        # As it is for a connection that the system took just before the port was closed.
+        server.connections.closing = True
+        with socket.create_connection(listener.getsockname(), timeout=30) as late:
+            assert all_of(late) == b""
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_what_is_no_http_is_refused_in_the_error_document(running: Running) -> None:

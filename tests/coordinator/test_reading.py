@@ -146,14 +146,20 @@ def test_the_latest_verdicts_of_everybody_are_public(running: Running) -> None:
     ]
 
 
-def test_the_status_of_a_run_fits_a_terminal_of_80_columns(running: Running) -> None:
-    peer = running.peer()
+def test_the_status_of_a_run_fits_a_terminal_of_80_columns_and_keeps_its_order(running: Running) -> None:
+    peer, _ = running.peer(), running.peer()
     peer.heartbeat(peer.lend())
-    screen = io.StringIO()
-    Console(file=screen, width=80).print(status_tables(running.coordinator.status()))
-    (block,) = [line for line in screen.getvalue().splitlines() if line.startswith("0 ")]
+    status, shown = running.coordinator.status(), list[str]()
+    # Who was seen last comes first in the answer, which changes at every look.
+    for workers in (status.workers, status.workers[::-1]):
+        screen = io.StringIO()
+        Console(file=screen, width=80).print(status_tables(status.model_copy(update={"workers": workers})))
+        shown.append(screen.getvalue())
+    assert len(status.workers) == 2
+    assert shown[0] == shown[1]
+    (block,) = [line for line in shown[0].splitlines() if line.startswith("0 ")]
     assert block.split()[:4] == ["0", "0/4", "0/1", "1"]
-    assert "block 0: " in screen.getvalue()
+    assert "block 0: " in shown[0]
 
 
 @pytest.mark.parametrize(("versions", "told"), [((0, 0), False), ((1, 0), True)])

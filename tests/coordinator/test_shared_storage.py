@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.traffic import Traffic
 from blocktrain.coordinator.storage.blobs import Blobs, upload_key
 from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Outcome
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
@@ -71,6 +76,19 @@ def test_objects_are_served_by_presigned_address(shared: Running) -> None:
     assert answer.status_code == 307
     assert "X-Amz-Signature" in answer.headers["location"]
     peer.snapshot(0, peer.run.blocks[0].initial_hash)
+
+
+def test_a_download_from_shared_storage_goes_on_where_it_was_cut(shared: Running, tmp_path: Path) -> None:
+    peer = shared.peer(join=False)
+    path = f"/v1/snapshots/{peer.run.blocks[0].initial_hash}"
+    whole = httpx2.get(shared.url + path, follow_redirects=True).content
+    target, traffic = tmp_path / "part", Traffic()
+    target.write_bytes(whole[:-100])
+    client = CoordinatorClient(shared.url, Identity.generate(), traffic, threading.Event(), print)
+    with closing(client):
+        client.download(path, target, len(whole))
+    assert target.read_bytes() == whole
+    assert 100 < traffic.bytes_of("down")["snapshot"] < len(whole)
 
 
 def test_an_upload_that_nobody_speaks_of_is_deleted_after_an_hour(shared: Running) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sqlite3
 import tarfile
 from collections.abc import Iterator
@@ -131,6 +132,14 @@ def test_the_time_left_is_that_of_the_slowest_block() -> None:
     assert run_seconds_left([fast, slow], 8, now=9999) == 5 * 20
 
 
+def test_blocks_that_one_worker_trains_in_turns_take_the_sum_of_their_times() -> None:
+    turns = [(10, 20, 70, 80), (30, 40), (50, 60)]
+    blocks = [BlockPace(version=len(closed), closed=closed, first_seconds=10) for closed in turns]
+    assert run_seconds_left(blocks, 4, now=80) == 4 * 10
+    open_round = dataclasses.replace(blocks[1], begun=80.0)
+    assert run_seconds_left([blocks[0], open_round, blocks[2]], 4, now=83) == 4 * 10 - 3
+
+
 def test_a_week_without_the_coordinator_is_no_weeklong_round() -> None:
     week = 7 * 86400.0
     pace = BlockPace(version=4, closed=(10, 20, 20 + week, 30 + week), first_seconds=10)
@@ -164,12 +173,18 @@ def test_status_and_workers_are_told_the_same_time_left(local: Place) -> None:
         assert status.tokens_per_second == pytest.approx(2 * 2 * 16 / 10)
         screen = io.StringIO()
         Console(file=screen, width=120).print(status_tables(status))
-        assert "tiny: running, about 40 s left" in screen.getvalue()
+        assert "tiny: training, about 40 s left" in screen.getvalue()
+        (worker,) = status.workers
+        assert worker.step is not None
+        paused = status.model_copy(update={"workers": (worker.model_copy(update={"block": None}),)})
+        Console(file=screen, width=120).print(status_tables(paused))
+        assert re.search(r"test +- +- +- ", screen.getvalue())
         running.advance(1000)  # nobody is at work, so nobody can tell
         later = running.coordinator.status()
         assert later.seconds_left is None
         Console(file=screen, width=120).print(status_tables(later))
         assert "tiny: waiting for workers" in screen.getvalue()
+        assert re.search(r"test, gone +- +- +- ", screen.getvalue())  # at no block any more
 
 
 def test_durations_are_told_in_two_units() -> None:

@@ -119,3 +119,4 @@ def test_round_times_fit_beside_their_picture(quiet_page: Watched) -> None:
         labels = quiet_page.page.evaluate(HISTORY, seconds)
         assert len(labels) >= 2
         assert all(one["left"] >= 0 for one in labels), labels
+        assert len({one["text"].split()[1] for one in labels}) == 1, labels  # "10 s" above "0 min"

@@ -24,8 +24,9 @@ import zstandard
 from blocktrain.data import prepare as preparing
 from blocktrain.data.bpe import FileTokenizer, train_bpe
 from blocktrain.data.dataset import SPLITS, Dataset, Manifest, check_shard, total
+from blocktrain.data.portions import EncoderProcess, Portion
 from blocktrain.data.prepare import PrepareOptions, Reserve, document_keys, prepare
-from blocktrain.errors import DataError, StorageError, UserError
+from blocktrain.errors import BlocktrainError, DataError, StorageError, UserError
 
 SUBJECTS = (
     ["river", "bridge", "stone", "water", "flood", "bank", "current", "ferry", "harbour", "tide"],
@@ -399,3 +400,12 @@ def test_ten_gigabytes_are_prepared_in_the_memory_of_little_text() -> None:
     found = json.loads(done.stdout)
     assert found["peak_mb"] <= 500
     assert sum(found["dataset"][split]["bytes"] for split in ("training", "pooling", "held_out")) > 9.5e9
+
+
+def test_a_killed_tokenizing_process_is_named_and_can_be_closed(tmp_path: Path) -> None:
+    process = EncoderProcess(tmp_path, tmp_path)
+    process.process.kill()
+    process.process.wait()
+    with pytest.raises(BlocktrainError, match="a tokenizing process ended .exit code -9.*fewer --processes"):
+        process.encode(Portion([b"x" * 1000], [0]))
+    process.close()

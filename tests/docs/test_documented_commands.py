@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -32,6 +33,8 @@ GIVEN = {
     "docs/tracking.md": (),
 }
 """What a page takes for granted before its first command."""
+NOT_OF_THE_PAGE = (".", "deploy", "example.py", "given/")
+"""The reader's home, the repository's own, and what the tests add."""
 
 ALL = [fence for path in pages() for fence in fences(path)]
 
@@ -50,6 +53,12 @@ def test_the_commands_of_a_page_run(page: str, request: pytest.FixtureRequest) -
     for fence in ALL:
         if fence.page == page and runnable(fence):
             runner.run(fence)
+    # A reader who follows the pages, and what a coordinator prints, has nothing to commit afterwards.
+    runner.shell("mkdir -p model && touch model/config.json", fence)
+    shutil.copy(ROOT / ".gitignore", runner.folder)
+    runner.shell("git init -q .", fence)
+    made = runner.shell("git ls-files --others --exclude-standard", fence).splitlines()
+    assert [name for name in made if not name.startswith(NOT_OF_THE_PAGE)] == []
 
 
 @pytest.mark.parametrize("fence", ALL, ids=str)
@@ -110,10 +119,17 @@ def test_links_of_the_docs_lead_somewhere() -> None:
     broken = []
     for path in pages():
         prose = FENCE.sub("", path.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
-            if "://" not in target and not (path.parent / target).exists():
-                broken.append(f"{name_of(path)}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose):
+            there = path.parent / target if target else path
+            if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+                broken.append(f"{name_of(path)}: {target}#{anchor}")
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets a link name: each heading in small letters, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_the_index_names_every_page() -> None:

@@ -80,21 +80,19 @@ def test_a_worker_of_two_ranks_trains_what_the_local_loop_trains(
 
 
 def test_a_killed_rank_ends_the_round_and_the_worker_goes_on_from_the_head(kit: Kit, text: Path) -> None:
-    recipe = tiny_recipe(text, swarm={"rounds": 12, "steps_per_round": 5, "lease_seconds": 60.0})
+    recipe = tiny_recipe(text, swarm={"rounds": 6, "steps_per_round": 4, "lease_seconds": 60.0})
     coordinator = Coordinator(kit, recipe).start()
     with torchrun(kit, coordinator, "--shard", "yes") as process:
-        coordinator.reach(2)
+        coordinator.reach(1)
         assert (pid := process.pid) is not None
         first = children(pid)
         os.kill(first["1"], signal.SIGKILL)
-        before = coordinator.version()
 
         def started_again() -> bool:
             now = children(pid)
             return set(now) == {"0", "1"} and not set(now.values()) & set(first.values())
 
         until("both ranks are started again", started_again)
-        coordinator.reach(before + 2)
         status = coordinator.finished()
     assert len(status.workers) == 1
-    assert coordinator.verify().merges == 12
+    assert coordinator.verify().merges == 6

@@ -135,8 +135,10 @@ def teach(
         length.observe(found, requests)
 
 
-def drafted(length: AdaptiveLength, margin: float = 2.5, requests: int = 1, now: float = 0.0) -> int:
-    return next((k for k in range(99) if not length.go_on([margin] * k, requests, now)), 99)
+def drafted(
+    length: AdaptiveLength, margin: float = 2.5, requests: int = 1, now: float = 0.0, flying: bool = False
+) -> int:
+    return next((k for k in range(99) if not length.go_on([margin] * k, requests, now, flying=flying)), 99)
 
 
 def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
@@ -152,6 +154,14 @@ def test_a_burst_leaves_the_drafts_of_a_single_request_as_they_were() -> None:
     before = drafted(length)
     teach(length, 0.9, traversal_seconds=0.4, step_seconds=0.2, requests=64)
     assert drafted(length, requests=64) < drafted(length) == before
+
+
+def test_a_request_alone_drafts_on_while_it_waits() -> None:
+    far, near = taught(0.9, 0.2), taught(0.9, 0.01)
+    assert drafted(far, flying=True) > drafted(far)
+    assert drafted(near, flying=True) == drafted(near), "a traversal is back before more is drafted"
+    teach(far, 0.9, traversal_seconds=0.2, step_seconds=0.01, requests=8)
+    assert drafted(far, requests=8, flying=True) == drafted(far, requests=8)
 
 
 def test_drafting_begins_again_when_its_cost_is_old() -> None:

@@ -21,6 +21,7 @@ from tests.serving.proxy import Reorder, Trouble, flip_a_byte, half_then_close, 
 from tests.serving.stages import StageProcess, spawn, start_stage, wait_ready
 from tests.waiting import until_async
 
+LENGTH = 24
 SPARES = [[0], [1, 2], [0], [1, 2]]
 LINK = LinkConfig(connect_seconds=HOUR, ping_seconds=0.1, suspect_seconds=0.5, dead_seconds=2.0)
 WAITS: dict[str, Any] = {
@@ -38,7 +39,7 @@ def expected(checkpoint: Path) -> list[int]:
     async def local() -> list[int]:
         engine = LocalEngine(checkpoint)
         await engine.start()
-        tokens, _ = await text_of(engine, PROMPTS[0], 40, mode="ar", seed=9)
+        tokens, _ = await text_of(engine, PROMPTS[0], LENGTH, mode="ar", seed=9)
         await engine.close()
         return tokens
 
@@ -47,14 +48,14 @@ def expected(checkpoint: Path) -> list[int]:
 
 async def write(c: Cluster | RemoteEngine, **settings: object) -> tuple[list[int], GenerationStats]:
     engine = c if isinstance(c, RemoteEngine) else c.engine
-    return await text_of(engine, PROMPTS[0], 40, seed=9, draft_tokens=2, **settings)
+    return await text_of(engine, PROMPTS[0], LENGTH, seed=9, draft_tokens=2, **settings)
 
 
 async def write_disturbed(
     engine: RemoteEngine, disturb: Callable[[], None], *, after: int = 3
 ) -> tuple[list[int], GenerationStats]:
     """The same text, with something happening after a few traversals."""
-    request = GenerationRequest(list(PROMPTS[0]), 40, seed=9, draft_tokens=2, deadline_seconds=HOUR)
+    request = GenerationRequest(list(PROMPTS[0]), LENGTH, seed=9, draft_tokens=2, deadline_seconds=HOUR)
     generation = engine.generate(request)
     tokens: list[int] = []
     traversals = 0
@@ -158,7 +159,7 @@ def test_a_partition_without_a_spare_degrades_and_heals(checkpoint: Path, expect
     async def served() -> None:
         async with cluster(checkpoint, **GIVES_UP) as c:
             tokens, stats = await write_disturbed(c.engine, c.proxies[2].stall)
-            assert len(tokens) == 40
+            assert len(tokens) == LENGTH
             assert stats.degraded_blocks == [2]
             assert "degraded" in c.engine.ready[1]
             now = asyncio.get_running_loop().time()
@@ -306,7 +307,7 @@ def test_kill_9_of_each_stage_with_and_without_a_spare(checkpoint: Path, expecte
             tokens, stats = await write_disturbed(engine, running[victim].kill)
             if spare:
                 assert tokens == expected
-            assert len(tokens) == 40
+            assert len(tokens) == LENGTH
             assert stats.degraded_blocks == ([] if spare else [victim])
         finally:
             await engine.close()
@@ -328,7 +329,7 @@ def test_a_stage_that_returns_after_five_seconds_is_used_again(checkpoint: Path,
                 asyncio.get_running_loop().call_later(5.0, c.proxies[1].heal)
 
             tokens, stats = await write_disturbed(c.engine, partition)
-            assert len(tokens) == 40
+            assert len(tokens) == LENGTH
             assert stats.degraded_blocks in ([], [1])
             await until_async(lambda: c.engine.ready == (True, "ready"))
             tokens, stats = await write(c)

@@ -23,6 +23,7 @@ from blocktrain.ids import CorpusHash
 from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling
+from blocktrain.serving.engine import pipeline
 from blocktrain.serving.engine.fanout import Candidate, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
@@ -114,6 +115,20 @@ def test_scores_and_log_probs_through_the_chain_are_those_of_one_process(serial:
         await local.close()
         assert [one.token for one in found] == [one.token for one in expected]
         assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+
+    asyncio.run(served())
+
+
+def test_a_chain_whose_addresses_do_not_fit_into_a_question_is_refused_with_a_sentence(
+    serial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def served() -> None:
+        async with cluster(serial, ((0,), (1,), (2,))) as c:
+            monkeypatch.setattr(pipeline, "MAX_CHAIN_BYTES", 50)
+            with pytest.raises(
+                StagesUnavailableError, match=r"3 stages take \d+ bytes; expected at most 50: "
+            ):
+                await text_of(c.engine, PROMPTS[0], NEW_TOKENS, seed=3, mode="ar")
 
     asyncio.run(served())
 

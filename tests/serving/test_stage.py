@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -155,6 +156,33 @@ def test_the_same_traversal_again_is_answered_from_memory(checkpoint: Path) -> N
             assert failure(await reply(stream, raw)).code is FailureCode.STALE
             for open_stream in (stream, other_connection):
                 await open_stream.close()
+
+    asyncio.run(served())
+
+
+def test_what_was_sent_on_a_wrong_draft_is_not_computed(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with running(checkpoint) as stage:
+            stream, computing = await greeted(stage), threading.Event()
+            stage.newest.batcher.executor.submit(computing.wait)  # so that all of these wait
+            await stream.write(ask(TRAVERSE, [5, 6, 7]))
+            for number, base, ids, before in (
+                (2, 3, [8], [5, 6, 7]),
+                (3, 4, [9], [5, 6, 7, 8]),
+                (4, 3, [1, 2], [5, 6, 7]),  # 8 was wrong
+            ):
+                header = replace(TRAVERSE, traversal=number, base=base)
+                await stream.write(ask(header, ids, prefix=before))
+            void = [await stream.read(LIMITS) for _ in range(2)]
+            assert [failure(frame).code for frame in void] == [FailureCode.STALE] * 2
+            computing.set()
+            found = {frame.header.traversal: frame for frame in [await stream.read(LIMITS) for _ in range(2)]}
+            assert found.keys() == {1, 4}
+            assert stage.metrics.tokens._value.get() == 5
+            other = await reply(stream, ask(replace(TRAVERSE, session=2), [5, 6, 7, 1, 2]))
+            rows, expected = (decode_rows(one.payload, Codec.F32, 1, 256) for one in (found[4], other))
+            assert np.allclose(rows, expected, atol=1e-4)
+            await stream.close()
 
     asyncio.run(served())
 

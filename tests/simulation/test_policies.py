@@ -23,7 +23,7 @@ def same(left: Weights, right: Weights) -> bool:
 
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeScenario) -> None:
-    swarm = {"rounds": 3}
+    swarm = {"rounds": 2}
     first, second, other = (
         Simulation(make_scenario("bad-edge", policy, seed, swarm=swarm)).run() for seed in (5, 5, 6)
     )

@@ -17,11 +17,18 @@ from torch import Tensor
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.errors import CheckpointError, UserError
+from blocktrain.ids import CorpusHash
 from blocktrain.model.composition import block_log_probs, run_blocks
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling, pool
 from blocktrain.training import hugging_face
-from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, starting_blocks
+from blocktrain.training.checkpoint import (
+    UNKNOWN_TEXT,
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    starting_blocks,
+)
 from blocktrain.training.hugging_face import export_folder, import_folder, is_importable
 from blocktrain.training.setup import Setup
 from tests.tiny import prose
@@ -122,6 +129,34 @@ def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
+def test_an_imported_model_begins_a_text_as_transformers_does_and_one_trained_here_does_not(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
+    described = json.loads(tokenizer_file.read_text())
+    ((name, number),) = ((one["content"], one["id"]) for one in described["added_tokens"])
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    made(tmp_path / "in", tmp_path / "tokenizer.json")
+    import_folder(tmp_path / "in", tmp_path / "checkpoint")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "in")
+    ours = load_checkpoint(tmp_path / "checkpoint", CPU)
+    expected = theirs("The class")["input_ids"]
+    assert expected[0] == number
+    assert ours.tokenizer.encode(b"The class").tolist() == expected
+    assert ours.tokenizer.decode(expected) == b"The class"
+
+    args = (ours.blocks, ours.codebook_VD, ours.pooling, ours.tokenizer)
+    save_checkpoint(tmp_path / "trained", ours.recipe, CorpusHash("ab" * 32), *args)
+    trained = load_checkpoint(tmp_path / "trained", CPU)
+    assert trained.tokenizer.encode(b"The class").tolist() == expected[1:]
+
+
 @torch.no_grad()
 def test_greedy_text_equals_that_of_transformers(tokenizer_file: Path, tmp_path: Path) -> None:
     theirs = made(tmp_path / "in", tokenizer_file)
@@ -155,9 +190,7 @@ def pooled(folder: Path) -> Checkpoint:
             generator = torch.Generator().manual_seed(number)
             for parameter in block.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    save_checkpoint(
-        folder, recipe, hugging_face.UNKNOWN_TEXT, blocks, setup.codebook()(), Pooling((0.25, 0.75))
-    )
+    save_checkpoint(folder, recipe, UNKNOWN_TEXT, blocks, setup.codebook()(), Pooling((0.25, 0.75)))
     return load_checkpoint(folder, CPU)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +12,10 @@ import torch.nn.functional as F
 from blocktrain.errors import DeviceError, RecipeError
 from blocktrain.model import cross_entropy
 from blocktrain.model.cross_entropy import chunked_cross_entropy
+from blocktrain.training import memory
 from blocktrain.training.cost import PeakMemory
 from blocktrain.training.inner import BlockTrainer
+from blocktrain.training.memory import fitting_micro_batch, training_bytes
 from tests.tiny import some_noise, tiny_recipe
 from tests.training.test_inner_loop import losses, trainer
 
@@ -130,6 +135,20 @@ def test_auto_finds_a_micro_batch_that_fits() -> None:
     out_of_memory_above(one, 0)
     with pytest.raises(DeviceError, match="ran out of memory"):
         one.step(1, 0)
+
+
+def test_the_block_s_own_weights_are_not_asked_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer("training.batch=8", "training.micro_batch=8")
+    held = 4 * weights(one).numel()
+    just_enough = math.ceil(training_bytes(one.recipe, one.objective, block=0) / 0.9)
+    said = tmp_path / "meminfo"
+    monkeypatch.setattr(memory, "MEMORY_FILE", said)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    for missing, found in ((0, 8), (held // 2, 4)):
+        said.write_text(f"MemAvailable: {math.ceil((just_enough - held - missing) / 1024)} kB\n")
+        assert fitting_micro_batch(one.recipe, one.objective, one.block, 0) == found
 
 
 @pytest.mark.parametrize(

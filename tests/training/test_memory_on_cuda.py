@@ -78,4 +78,4 @@ def test_the_memory_foretold_is_the_peak(name: str, recompute: bool) -> None:
     needed = training_bytes(trainer.recipe, trainer.objective, "cuda")
     print(f"{name}, recompute {recompute}: foretold {needed / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB")
     assert needed == pytest.approx(peak, rel=0.1)
-    assert fitting_micro_batch(trainer.recipe, trainer.objective, device, 0) >= 1
+    assert fitting_micro_batch(trainer.recipe, trainer.objective, trainer.block, 0) >= 1

@@ -31,9 +31,9 @@ def recipe_of(dataset: Dataset) -> Recipe:
             },
             "objective": {"hint_probability": 0.0},
             "data": {"dataset": str(dataset.folder), "own_share": 0.75},
-            "training": {"steps": 60, "batch": 8, "warmup_steps": 5, "reference": False},
+            "training": {"steps": 40, "batch": 8, "warmup_steps": 5, "reference": False},
             "evaluation": {"noise_draws": 1, "batch": 32, "sample_bytes": 20},
-            "swarm": {"steps_per_round": 10, "rounds": 3, "replicas": 1},
+            "swarm": {"steps_per_round": 10, "rounds": 2, "replicas": 1},
         }
     )  # fmt: skip
 

@@ -133,3 +133,5 @@ def test_what_was_given_is_one_sentence() -> None:
         "contributed 4 updates (3 accepted, 1 late), 1,200 steps in 1 min 0 s of computing, "
         "2.5 MB up, 7.0 MB down"
     )
+    given.text_bytes = 6_000_000  # a volunteer pays for these too
+    assert given.sentence().endswith("2.5 MB up, 7.0 MB down, 6.0 MB of the run's text")

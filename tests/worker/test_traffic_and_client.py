@@ -123,6 +123,21 @@ def test_what_may_be_wrong_is_said_of_an_address_that_never_answers(
     assert f"blocktrain doctor --coordinator {url}" in said
 
 
+def test_storage_that_cannot_be_reached_is_not_told_as_the_coordinator(served: Served) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        store = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        served.client.attempts = 2
+        served.script = [
+            lambda handler: handler.answer(307, b"", Location=f"{store}/object?signature=secret")
+        ] * 2
+        with pytest.raises(WireError, match=f"^the run's storage at {store}, which this machine must reach"):
+            served.client.fetch("/v1/updates/1")
+    (line,) = served.lines
+    assert line.startswith(f"no answer from the run's storage at {store}, ")
+    assert "secret" not in line
+
+
 def test_a_refusal_keeps_reason_and_remedy(served: Served) -> None:
     served.script = [error(409, "corpus_mismatch", "expected text a, found b", "get text a")]
     with pytest.raises(RequestRefused, match="expected text a, found b; get text a") as refusal:

@@ -58,7 +58,7 @@ def prepare(
         typer.Option("--held-out-from", help="Hold out this source instead of a share; repeatable."),
     ] = [],  # noqa: B006
     clusters: Annotated[
-        int, typer.Option("--clusters", help="Sort documents into so many kinds, a shard holds one kind.")
+        int, typer.Option("--clusters", help="Sort documents into this many kinds, a shard holds one kind.")
     ] = 1,
     field: FieldOption = "text",
     document_start: StartOption = None,

@@ -17,6 +17,7 @@ from blocktrain.cli.options import (
     PortOption,
     log_to_stderr,
 )
+from blocktrain.starting import few_kernels
 
 # The serving package is imported inside the verbs: a training machine need not have what it needs.
 
@@ -41,8 +42,17 @@ def gateway(
             "--activations", help="Between stages of a serial model: f32, or fewer bytes as bf16 or q8."
         ),
     ] = "f32",
+    lost_blocks: Annotated[
+        str,
+        typer.Option(
+            "--lost-blocks",
+            help="Where no stage serves a block any more: degrade (answer without it and say so), fail, or "
+            "wait for one until the answer's deadline.",
+        ),
+    ] = "degrade",
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
+    few_kernels()
     from blocktrain.serving.gateway.main import gateway_config, run_gateway
     from blocktrain.serving.transport import read_token
 
@@ -54,6 +64,7 @@ def gateway(
         port=port,
         token=read_token(token_file) or "",
         activations=activations,
+        lost_blocks=lost_blocks,
         config=gateway_config(keys, limit, overflow, origin),
         # Flushed: whoever started this process reads the address from a pipe.
         announce=lambda line: print(line, flush=True),

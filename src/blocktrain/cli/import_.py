@@ -14,7 +14,7 @@ def import_(
     folder: Annotated[Path, typer.Argument(help="A Llama or Qwen3 folder, or one that `export` wrote.")],
     to: Annotated[Path, typer.Option("--to", help="Checkpoint folder to write; must be new or empty.")],
     parts: Annotated[
-        int, typer.Option("--parts", min=1, help="Cut a Llama or Qwen3 model into so many serial parts.")
+        int, typer.Option("--parts", min=1, help="Cut a Llama or Qwen3 model into this many serial parts.")
     ] = 1,
 ) -> None:
     """Make a checkpoint of a Hugging Face folder, every file checked. Nothing in it is executed."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blocktrain.cli.options import DataDirOption
+from blocktrain.cli.options import DataDirOption, to_stderr
 from blocktrain.cli.workers import operator_key
 
 
@@ -26,7 +26,7 @@ def invite(
 ) -> None:
     """Print `blocktrain join LINK`, each for one friend: it carries address, invitation and certificate."""
     from blocktrain.client.address import RunLink
-    from blocktrain.coordinator.operator_notes import kept_address
+    from blocktrain.coordinator.operator_notes import OTHERS_CANNOT, kept_address, only_from_here
     from blocktrain.wire.tokens import make_invite
 
     # No request: the signature is the invitation, and the coordinator learns of it when it is used.
@@ -41,5 +41,7 @@ def invite(
     else:
         url, pin = kept_address(folder)
         place = RunLink(url, pin=pin)
+    if only_from_here(place.url):
+        to_stderr(f"{place.url} {OTHERS_CANNOT}, and name its --address here")
     for one in tokens:
         typer.echo(f"blocktrain join {RunLink(place.url, one, place.pin)}")

@@ -55,6 +55,7 @@ def join(
     The options are those of `blocktrain worker`, which does the same without the summary, for services.
     """
     from blocktrain.client.coordinator import public_client
+    from blocktrain.client.texts import fetched_manifest
     from blocktrain.doctor.findings import Device
     from blocktrain.doctor.machine import read_device, read_disk
     from blocktrain.doctor.plan import joining_plan
@@ -73,15 +74,17 @@ def join(
         "leaves after {}": max_rounds and counted(max_rounds, "update"),
     }
     with public_client(link, report=to_stderr) as client:
+        run = client.run()
         plan = joining_plan(
             client.url,
-            client.run(),
+            run,
             client.status(),
             [read_device(device)] if devices is None else [Device(one) for one in chosen_devices(devices)],
             read_disk(data_dir.expanduser()),
             cache_gb,
             [text.format(value) for text, value in limits.items() if value is not None],
             corpus,
+            fetched_manifest(client, run) if corpus is None and run.dataset is not None else None,
         )
     for line in plan:
         to_stderr(line)

@@ -32,7 +32,7 @@ program. Results go to stdout, progress and errors to stderr. Exit code 0: done;
 RECIPE_OPENING = """# Recipe keys
 
 A recipe is one TOML file that describes a run. `blocktrain recipe ls` lists those that come with the program;
-`blocktrain recipe copy demo mine.toml --all` writes one with every key, its value and its meaning, to be
+`blocktrain recipe copy demo --to mine.toml --all` writes one with every key, its value and its meaning, to be
 changed. Unknown keys are errors. Precedence: file, then `BLOCKTRAIN_<SECTION>_<KEY>` (such as
 `BLOCKTRAIN_TRAINING_STEPS`; also `BLOCKTRAIN_SEED`), then `--set section.key=value`. Where "none" is allowed,
 a file says `"none"`, with quotes. Keys with a ● may change when a coordinator is started again on its run
@@ -89,13 +89,16 @@ def _commands(typer_app: typer.Typer, prefix: str) -> Iterator[tuple[str, Callab
 def verb_of(name: str, callback: Callable[..., Any]) -> Verb:
     hints = typing.get_type_hints(callback, include_extras=True)
     signature = inspect.signature(callback).parameters
-    parameters = tuple(_parameter(key, hints[key], signature[key].default) for key in signature)
-    return Verb(name, inspect.cleandoc(callback.__doc__ or ""), parameters)
+    parameters = (_parameter(key, hints[key], signature[key].default) for key in signature)
+    return Verb(name, inspect.cleandoc(callback.__doc__ or ""), tuple(filter(None, parameters)))
 
 
-def _parameter(key: str, hint: Any, default: Any) -> Parameter:
+def _parameter(key: str, hint: Any, default: Any) -> Parameter | None:
+    """None where it is hidden: another spelling that still works."""
     kind, *notes = typing.get_args(hint)
     info = next(note for note in notes if isinstance(note, (OptionInfo, ArgumentInfo)))
+    if info.hidden:
+        return None
     dashed = key.strip("_").replace("_", "-")
     if isinstance(info, ArgumentInfo):
         name = dashed.upper()

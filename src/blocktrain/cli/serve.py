@@ -66,7 +66,9 @@ def serve(
     ] = None,
     roll_back: Annotated[
         int | None,
-        typer.Option("--roll-back", min=0, help="Serve the model so many before the newest in --versions."),
+        typer.Option(
+            "--roll-back", min=0, help="Serve the model that came this many before the newest in --versions."
+        ),
     ] = None,
     logs: Annotated[
         Path | None, typer.Option("--logs", help="Folder for the programs' logs; default: a temporary one.")

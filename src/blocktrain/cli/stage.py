@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import DeviceOption, log_to_stderr
+from blocktrain.starting import few_kernels
 
 
 def stage(
@@ -28,6 +29,7 @@ def stage(
     max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
+    few_kernels()
     # Here: a training machine need not have what serving needs.
     from blocktrain.serving.stage.main import parse_blocks, run_stage
     from blocktrain.serving.stage.stage import StageConfig

@@ -47,10 +47,11 @@ CacheOption = Annotated[
     float, typer.Option("--cache-gb", help="Disk space for everything it keeps, training state too.", min=0.1)
 ]
 UpOption = Annotated[
-    float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most so many Mbit/s.", min=0.05)
+    float | None, typer.Option("--max-up", metavar="MBIT", help="Send at most this many Mbit/s.", min=0.05)
 ]
 DownOption = Annotated[
-    float | None, typer.Option("--max-down", metavar="MBIT", help="Receive at most so many Mbit/s.", min=0.05)
+    float | None,
+    typer.Option("--max-down", metavar="MBIT", help="Receive at most this many Mbit/s.", min=0.05),
 ]
 MemoryOption = Annotated[
     float | None,
@@ -69,10 +70,10 @@ HoursOption = Annotated[
 ]
 MaxHoursOption = Annotated[
     float | None,
-    typer.Option("--max-hours", help="Leave after so many hours of work; pauses do not count.", min=0.01),
+    typer.Option("--max-hours", help="Leave after this many hours of work; pauses do not count.", min=0.01),
 ]
 MaxRoundsOption = Annotated[
-    int | None, typer.Option("--max-rounds", help="Leave after so many updates.", min=1)
+    int | None, typer.Option("--max-rounds", help="Leave after this many updates.", min=1)
 ]
 
 

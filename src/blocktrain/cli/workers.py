@@ -1,6 +1,6 @@
 """`blocktrain workers ls|ban|rm`: see workers and keep them out.
 
-The operator is whoever holds coordinator.key of the coordinator's data folder; requests are signed with it.
+The operator holds coordinator.key of the data folder; requests are signed with it.
 """
 
 from __future__ import annotations

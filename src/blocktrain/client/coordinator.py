@@ -132,7 +132,8 @@ class CoordinatorClient:
         self.audience: str | None = None
         self.clock: Callable[[], float] = time.time
         """What requests are signed by; a coordinator refuses a clock that is two minutes off."""
-        self._silent_since: float | None = None
+        self._silent_since: dict[str, float] = {}
+        """Places that do not answer: the coordinator, or the storage it sends to."""
         self._may_hint = True
         self._http = self._open()
 
@@ -332,6 +333,7 @@ class CoordinatorClient:
                 headers = headers | signature
             try:
                 with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                    place = self._place(str(response.url))
                     if target is not None and (response.is_success or response.status_code == 416):
                         self._write(response, target, path, max_bytes)
                         content = b""
@@ -344,6 +346,10 @@ class CoordinatorClient:
                 # RuntimeError: `reconnect` closed the client that this request was using.
                 attempt += 1
                 why = str(error) or type(error).__name__
+                if isinstance(error, httpx2.RequestError):  # behind a redirect it has another address
+                    place = self._place(str(error.request.url))
+                elif not isinstance(error, _TryAgain):
+                    place = self._place(url)
                 if self._may_hint and "CERTIFICATE_VERIFY_FAILED" in why:
                     # Only where nothing has answered yet: later it may be a renewal that went wrong, and
                     # a worker of weeks waits for the operator to mend it.
@@ -352,21 +358,29 @@ class CoordinatorClient:
                     raise Stopped("the program is stopping") from None
                 if attempts is not None and attempt >= attempts:
                     hint = f"; {what_may_be_wrong(self.url, error)}" if self._may_hint else ""
-                    raise WireError(f"{self.url} did not answer: {why}{hint}") from None
-                if self._silent_since is None:
-                    self._silent_since = time.monotonic()
-                    self.report(f"no answer from {self.url} ({why}); trying again")
-                elif self._may_hint and time.monotonic() - self._silent_since >= HINT_SECONDS:
+                    raise WireError(f"{place} did not answer: {why}{hint}") from None
+                if place not in self._silent_since:
+                    self._silent_since[place] = time.monotonic()
+                    self.report(f"no answer from {place} ({why}); trying again")
+                elif self._may_hint and time.monotonic() - self._silent_since[place] >= HINT_SECONDS:
                     self._may_hint = False
                     self.report(f"still no answer: {what_may_be_wrong(self.url, error)}")
                 asked = error.after_seconds if isinstance(error, _TryAgain) else None
                 self.stop.wait(asked if asked is not None else backoff_seconds(attempt - 1, random.random()))
         # One that has answered before is restarting or out of reach, not mistyped: no hints any more.
         self._may_hint = False
-        if self._silent_since is not None:
-            self.report(f"{self.url} answers again after {time.monotonic() - self._silent_since:.1f} s")
-            self._silent_since = None
+        since = self._silent_since.pop(place, None)
+        if since is not None:
+            self.report(f"{place} answers again after {time.monotonic() - since:.1f} s")
         return content
+
+    def _place(self, url: str) -> str:
+        """Whose silence it is: a user has not heard of object storage, and only the host can mend it."""
+        there, own = httpx2.URL(url), httpx2.URL(self.url)
+        if (there.scheme, there.netloc) == (own.scheme, own.netloc):
+            return self.url
+        found = f"{there.scheme}://{there.netloc.decode()}"
+        return f"the run's storage at {found}, which this machine must reach too (tell the run's host)"
 
     def _write(self, response: httpx2.Response, target: Path, path: str, max_bytes: int) -> None:
         # Nothing is left to fetch: the file is complete, or damaged, which its hash will tell.

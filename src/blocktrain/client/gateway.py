@@ -77,7 +77,10 @@ class GatewayClient:
 
     def _unreachable(self, error: httpx2.HTTPError) -> GatewayError:
         reason = str(error) or type(error).__name__
-        return GatewayError(f"no answer from the gateway at {self.url}: {reason}")
+        return GatewayError(
+            f"no answer from the gateway at {self.url}: {reason}; does it run, and is this the address that "
+            "`blocktrain serve` or `gateway` printed?"
+        )
 
 
 def _checked(answer: httpx2.Response) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
     if path is None and recipe.data.corpus != "builtin":
         raise DataError(
             f"this run trains on text that its coordinator calls {recipe.data.corpus!r}; a worker opens no "
-            "file that a stranger names: get the same text from whoever runs it, and say where it lies here "
+            "file that a stranger names: get the same text from its operator, and say where it is here "
             "with --corpus PATH (or --corpus hf:NAME)"
         )
     data = recipe.data if path is None else dataclasses.replace(recipe.data, corpus=path)
@@ -75,6 +75,6 @@ def load_run_text(setup: Setup, run: RunAnswer, path: str | None) -> RunText:
         raise DataError(
             f"this machine's text is not the run's: expected sha256 {run.corpus_sha256[:16]}…, found "
             f"{corpus.sha256[:16]}… in {data.corpus!r} ({len(corpus.train)} training bytes){builtin}. Get "
-            "the same files from whoever runs the coordinator and name them with --corpus"
+            "the same files from the operator of the run and name them with --corpus"
         )
     return corpus

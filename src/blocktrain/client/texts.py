@@ -21,6 +21,7 @@ from blocktrain.data.bpe import MAX_TOKENIZER_BYTES
 from blocktrain.data.dataset import (
     MAX_MANIFEST_BYTES,
     TOKENIZER,
+    Manifest,
     RunText,
     ShardEntry,
     TokenArray,
@@ -37,6 +38,19 @@ from blocktrain.wire.messages import RunAnswer
 DOWNLOAD_ATTEMPTS = 3
 
 
+def fetched_manifest(client: CoordinatorClient, run: RunAnswer) -> Manifest:
+    content = client.fetch(f"/v1/data/{run.dataset}", MAX_MANIFEST_BYTES)
+    if hashlib.sha256(content).hexdigest() != run.dataset:
+        raise DataError("the coordinator served another manifest than it names; ask its operator")
+    manifest = read_manifest(content, "the run's manifest")
+    if manifest.vocabulary != run.vocabulary:
+        raise DataError(
+            f"the run is said to have {run.vocabulary} tokens, its manifest has "
+            f"{manifest.vocabulary}; ask its operator"
+        )
+    return manifest
+
+
 class FetchedText(RunText):
     def __init__(
         self,
@@ -51,15 +65,7 @@ class FetchedText(RunText):
         assert run.dataset is not None
         self._client, self._cache, self._report, self._judge = client, cache, report, judge
         self.sha256 = CorpusHash(run.corpus_sha256)
-        content = client.fetch(f"/v1/data/{run.dataset}", MAX_MANIFEST_BYTES)
-        if hashlib.sha256(content).hexdigest() != run.dataset:
-            raise DataError("the coordinator served another manifest than it names; ask its operator")
-        self.manifest = read_manifest(content, "the run's manifest")
-        if self.manifest.vocabulary != run.vocabulary:
-            raise DataError(
-                f"the run is said to have {run.vocabulary} tokens, its manifest has "
-                f"{self.manifest.vocabulary}; ask its operator"
-            )
+        self.manifest = fetched_manifest(client, run)
         # Held-out text is on no mirror, and what a judge reads must not depend on one.
         data = run_setup(run.recipe, run.vocabulary).recipe.data
         self._mirrors = [] if judge else data.mirror_addresses

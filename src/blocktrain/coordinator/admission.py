@@ -63,7 +63,7 @@ class Admission:
     def precheck(self, worker_id: str, request: JoinRequest, now: float) -> Refusal | None:
         """Everything that needs no database, so that a flood of joins does not wait for one another."""
         # A stamp makes a thousand identities cost a thousand times the work of one; the cap per network does
-        # the rest: of 1,000 joins at once from one address 32 got in (docs/experiments.md, attack 13).
+        # the rest: of 1,000 joins at once from one address 32 got in (docs/history, attack 13).
         bits = self._trust.stamp_bits
         if self._trust.admission == "open":
             good = not bits or (

@@ -131,7 +131,6 @@ _VOTED = Prepared(
         UpdateRow.base_version >= BlockRow.version,
     )
 )
-_HEADS = Prepared(select(BlockRow.block, BlockRow.version).order_by(BlockRow.block))
 _OWN_SECONDS = Prepared(
     select(UpdateRow.offset)
     .where(UpdateRow.worker_id == _WORKER, UpdateRow.block == _BLOCK, UpdateRow.offset.is_not(None))
@@ -269,7 +268,7 @@ class Assignments:
 
             # A round with nothing to merge may be tried again by a worker that it refused, once its deadline
             # has passed or nobody else is at it: the block must not stop (small judged runs did,
-            # docs/experiments.md, "judged runs that stall").
+            # docs/history, "judged runs that stall").
             for assignment_id, revealed, of_block in _REFUSED(session, worker=worker_id):
                 if _may_retry(revealed, rounds.state(session, block_row(session, of_block), now)):
                     change(session.get_one(AssignmentRow, assignment_id), AssignmentState.REFUSED)
@@ -284,7 +283,7 @@ class Assignments:
                 return Wait(seconds=pause.seconds, reason=pause.reason)
             while True:
                 # Decide on unlocked rows, lock the chosen block, and decide again if it moved meanwhile.
-                versions = dict(_HEADS(session))
+                versions = {block: version for block, version, _ in rounds.heads(session)}
                 others = seats(session, run.swarm, now, without=worker)
                 view = WorkerView(
                     current_block=worker.block,
@@ -453,7 +452,7 @@ class Assignments:
             ):
                 # It trains ahead for a round that cannot open before the open one closes, and that one now
                 # waits for this worker's second try.
-                cancel, reason = True, f"the update for round {block.version} was refused: train that again"
+                cancel, reason = True, f"the update for round {block.version} did not count: train it again"
                 self._end_assignment(session, row, AssignmentState.RECALLED, now)
             return HeartbeatAnswer(
                 cancel=cancel,

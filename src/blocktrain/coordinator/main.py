@@ -20,13 +20,19 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from blocktrain.client.address import RunLink, checked_url
 from blocktrain.config import load_recipe
-from blocktrain.connections import limited_protocol, max_connections
+from blocktrain.connections import (
+    ConnectionTable,
+    LimitedConnection,
+    limited_protocol,
+    max_connections,
+)
 from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.notices import notified
 from blocktrain.coordinator.operator_notes import keep_address, make_display, opening_lines
-from blocktrain.coordinator.service import Coordinator, opened
+from blocktrain.coordinator.service import LOCK_FILE, Coordinator, in_use, opened
 from blocktrain.data.corpora import open_text
 from blocktrain.errors import StorageError, UserError
+from blocktrain.files import is_locked
 from blocktrain.listening import open_port, url_for_others, url_of
 from blocktrain.threads import Threads
 from blocktrain.training.checkpoint import starting_blocks
@@ -82,9 +88,15 @@ class Tls:
 class CoordinatorServer(uvicorn.Server):
     """Says when it is ready, and tells the coordinator to drain as soon as it is asked to stop."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        coordinator: Coordinator,
+        ready: Callable[[], None],
+        connections: ConnectionTable[LimitedConnection],
+    ) -> None:
         super().__init__(config)
-        self._coordinator, self._ready = coordinator, ready
+        self._coordinator, self._ready, self.connections = coordinator, ready, connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -96,7 +108,7 @@ class CoordinatorServer(uvicorn.Server):
         # Event streams end when they see the flag; without it they would hold the server for DRAIN_SECONDS.
         self._coordinator.drain()
         self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
+        self.should_exit = self.connections.closing = True
 
 
 def run_coordinator(
@@ -124,6 +136,10 @@ def run_coordinator(
         tls.context()
     if webhook is not None:
         checked_url(webhook, "a webhook")
+    # Before the port, which the other one has as well: told to take another, its host would come back here.
+    lock = data_dir / LOCK_FILE
+    if database_url is None and lock.exists() and is_locked(lock):
+        raise UserError(in_use(data_dir))
     sys.setswitchinterval(SWITCH_SECONDS)
     with open_port(host, port) as listener:
         text = open_text(recipe)
@@ -155,6 +171,7 @@ def run_coordinator(
             server = make_server(coordinator, ready, tls)
             with watched(coordinator, watch), notified(coordinator, webhook):
                 server.run(sockets=[listener])
+    print("stopped; the same command goes on from here", file=sys.stderr)
 
 
 @contextmanager
@@ -190,9 +207,10 @@ def watched(coordinator: Coordinator, watch: Watch | None) -> Iterator[None]:
 def make_server(
     coordinator: Coordinator, ready: Callable[[], None], tls: Tls | None = None
 ) -> CoordinatorServer:
+    protocol = limited_protocol(max_connections(), _explain, tls=None if tls is None else tls.context())
     config = uvicorn.Config(
         create_app(coordinator),
-        http=limited_protocol(max_connections(), _explain, tls=None if tls is None else tls.context()),
+        http=protocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -201,7 +219,7 @@ def make_server(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    return CoordinatorServer(config, coordinator, ready)
+    return CoordinatorServer(config, coordinator, ready, protocol.table)
 
 
 def _explain(status: int, message: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,14 +46,15 @@ class Metrics:
         self._token_loss = gauge("blocktrain_consensus_ce_per_token", "The same, nats per token")
         about = "Compute of judges and guard as a share of the compute they judged, since the start"
         self._judging = gauge("blocktrain_judging_share", about)
-        # The status answer needs plain sums, and reading them out of the registry is slow.
+        # Plain sums: the status answer needs them, and the registry's counters, each with a lock, would be
+        # raised five times in a request. They are brought up to date when somebody asks.
         self._traffic = {(way, kind): 0 for way in ("up", "down") for kind in (*KINDS, TEXT)}
+        self._shown, self._showing = dict(self._traffic), Lock()
 
     def request(self, method: str, route: str, status: int) -> None:
         self._requests.labels(method, route, str(status)).inc()
 
     def moved(self, direction: str, kind: str, num_bytes: int) -> None:
-        self._bytes.labels(direction, kind).inc(num_bytes)
         self._traffic[direction, kind] += num_bytes
 
     def verdict(self, outcome: str, reason: str) -> None:
@@ -69,6 +71,10 @@ class Metrics:
 
     def text(self, status: StatusAnswer, judging_share: float) -> bytes:
         self._judging.set(judging_share)
+        with self._showing:
+            for (way, kind), moved in list(self._traffic.items()):
+                self._bytes.labels(way, kind).inc(moved - self._shown[way, kind])
+                self._shown[way, kind] = moved
         for block in status.blocks:
             self._version.labels(str(block.block)).set(block.head_version)
         self._workers.set(sum(worker.live for worker in status.workers))

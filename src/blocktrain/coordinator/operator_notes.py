@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from blocktrain.errors import UserError
 from blocktrain.wire.messages import ReferenceState, SpokenPiece, StatusAnswer
@@ -45,6 +46,14 @@ ADDRESS_FILE = "address.json"
 """In the data folder: where the coordinator was reached last, for `blocktrain invite`."""
 
 
+OTHERS_CANNOT = "can be reached from this machine only: start it with --host 0.0.0.0, or behind a proxy"
+
+
+def only_from_here(link: str) -> bool:
+    host = urlsplit(link).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def opening_lines(status: StatusAnswer, admission: str, data_dir: Path, link: str) -> list[str]:
     """What a host wants to know when a coordinator starts: which run this is, who may join, and how."""
     slowest = min(block.head_version for block in status.blocks)
@@ -63,6 +72,7 @@ def opening_lines(status: StatusAnswer, admission: str, data_dir: Path, link: st
         f"run      {status.name} {status.run_id[:12]}: {state}; {who}; data in {data_dir}",
         f"page     {link.partition('#')[0]}/",
         f"friends  {line}",
+        *([f"         ({link.partition('#')[0]} {OTHERS_CANNOT})"] if only_from_here(link) else []),
         f"model    blocktrain checkpoint {data_dir} --to model",
     ]
 

@@ -227,7 +227,7 @@ class Rounds:
     def _scales(self, updates: Sequence[UpdateRow], median: float | None) -> list[float]:
         # Only updates of the merge clip one another. Clipped by all that arrived, five colluders of eight
         # workers set the median with short updates that the guard then left out, and cut the honest ones to
-        # 0.92 to 0.95 of their length: up to 0.021 nats at the end (docs/experiments.md).
+        # 0.92 to 0.95 of their length: up to 0.021 nats at the end (docs/history).
         return clip_scales(self._resources.run.codec, [update.norm or 0.0 for update in updates], median)
 
     def _record(self, session: Session, row: BlockRow, version: int) -> MergeRecord:

@@ -45,7 +45,7 @@ LOCK_FILE = "coordinator.lock"
 SWEEP_SECONDS = 60.0
 PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.5
-"""How soon a deadline, or what another process wrote, is noticed; arrivals here wake the threads at once."""
+"""How soon a deadline is noticed; what arrives here, or in another process, wakes the threads at once."""
 
 
 class Coordinator:
@@ -79,6 +79,7 @@ class Coordinator:
     def drain(self) -> None:
         """Finish what is under way and begin nothing new; a signal handler may call it."""
         self._stop.set()
+        self.resources.store.tell_watchers()  # event streams wait for a change, and then see that it ends
 
     def start(self) -> None:
         """Begin to close rounds, judge and score in the background."""
@@ -90,8 +91,11 @@ class Coordinator:
         changes, judge = self.resources.changes, self.resources.run.recipe.trust.judge
         if judge == "coordinator":
             self._threads.start("heads", self.rounds.load_heads)
+        if not self.resources.store.is_sqlite:
+            hear = partial(self.resources.store.hear, changes.notify, self._stop)
+            repeat("listening", hear)
         self._merging = repeat("rounds", self.rounds.close_due, changes=changes)
-        repeat("nonces", self._sweep, pause_seconds=SWEEP_SECONDS)
+        repeat("nonces", self.sweep, pause_seconds=SWEEP_SECONDS)
         self.resources.unneeded.find(self.resources.clock())
         repeat("payloads", self.resources.unneeded.delete_next, changes=changes)
         # Low priority: on a small host requests and merges go first.
@@ -125,7 +129,7 @@ class Coordinator:
         resources.changes.notify()
         return OperatorAnswer(receipt=receipt)
 
-    def _sweep(self) -> bool:
+    def sweep(self) -> bool:
         """Forget old nonces and uploads nobody spoke of again; follow what other processes changed."""
         self.nonces.forget_old(self.resources.clock())
         with self.resources.store.read() as session:
@@ -133,6 +137,13 @@ class Coordinator:
         self.resources.run.follow(stored)
         self.resources.unneeded.sweep_uploads(self.resources.clock())
         return False
+
+
+def in_use(data_dir: Path) -> str:
+    return (
+        f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
+        "between processes with --database postgresql://…"
+    )
 
 
 @contextmanager
@@ -156,11 +167,7 @@ def opened(
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot use --data-dir {data_dir}: {error.strerror}; name another folder") from None
-    alone = locked_file(
-        data_dir / LOCK_FILE,
-        f"another coordinator is using {data_dir}; stop it, choose another --data-dir, or share a run "
-        "between processes with --database postgresql://…",
-    )
+    alone = locked_file(data_dir / LOCK_FILE, in_use(data_dir))
     database = database_url or f"sqlite:///{(data_dir / DATABASE_FILE).absolute()}"
     # SQLite takes one process.
     with alone if database_url is None else nullcontext(), closing(Store(database)) as store:

@@ -252,9 +252,8 @@ class Updates:
         _refuse_other_payload(expected, found_hash)
         return self._receive(expected, body)
 
-    def uploaded(self, worker_id: WorkerId, payload_hash: str) -> Verdict:
+    def uploaded(self, expected: Expected) -> Verdict:
         """The verdict on a payload that was put into the shared blob store by presigned URL."""
-        expected = self.expect(worker_id, payload_hash, None)
         if expected.verdict is not None:
             return expected.verdict
         blobs, key = self._resources.blobs, upload_key(expected.update_id)

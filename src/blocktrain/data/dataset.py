@@ -330,7 +330,7 @@ def check_shard(path: Path, entry: ShardEntry, manifest: Manifest) -> None:
         )
     if highest >= manifest.vocabulary:
         raise DataError(
-            f"{path} has token {highest}, the vocabulary has {manifest.vocabulary}; whoever made the dataset "
+            f"{path} has token {highest}, the vocabulary has {manifest.vocabulary}; its maker "
             "must prepare it again"
         )
 

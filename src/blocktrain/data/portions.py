@@ -9,6 +9,7 @@ ends when its stdin does, so none outlives a preparation that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -167,7 +168,9 @@ class EncoderProcess:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                # Half a portion may wait in it for a killed process; that raises, and would hide why.
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def _send(pipe: IO[bytes], header: dict[str, list[int]], body: bytes) -> None:

@@ -45,5 +45,5 @@ def about_run(link: RunLink, device_name: str, corpus: str | None) -> list[Findi
             found.append(findings.about_text(read_text_problem(run, corpus)))
         except BlocktrainError as error:
             found.append(Finding("run", Severity.ERROR, "this machine cannot train it", str(error),
-                                 "tell whoever runs the coordinator"))  # fmt: skip
+                                 "tell its operator"))  # fmt: skip
     return [finding for finding in found if finding is not None]

@@ -258,11 +258,11 @@ FAILURES = {
     "name": ("the name has no address here: misspelt, or DNS does not work",
              "check the address; try `getent hosts NAME`"),
     "connection": ("nothing listens there, or a firewall is in between",
-                   "check address and port with whoever runs it; is the coordinator running, with --host "
+                   "check address and port with its operator; is the coordinator running, with --host "
                    "0.0.0.0? Is the port open?"),
     "tls": ("the encrypted connection was not accepted", "see the finding about TLS"),
     "answer": ("the connection is open, but no proper answer came",
-               "try https:// in place of http://; otherwise ask whoever runs it to look at its log"),
+               "try https:// in place of http://; otherwise ask its operator to look at its log"),
 }  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def about_coordinator(reading: CoordinatorReading) -> Finding:
     if reading.kind == "other":
         return Finding("coordinator", Severity.ERROR, f"{reading.url} is no coordinator: {reading.error}",
                        "another program listens there, or one of another version",
-                       "check the address and port with whoever runs it")  # fmt: skip
+                       "check the address and port with its operator")  # fmt: skip
     milliseconds = 1000 * reading.round_trip_seconds
     return _ok("coordinator", f"{reading.url} runs {reading.run_name!r} ({milliseconds:.0f} ms)")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from blocktrain.client.run import Layout, run_setup
 from blocktrain.client.snapshots import fetched_bytes
+from blocktrain.data.dataset import Manifest
 from blocktrain.doctor.findings import Device, Disk
 from blocktrain.training.memory import block_needs
 from blocktrain.wire.messages import RunAnswer, StatusAnswer
@@ -21,9 +22,11 @@ def joining_plan(
     cache_gb: float,
     limits: Sequence[str] = (),
     corpus: str | None = None,
+    manifest: Manifest | None = None,
 ) -> list[str]:
     """Memory, disk, bandwidth and device, one line each; figures are estimates, rounded up.
 
+    `manifest` is that of the text which the coordinator serves; None where it serves none.
     Several devices are those of one worker each: their memory is not read, as that would take some of it.
     """
     setup = run_setup(run.recipe, run.vocabulary)
@@ -42,8 +45,9 @@ def joining_plan(
     each = " for each worker" if several else ""
     if corpus is not None:
         text = f"{corpus}, on this machine"
-    elif run.dataset is not None:
-        text = "fetched from the coordinator as it is needed, kept within the disk space above"
+    elif manifest is not None:
+        whole = manifest.dtype.itemsize * sum(shard.tokens for shard in manifest.training)
+        text = f"up to {size(whole)} down, as it is needed; kept within the disk space above"
     else:
         text = f"{setup.recipe.data.corpus}, which must be on this machine"
     needs = block_needs(setup.recipe, setup.objective, first.name.partition(":")[0])

@@ -22,7 +22,7 @@ SHORT_ID = 8
 
 def status_tables(status: StatusAnswer) -> Group:
     working = any(worker.live for worker in status.workers)
-    state = "finished" if status.finished else "running" if working else "waiting for workers"
+    state = "finished" if status.finished else "training" if working else "waiting for workers"
     newest = status.evaluations[-1] if status.evaluations else None
     score = ""
     if newest is not None:
@@ -61,14 +61,16 @@ def status_tables(status: StatusAnswer) -> Group:
     )
     # The coordinator lists who was seen last first, which changes at every look.
     for worker in sorted(status.workers, key=lambda one: (one.label, one.worker_id)):
+        # As on the page: what it did last is no work.
+        at_work = worker.live and worker.block is not None and not status.finished
         workers.add_row(
             # Escaped: a label is a stranger's text, and rich would read [red] in it as a style.
             f"{worker.worker_id[:SHORT_ID]} {escape(worker.label)}".rstrip(),
             # Without the machine's name, which the page shows: this table has to fit 80 columns.
             worker.device.split(" ")[0] + ("" if worker.live else ", gone"),
-            "-" if worker.block is None else str(worker.block),
-            "-" if worker.step is None else str(worker.step),
-            "-" if worker.loss is None else f"{worker.loss:.4f}",
+            str(worker.block) if at_work else "-",
+            str(worker.step) if at_work and worker.step is not None else "-",
+            f"{worker.loss:.4f}" if at_work and worker.loss is not None else "-",
             verdict_counts(worker),
             megabytes(sum(worker.up.model_dump().values())),
             megabytes(sum(worker.down.model_dump().values())),

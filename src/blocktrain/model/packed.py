@@ -1,7 +1,7 @@
 """A block for the processor whose matrices lie as products of a few rows like them.
 
 A traversal brings one to thirty tokens. With the matrices laid out once for oneDNN, products of 9 to 17 rows
-take half the time of `F.linear` (d = 384, one core: docs/experiments.md). Results differ in the last bits, as
+take half the time of `F.linear` (d = 384, one core: docs/history). Results differ in the last bits, as
 they do between processors; model/sampling.py says why that changes no text.
 """
 

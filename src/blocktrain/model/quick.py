@@ -3,7 +3,7 @@
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
 small operations: matrices are 8-bit integers with a scale for each row, norms' gains are worked out
 beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
-is one operation for all texts together. What it costs: docs/experiments.md. Longer stretches go through
+is one operation for all texts together. What it costs: docs/history. Longer stretches go through
 `Block.forward`, over the same cache.
 
 Shapes as in layers.py, plus N blocks and M texts.
@@ -85,7 +85,7 @@ class _Product:
 
     Products of one token, all layers of two blocks of width 384: fp32 4.0 ms, fp16 1.2, this 0.6; with fp32
     activations there is no fast kernel (8.8 ms). The rough rows chose the exact ones' byte at 479 of 480
-    positions (docs/experiments.md).
+    positions (docs/history).
     """
 
     def __init__(self, *linears: Sequence[nn.Linear]) -> None:

@@ -134,10 +134,10 @@ class Batcher:
             # Not stopped at a full batch: what is left waits on, in its order.
             job = self._waiting.popleft()
             full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
+            if job.future.done():
+                continue  # whoever asked has gone away, and what the session asks next need not wait for it
             if job.owner in owners or full:
                 later.append(job)
-            elif job.future.done():
-                pass  # whoever asked has gone away
             elif now >= job.deadline:
                 job.future.set_exception(LateError("the deadline passed while the request was waiting"))
             elif not job.work.runnable:

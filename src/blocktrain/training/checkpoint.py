@@ -32,6 +32,8 @@ from blocktrain.training.storage import read_tensors, replaced_folder, write_fil
 FORMAT = "blocktrain-checkpoint"
 FORMAT_VERSION = 1
 CODEBOOK_FILE = "codebook.safetensors"
+UNKNOWN_TEXT = CorpusHash("0" * 64)
+"""Of a model that was trained elsewhere."""
 WITHOUT_TENSORS = ("heads", "rope_theta", "rope_scaling", "norm_eps")
 """Settings of [model] that change what weights compute and leave no trace in their shapes."""
 
@@ -164,7 +166,11 @@ class Description:
             codebook = str(config["codebook"]["sha256"]) if "codebook" in config else None
             tokenizer: Tokenizer = ByteTokenizer()
             if "tokenizer" in config:
-                tokenizer = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
+                from_file = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
+                # Text that is trained on here has no such token, so a model of it has never met one.
+                if corpus == UNKNOWN_TEXT:
+                    from_file.begin_texts()
+                tokenizer = from_file
         except (KeyError, TypeError, ValueError, RecipeError) as error:
             raise CheckpointError(f"{where / 'config.json'} is damaged: {error}") from None
         if len(pooling.weights) != recipe.model.blocks:

@@ -1,4 +1,4 @@
-"""What training costs: floating-point operations by formula, memory counted (memory.py foretells it).
+"""What training costs: floating-point operations by formula, memory counted (memory.py estimates it).
 
 A matrix product of n parameters costs 2n operations per token forward and 4n backward; attention adds
 2 T D forward per layer and token (the causal half of two T x D products). Norms, convolutions and the

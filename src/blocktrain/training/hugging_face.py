@@ -35,6 +35,7 @@ from blocktrain.errors import CheckpointError, RecipeError, UserError
 from blocktrain.ids import CorpusHash
 from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import (
+    UNKNOWN_TEXT,
     Description,
     block_file,
     block_kinds,
@@ -68,8 +69,6 @@ MAX_SHARD_BYTES = 4 << 30
 ROWS_VALUES = 1 << 22
 """Values of a tensor that are compared at once."""
 FLOATS = {"float32", "float16", "bfloat16", "float64"}
-UNKNOWN_TEXT = CorpusHash("0" * 64)
-"""The text of a model that was trained elsewhere."""
 EMBEDDING, NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 

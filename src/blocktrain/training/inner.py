@@ -102,7 +102,7 @@ class BlockTrainer:
         self._loss: Callable[..., Loss] = objective.loss
         batch, wanted = recipe.training.batch, recipe.training.micro_batch
         if wanted == "auto":
-            wanted = fitting_micro_batch(recipe, objective, self.device, index)
+            wanted = fitting_micro_batch(recipe, objective, block, index)
         self.micro_batch = batch if wanted is None else min(wanted, batch)
         if ranks.sharded:
             # A pass needs all ranks, so all must make as many.

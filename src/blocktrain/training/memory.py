@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, TrainingConfig
 from blocktrain.errors import DeviceError
@@ -60,7 +61,7 @@ def training_bytes(
 
     In fp32 8 % from what `PeakMemory` counts. On CUDA the families whose layers are compiled one by one are
     within 6 % of 13 peaks of the allocator (tests/training/test_memory_on_cuda.py); ours stays below: bf16
-    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/experiments.md).
+    and compilation took 0.55 of it at width 384, bf16 alone 0.93 at width 1024 (docs/history).
     """
     block = recipe.model.blocks - 1 if block is None else block
     model, training = recipe.model.of_block(block), recipe.training
@@ -157,7 +158,7 @@ def _compiled_bytes(
     if tokens == training.batch * model.context:
         # One micro-batch alone: at the output map the layers and the embedding have no gradients yet, in the
         # last layer those before it have none, and when they have, its activations are gone. Counted with
-        # them, a vocabulary of 128,256 was foretold 12.9 GB and took 11.2 GB on an H200.
+        # them, a vocabulary of 128,256 was estimated at 12.9 GB and took 11.2 GB on an H200.
         embedding = 0 if model.tied else vocabulary * width
         output -= 4 * (matrices + embedding)
         before = matrices - matrices // num_layers
@@ -205,13 +206,16 @@ def check_fits(recipe: Recipe, needed: int, usable: int | None, device: torch.de
         )
 
 
-def fitting_micro_batch(recipe: Recipe, objective: Objective, device: torch.device, block: int | None) -> int:
-    """The most sequences at once that fit into what is free; the block's weights are on the device already.
-    One at least: what does not fit then says so itself."""
+def fitting_micro_batch(recipe: Recipe, objective: Objective, block: nn.Module, index: int | None) -> int:
+    """The most sequences at once that fit beside the block, whose weights are on its device already. One at
+    least: what does not fit then says so itself."""
+    device = next(block.parameters()).device
     free, _ = free_memory(device)
     if free is None:
         return recipe.training.batch
-    return largest_micro_batch(recipe, objective, device.type, free, block) or 1
+    # What `largest_micro_batch` asks for has the weights in it, and what is free has not.
+    weights = sum(one.numel() * one.element_size() for one in block.parameters())
+    return largest_micro_batch(recipe, objective, device.type, free + weights, index) or 1
 
 
 def largest_micro_batch(

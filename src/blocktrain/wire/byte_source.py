@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from blocktrain.errors import StorageError
 
 PIECE_BYTES: Final = 1 << 20
+SMALL_BYTES: Final = 1 << 16
+"""What is no longer than this is held in memory, as a socket's buffer holds as much anyway. A small payload
+is decoded in some forty reads, and each of a file lets another thread have the interpreter."""
 
 
 class ByteSource(Protocol):
@@ -38,6 +41,11 @@ class FileBytes:
         if len(found) != max(0, stop - start):
             raise StorageError(f"a file of {self._length} bytes got shorter while it was read")
         return np.frombuffer(found, np.uint8)
+
+
+def file_source(file: IO[bytes]) -> ByteSource:
+    source = FileBytes(file)
+    return source if len(source) > SMALL_BYTES else source[0:SMALL_BYTES]
 
 
 def pieces(source: ByteSource) -> Iterator[memoryview]:

@@ -105,7 +105,7 @@ class SparseChunks:
     def encode(self, values: Floats) -> Bytes:
         magnitudes = np.minimum(np.abs(values), np.float32(MAX_HALF))
         # Two magnitudes per chunk, 2 bits a kept value: error 0.94 on gaussians, 0.72 on uneven rows; with
-        # magnitudes per tensor, as Templar has them, 0.94 and 0.74 (docs/experiments.md).
+        # magnitudes per tensor, as Templar has them, 0.94 and 0.74 (docs/history).
         index = _largest(magnitudes, min(self._k, values.shape[1]))
         low_high, is_high = _two_magnitudes(np.take_along_axis(magnitudes, index, axis=1))
         negative = np.take_along_axis(values, index, axis=1) < 0
@@ -222,7 +222,7 @@ def _largest(magnitudes: Floats, k: int) -> NDArray[np.int64]:
     num_chunks, num_values = magnitudes.shape
     # The bits of floats that are not negative sort like the floats, and no subnormal is flushed to zero.
     bits = magnitudes.view(np.uint32)
-    # A partition and not a sort: 48 M values encode in 0.48 s with `sparse:64` (docs/experiments.md).
+    # A partition and not a sort: 48 M values encode in 0.48 s with `sparse:64` (docs/history).
     threshold = np.partition(bits, num_values - k, axis=1)[:, num_values - k, None]
     chosen = bits >= threshold
     tied = np.count_nonzero(chosen, axis=1) > k

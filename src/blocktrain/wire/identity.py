@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import NewType
 
@@ -46,10 +47,15 @@ def worker_id_of(public_key: bytes) -> WorkerId:
     return WorkerId(digest.hex())
 
 
+@lru_cache(maxsize=4096)
+def _key(public_key: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key)
+
+
 def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
     """Whether `signature` is the key owner's over `data`; False for a malformed key or signature too."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+        _key(public_key).verify(signature, data)
     # A malformed key is an answer and not an error: ledgers come from strangers.
     except (InvalidSignature, ValueError):
         return False

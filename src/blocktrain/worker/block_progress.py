@@ -77,7 +77,7 @@ def move_share(rounds_ahead: float) -> float:
     """The share of a new snapshot's move to apply at once, by how far training has gone on without it.
 
     By then the worker's own gradient has corrected part of what the others' updates correct. Applied in full,
-    a move that comes a round late overshoots, and two replicas end up worse than one (docs/experiments.md).
+    a move that comes a round late overshoots, and two replicas end up worse than one (docs/history).
     A move in time (0 rounds ahead) is applied in full.
     """
     return 1.0 / (1.0 + MOVE_DAMPING * rounds_ahead)

@@ -93,6 +93,8 @@ class PlainView:
         if not told:  # or an update that a pause fell on would be two in the summary, and for --max-rounds
             self.verdicts[outcome] += 1
             self.given.verdicts[outcome] += 1
+        elif outcome != "refused":  # the same line stands above the pause
+            return
         self.line(f"verdict block={block} round={round_} outcome={outcome} age={age} reason={sentence!r}")
 
     def rebased(self, block: int, version: int) -> None:

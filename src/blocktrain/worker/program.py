@@ -128,6 +128,7 @@ def run_worker(
                     given.computing_seconds += traffic.seconds()[Spent.COMPUTING.value]
                     given.bytes_up += sum(traffic.bytes_of("up").values())
                     given.bytes_down += sum(traffic.bytes_of("down").values())
+                    given.text_bytes += traffic.text_bytes
 
 
 @contextlib.contextmanager

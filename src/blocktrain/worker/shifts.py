@@ -53,6 +53,8 @@ class Contribution:
     verdicts: Counter[str] = field(default_factory=Counter)
     bytes_up: int = 0
     bytes_down: int = 0
+    text_bytes: int = 0
+    """Fetched of the run's text; not among the bytes down."""
 
     def __add__(self, other: Contribution) -> Contribution:
         return Contribution(
@@ -65,6 +67,7 @@ class Contribution:
             f"contributed {counted(self.verdicts.total(), 'update')} ({outcomes}), "
             f"{counted(self.steps, 'step')} in {duration(self.computing_seconds)} of computing, "
             f"{size(self.bytes_up)} up, {size(self.bytes_down)} down"
+            + (f", {size(self.text_bytes)} of the run's text" if self.text_bytes else "")
         )
 
 

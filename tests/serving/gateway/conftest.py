@@ -65,12 +65,12 @@ def serve_engine(engine: TextEngine, config: GatewayConfig | None = None) -> Ite
 class StageThread:
     """A stage with an event loop of its own; `kill` is as abrupt as a process that ends."""
 
-    def __init__(self, checkpoint: Path, blocks: list[int]) -> None:
+    def __init__(self, checkpoint: Path, blocks: list[int], port: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         held, shape = load_blocks(checkpoint, blocks, torch.device("cpu"))
-        opening = Stage.open(held, shape, StageConfig())
+        opening = Stage.open(held, shape, StageConfig(listen=Address("127.0.0.1", port)))
         self.stage = asyncio.run_coroutine_threadsafe(opening, self.loop).result(PATIENCE_SECONDS)
         self.address = self.stage.address
 
@@ -83,8 +83,8 @@ class StageThread:
 
 
 @contextmanager
-def stages(checkpoint: Path, *groups: list[int]) -> Iterator[list[StageThread]]:
-    running = [StageThread(checkpoint, blocks) for blocks in groups]
+def stages(checkpoint: Path, *groups: list[int], port: int = 0) -> Iterator[list[StageThread]]:
+    running = [StageThread(checkpoint, blocks, port) for blocks in groups]
     try:
         yield running
     finally:

@@ -27,6 +27,7 @@ from blocktrain.serving.gateway.openai_messages import (
     CompletionRequest,
     TraversalUsage,
 )
+from blocktrain.serving.gateway.responses import ResponsesRequest
 from blocktrain.wire.frame_metadata import MAX_PASSES
 
 from .conftest import Served
@@ -62,7 +63,7 @@ def test_every_route_is_documented(engine_of: Any) -> None:
             assert f"`{method.upper()} {path}`" in PAGE
 
 
-@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, TraversalUsage])
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, ResponsesRequest, TraversalUsage])
 def test_every_field_is_documented(model: Any) -> None:
     assert [name for name in model.model_fields if f"`{name}`" not in PAGE] == []
 

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from blocktrain.serving.gateway import main as gateway_main
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.limits import GatewayLimits, Keys
+from tests.waiting import until
 
 from .conftest import Served, serve_engine
 
@@ -267,3 +271,66 @@ def test_what_each_key_used_is_counted_and_logged(engine_of: Any, caplog: pytest
     assert len(lines) == 1
     assert f"id={answer.id} caller=alice mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
     assert lines[0].endswith("end=complete")
+
+
+def test_a_forwarded_address_does_not_evade_the_rate(engine_of: Any) -> None:
+    config = GatewayConfig(limits=GatewayLimits(requests_per_minute=2))
+    with serve_engine(engine_of(), config) as served, served.http() as client:
+        answers = [
+            client.get("/v1/models", headers={"x-forwarded-for": f"10.0.{i}.1"}).status_code for i in range(3)
+        ]
+        assert answers == [200, 200, 429]
+
+
+@pytest.mark.parametrize("route", ["embeddings", "messages"])
+def test_routes_of_other_servers_are_a_404_that_says_so(served: Served, route: str) -> None:
+    with served.http() as client:
+        answer = client.post(f"/v1/{route}", json={"model": "tiny", "input": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+
+
+def test_head_is_answered_as_get_without_a_body(served: Served) -> None:
+    with served.http() as client:
+        for path in ("/healthz", "/readyz", "/v1/models", "/metrics"):
+            answer = client.head(path)
+            assert answer.status_code == 200
+            assert answer.content == b""
+        assert client.head("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("completions", {"prompt": "x", "max_tokens": 16384}),
+        ("responses", {"input": "x", "max_output_tokens": 16384}),
+    ],
+)
+def test_a_stream_that_a_stop_cuts_off_ends_with_an_error_event(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch, route: str, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(gateway_main, "SHUTDOWN_SECONDS", 0.2)
+    body = {"model": "tiny", "mode": "ar", "stream": True, **asked}
+    with contextlib.ExitStack() as reading:
+        with serve_engine(engine_of()) as served:
+            client = reading.enter_context(served.http())
+            stream = reading.enter_context(client.stream("POST", f"/v1/{route}", json=body))
+            events = (
+                line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")
+            )
+            assert "error" not in json.loads(next(events))
+        # Told to stop while the answer is under way.
+        last = json.loads(list(events)[-1])
+    assert last.get("error", last)["code"] == "service_unavailable"
+    assert "stopping" in last.get("error", last)["message"]
+
+
+def test_an_answer_that_a_stop_cuts_off_is_a_503(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_main, "SHUTDOWN_SECONDS", 0.2)
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 16384, "mode": "ar"}
+    with ThreadPoolExecutor(1) as waiting, contextlib.ExitStack() as asking:
+        with serve_engine(engine_of()) as served:
+            client = asking.enter_context(served.http())
+            answer = waiting.submit(client.post, "/v1/completions", json=body)
+            until("it is being written", lambda: served.metric("blocktrain_gateway_active_generations") == 1)
+        refusal = answer.result()
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "service_unavailable")

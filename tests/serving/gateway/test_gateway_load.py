@@ -20,7 +20,7 @@ from .conftest import Served, serve_engine, served_by, stages
 EngineOf = Callable[[], LocalEngine]
 
 FAIR = 0.8
-"""Jain's index over what streams had when the first was complete; see docs/experiments.md for what we see."""
+"""Jain's index over what streams had when the first was complete; see docs/history for what we see."""
 
 
 def active(served: Served) -> float:

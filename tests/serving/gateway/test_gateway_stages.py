@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from blocktrain.serving.engine.remote import StageRefusedError
-from tests.waiting import until
+from blocktrain.errors import UserError
+from blocktrain.serving.engine.fanout import when_blocks_are_lost
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
+from tests.waiting import PATIENCE_SECONDS, until
 
-from .conftest import Served, cost_of, served_by, stages
+from .conftest import Served, cost_of, serve_engine, served_by, stages
 
 
 def complete(served: Served, **fields: Any) -> openai.types.Completion:
@@ -64,6 +68,8 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
     ):
         running[1].kill()
         until("it says degraded", lambda: "degraded" in client.get("/readyz").json()["reason"])
+        # Strangers may read this; why a stage is lost, and its address, are in the log.
+        assert client.get("/readyz").json()["reason"] == "degraded: no stage serves blocks [1] now"
         body = {"model": "tiny", "prompt": "x", "max_tokens": 8}
         whole = client.post("/v1/completions", json=body)
         assert whole.headers["x-blocktrain-degraded"] == "without blocks 1"
@@ -71,6 +77,31 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             assert stream.headers["x-blocktrain-degraded"] == "without blocks 1"
         assert remote.metric("blocktrain_gateway_degraded_total") >= 1
+
+
+def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, served: Served) -> None:
+    expected = complete(served, max_tokens=8).choices[0].text
+    with stages(checkpoint, [0, 2], [1]) as running:
+        quick = replace(when_blocks_are_lost("fail"), degrade_seconds=0.2)
+        failing, waiting = (
+            EngineConfig(stages=[stage.address for stage in running], fanout=fanout)
+            for fanout in (quick, when_blocks_are_lost("wait"))
+        )
+        with (
+            serve_engine(RemoteEngine(checkpoint, failing)) as strict,
+            serve_engine(RemoteEngine(checkpoint, waiting)) as patient,
+            ThreadPoolExecutor(1) as asking,
+        ):
+            running[1].kill()
+            with pytest.raises(openai.InternalServerError, match=r"no stage serves blocks \[1\] now"):
+                complete(strict, max_tokens=8)
+            answer = asking.submit(complete, patient, max_tokens=8)
+            with strict.http() as client:
+                until("it says so", lambda: client.get("/readyz").status_code == 503)
+            with stages(checkpoint, [1], port=running[1].address.port):
+                assert answer.result(PATIENCE_SECONDS).choices[0].text == expected
+    with pytest.raises(UserError, match="degrade, fail or wait, found 'no'"):
+        when_blocks_are_lost("no")
 
 
 def test_a_block_nobody_serves_is_a_503_by_name(checkpoint: Path) -> None:
@@ -99,6 +130,10 @@ def test_two_stages_with_the_same_block_are_spares(checkpoint: Path, served: Ser
         answer = complete(remote, max_tokens=30)
         assert answer.choices[0].text == expected
         assert cost_of(answer)["degraded_blocks"] == []
+        running[1].kill()
+        with pytest.raises(openai.InternalServerError) as failure:
+            complete(remote, max_tokens=30)
+        assert failure.value.message.endswith("no stage can be reached")
 
 
 def test_a_stage_of_another_checkpoint_is_refused_by_name(checkpoint: Path, other_checkpoint: Path) -> None:

@@ -135,7 +135,7 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     given_up = 0 if trust.judge == "off" else len(refused)
 
     # All replicas are wanted, also those that are missing: then rounds last until their deadline, and workers
-    # that run ahead train meanwhile. Closing without them was measured, not kept (docs/experiments.md, T4).
+    # that run ahead train meanwhile. Closing without them was measured, not kept (docs/history, T4).
     wanted = max(1, max(len(awaited) + moved, swarm.replicas) - given_up) + extra
 
     clock = round_clock(facts, swarm, now)
@@ -221,10 +221,16 @@ class BlockPace:
 
 def run_seconds_left(blocks: Sequence[BlockPace], rounds: int, now: float) -> float | None:
     """Until the slowest block has had all its rounds; None where a block has closed none that would tell."""
-    longest = 0.0
-    for block in blocks:
-        if block.version >= rounds:
-            continue
+    longest, open_blocks = 0.0, [block for block in blocks if block.version < rounds]
+    # Where workers are fewer than blocks they take turns, of which a block's own pace knows nothing: a lone
+    # worker at three blocks was told 9 s a minute before the end.
+    merged = sorted(moment for block in blocks for moment in block.closed)
+    if len(merged) > 1:
+        turn = statistics.median(after - before for before, after in itertools.pairwise(merged))
+        begun = max((block.begun for block in open_blocks if block.begun is not None), default=now)
+        left = sum(rounds - block.version for block in open_blocks)
+        longest = max(0.0, left * turn - min(max(0.0, now - begun), turn))
+    for block in open_blocks:
         # The median, so that a coordinator that was down for a week does not make all rounds a week long.
         gaps = [after - before for before, after in itertools.pairwise(block.closed)]
         pace = statistics.median(gaps) if gaps else block.first_seconds

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from anyio import CapacityLimiter
@@ -19,9 +20,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from blocktrain.coordinator.http.downloads import downloads
+from blocktrain.coordinator.http.message_routes import ShortWay
 from blocktrain.coordinator.http.operator_routes import operator_routes
 from blocktrain.coordinator.http.pages import NoSniffing, pages
-from blocktrain.coordinator.http.public_routes import MAX_EVENT_STREAMS, public_routes
+from blocktrain.coordinator.http.public_routes import MAX_EVENT_STREAMS, News, public_routes
 from blocktrain.coordinator.http.signed_requests import invalid_message
 from blocktrain.coordinator.http.worker_routes import worker_routes
 from blocktrain.coordinator.metrics import CountTraffic
@@ -33,8 +35,14 @@ from blocktrain.wire.messages import ErrorAnswer, ErrorReason
 
 log = logging.getLogger(__name__)
 
+WRITING_THREADS = 16
+"""For requests that may wait for the disk; those that wait for it together share one call of it."""
+READING_THREADS = 4
+"""For GET, so that a worker that looks for a new head does not wait behind others' writing. More would only
+wait for the interpreter."""
 DECODING_THREADS = 2
-"""Each holds a whole decoded block; two keep both cores of a small host busy."""
+"""For payloads of blocks that are not small. Each may hold a whole decoded block; two keep both cores of a
+small host busy."""
 
 API = (worker_routes, operator_routes, downloads, public_routes)
 
@@ -46,7 +54,12 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
         app.state.decoding = CapacityLimiter(DECODING_THREADS)
         app.state.bodies = Counter[WorkerId]()
-        yield
+        with (
+            ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="writing") as app.state.writing_threads,
+            ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading") as app.state.reading_threads,
+            News(coordinator.resources.store) as app.state.news,
+        ):
+            yield
 
     # No /docs: its page would load scripts from another origin. /openapi.json is served.
     app = FastAPI(
@@ -55,6 +68,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     app.state.coordinator = coordinator
     for routes in (*API, pages):
         app.include_router(routes)
+    app.add_middleware(ShortWay, routers=API, answer_error=_answer_error)
     app.add_middleware(CountTraffic, metrics=coordinator.metrics)
     app.add_middleware(NoSniffing)
     for kind in (Refusal, StorageError, RequestValidationError, HTTPException, Exception):

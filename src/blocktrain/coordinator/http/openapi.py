@@ -20,6 +20,8 @@ BlockPath = Annotated[int, Path(ge=0, lt=MAX_BLOCKS)]
 HashPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 IdPath = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 """The id of an assignment or a worker."""
+PATH_PATTERNS = ((BlockPath, "[0-9]{1,3}"), (HashPath, "[0-9a-f]{64}"), (IdPath, "[0-9a-f]{32}"))
+"""What such values look like; each that looks so is one."""
 Since = Annotated[int, Query(ge=0, le=MAX_COUNT)]
 
 SIGNED_REASONS = (

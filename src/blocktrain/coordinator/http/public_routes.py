@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic
 from typing import Annotated
 
 from fastapi import Query, Request
@@ -16,13 +18,17 @@ from blocktrain.coordinator.http.openapi import BlockPath, IdPath, Since, refuse
 from blocktrain.coordinator.http.signed_requests import Service
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
+from blocktrain.coordinator.storage.store import Store
 from blocktrain.wire import messages
 from blocktrain.wire.messages import MAX_COUNT, ErrorReason
 
 public_routes = message_router()
 
 MAX_EVENT_STREAMS = 200
-EVENT_POLL_SECONDS = 0.5
+EVENT_PAUSE_SECONDS = 0.1
+"""Between two looks of a stream: a busy run writes a hundred entries a second, and 200 streams may read."""
+LOOK_SECONDS = 5.0
+"""How long a stream trusts that it will be woken: a process may have lost its line to the database."""
 QUIET_SECONDS = 15.0
 """After this long without an event a comment goes out, so that proxies do not take the stream for dead."""
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -128,22 +134,59 @@ async def get_events(
     if since is None:
         since = await run_in_threadpool(service.reports.ledger_length)
     return StreamingResponse(
-        _events(service, streams, since), headers=UNBUFFERED, media_type="text/event-stream"
+        _events(service, request.app.state.news, streams, since),
+        headers=UNBUFFERED,
+        media_type="text/event-stream",
     )
 
 
-async def _events(service: Coordinator, streams: asyncio.Semaphore, since: int) -> AsyncIterator[str]:
+class News:
+    """Wakes coroutines when something was acknowledged, here or by another process."""
+
+    def __init__(self, store: Store) -> None:
+        self._loop, self._told, self._event = asyncio.get_running_loop(), False, asyncio.Event()
+        self._watchers = store.watchers
+
+    def __enter__(self) -> News:
+        self._watchers.append(self._tell)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchers.remove(self._tell)
+
+    @property
+    def next(self) -> asyncio.Event:
+        """Set at the next change."""
+        return self._event
+
+    def _tell(self) -> None:
+        # Once for all that is written before the loop comes to it.
+        if not self._told:
+            self._told = True
+            with suppress(RuntimeError):  # the server has ended meanwhile
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._told = False
+        woken, self._event = self._event, asyncio.Event()
+        woken.set()
+
+
+async def _events(
+    service: Coordinator, news: News, streams: asyncio.Semaphore, since: int
+) -> AsyncIterator[str]:
     async with streams:
-        quiet = 0.0
+        quiet_since = monotonic()
         while not service.draining:
+            change = news.next  # before the look: what is written meanwhile ends the wait after it
             page = await run_in_threadpool(service.reports.ledger, since)
             for entry in page.entries:
                 yield f"id: {entry.sequence}\nevent: {entry.kind}\ndata: {entry.model_dump_json()}\n\n"
                 since = entry.sequence + 1
             if not page.entries:
-                # Polling, not waiting for a change in this process: another one may share the database.
-                await asyncio.sleep(EVENT_POLL_SECONDS)
-                quiet += EVENT_POLL_SECONDS
-            if page.entries or quiet >= QUIET_SECONDS:
-                quiet = 0.0
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(change.wait(), LOOK_SECONDS)
+                await asyncio.sleep(EVENT_PAUSE_SECONDS)
+            if page.entries or monotonic() - quiet_since >= QUIET_SECONDS:
+                quiet_since = monotonic()
                 yield ": still here\n\n"

@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+import numpy as np
 from blake3 import blake3
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
@@ -26,6 +27,7 @@ from starlette.requests import ClientDisconnect
 from blocktrain.connections import MIN_BYTES_PER_SECOND
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
+from blocktrain.wire.byte_source import SMALL_BYTES, ByteSource, FileBytes
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import MAX_BODY_BYTES, ErrorReason
 from blocktrain.wire.signing import Reason, SignatureError, VerifiedRequest, verify_request
@@ -153,15 +155,22 @@ async def checked_body(request: Request, signature: VerifiedRequest) -> AsyncIte
 
 
 @asynccontextmanager
-async def received_file(request: Request, signature: VerifiedRequest) -> AsyncIterator[tuple[IO[bytes], str]]:
-    """The body on disk and its blake3, computed as it came; gone afterwards, whatever happens."""
+async def received_body(
+    request: Request, signature: VerifiedRequest
+) -> AsyncIterator[tuple[ByteSource, str]]:
+    """The body and its blake3, computed as it came; a file of it is gone afterwards, whatever happens."""
+    hasher = blake3()
+    if signature.content_length <= SMALL_BYTES:
+        content = b"".join([piece async for piece in checked_body(request, signature)])
+        hasher.update(content)
+        yield np.frombuffer(content, np.uint8), hasher.hexdigest()
+        return
     # On disk, not in memory: a dense payload of a large block is as long as the block.
     with tempfile.TemporaryFile() as file:
-        hasher = blake3()
         async for piece in checked_body(request, signature):
             hasher.update(piece)
             file.write(piece)
-        yield file, hasher.hexdigest()
+        yield FileBytes(file), hasher.hexdigest()
 
 
 def invalid_message(errors: Sequence[Any]) -> Refusal:

@@ -26,7 +26,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
 from blocktrain.errors import StorageError, UserError
-from blocktrain.wire.byte_source import ByteSource, FileBytes, pieces
+from blocktrain.wire.byte_source import PIECE_BYTES, ByteSource, FileBytes, file_source, pieces
 
 CHUNK_BYTES = 1 << 20
 PRESIGNED_SECONDS = 900
@@ -94,9 +94,12 @@ class Blobs:
 
     def put_source(self, key: str, source: ByteSource) -> None:
         """In pieces: a payload may be as large as its block. It appears whole or not at all, as by `put`."""
+        if len(source) <= PIECE_BYTES:
+            return self.put(key, source[0 : len(source)].data)
         with _translated(key):
             obstore.put(self._store, key, pieces(source))
             self._flush(key)
+        return None
 
     @contextmanager
     def draft(self) -> Iterator[IO[bytes]]:
@@ -157,7 +160,7 @@ class Blobs:
                         file.write(piece)
                         if max_bytes is not None and file.tell() > max_bytes:
                             break
-            yield FileBytes(file)
+            yield file_source(file)
 
     def size(self, key: str) -> int | None:
         """Bytes of the object, or None where there is none."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, BindParameter, ColumnElement, bindparam, select
+from sqlalchemy import BigInteger, BindParameter, ColumnElement, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.decisions.rounds import (
@@ -56,7 +56,10 @@ _LIVE = Prepared(
         WorkerRow.block == _BLOCK, WorkerRow.last_seen > bindparam("since")
     )
 )
-_VERSIONS = Prepared(select(BlockRow.block, BlockRow.version, BlockRow.begun).order_by(BlockRow.block))
+_HEADS = Prepared(select(BlockRow.block, BlockRow.version, BlockRow.begun).order_by(BlockRow.block))
+# Versions only rise, so that their sum tells whether one has. Each row that SQLite finds lets other threads
+# have the interpreter, and a transaction that holds the lock of all writers then waits for it.
+_SUMS = Prepared(select(func.sum(BlockRow.version), func.sum(BlockRow.begun), func.count(BlockRow.begun)))
 _MERGES = Prepared(
     select(MergeRow.begun, MergeRow.closed)
     .where(MergeRow.block == _BLOCK, MergeRow.version > _VERSION - PACE_ROUNDS)
@@ -96,6 +99,8 @@ class OpenRounds:
         self._arrivals: dict[int, tuple[tuple[int, int, int | None], Arrivals]] = {}
         """Block to a moment of its row and what had arrived then."""
         self._paces: dict[int, BlockPace] = {}
+        self._heads: tuple[Any, list[Any]] = (), []
+        """Sums of the blocks' rows, and the rows of then."""
 
     def state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
         """The block's open round as it stands: who it waits for, until when, and whether it closes now."""
@@ -125,10 +130,19 @@ class OpenRounds:
             found, begun=row.begun, merging=row.closing_version is not None, claimed_until=row.claim_until
         )
 
+    def heads(self, session: Session) -> list[tuple[int, int, float | None]]:
+        """Every block with its version and when its round began."""
+        [sums] = _SUMS(session)
+        remembered, found = self._heads
+        if remembered != sums:
+            found = _HEADS(session)
+            self._heads = sums, found
+        return found
+
     def seconds_left(self, session: Session, now: float) -> float | None:
         """Until the run is finished, at the pace of the last rounds."""
         paces = []
-        for block, version, begun in _VERSIONS(session):
+        for block, version, begun in self.heads(session):
             pace = self._paces.get(block)
             if pace is None or pace.version != version:
                 merges = _MERGES(session, block=block, version=version)

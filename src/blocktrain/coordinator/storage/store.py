@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from alembic.config import Config as AlembicConfig
 from pydantic import BaseModel
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     ClauseElement,
     Connection,
     Dialect,
@@ -33,6 +35,7 @@ from sqlalchemy import (
     LargeBinary,
     String,
     Text,
+    bindparam,
     create_engine,
     event,
     false,
@@ -44,7 +47,14 @@ from sqlalchemy import (
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    make_transient_to_detached,
+    mapped_column,
+    sessionmaker,
+)
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from blocktrain.errors import DamagedError, StorageError, UserError
@@ -282,9 +292,15 @@ class EvaluationRow(Table):
     """JSON of messages.EvaluationState."""
 
 
+CONNECTION = "connection"
 LASTS = "lasts"
 AFTER = "after"
 _NOT_SYNCED = text("SET LOCAL synchronous_commit TO OFF")
+CHANNEL = "blocktrain"
+"""PostgreSQL channel on which a process tells the others that it has acknowledged something."""
+_TELL = text(f"SELECT pg_notify('{CHANNEL}', :name)")
+HEAR_SECONDS = 0.2
+"""How soon a thread that hears others notices that it should end."""
 Message = TypeVar("Message", bound=BaseModel)
 
 
@@ -314,7 +330,11 @@ class Prepared:
         """Dialect to the SQL, and what in it never differs."""
 
     def __call__(self, session: Session, **values: Any) -> list[Any]:
-        return self.run(session.connection(), values)
+        # Asking the session for its connection takes it longer than SQLite takes for some statements.
+        connection = session.info.get(CONNECTION)
+        if connection is None:
+            connection = session.info[CONNECTION] = session.connection()
+        return self.run(connection, values)
 
     def run(self, connection: Connection, values: Mapping[str, Any]) -> list[Any]:
         dialect, driver = connection.dialect, connection.connection.driver_connection
@@ -341,6 +361,39 @@ class Prepared:
         return made.statement, {
             name: value.value if isinstance(value, StrEnum) else value for name, value in constants.items()
         }
+
+
+class QuickSession(Session):
+    """Reads a row by its key with a prepared statement: 0.15 ms instead of 0.35, nine times in an update."""
+
+    def get(self, entity: Any, ident: Any, **options: Any) -> Any:
+        if entity not in _BY_KEY or self.identity_map.has_key(
+            entity.__mapper__.identity_key_from_primary_key((ident,))
+        ):
+            return super().get(entity, ident, **options)
+        if self.autoflush:
+            self.flush()
+        plain, locking, names, booleans = _BY_KEY[entity]
+        found = (locking if options.get("with_for_update") else plain)(self, key=ident)
+        if not found:
+            return None
+        values = dict(zip(names, found[0], strict=True))
+        for name in booleans:  # of which SQLite has none
+            values[name] = bool(values[name])
+        row = entity(**values)
+        make_transient_to_detached(row)  # as if it had been loaded, and with nothing to write
+        self.add(row)
+        return row
+
+
+def _by_key(table: type[Table]) -> tuple[Prepared, Prepared, list[str], list[str]]:
+    [key] = table.__table__.primary_key
+    query, columns = select(table.__table__).where(key == bindparam("key")), table.__table__.columns
+    booleans = [column.key for column in columns if isinstance(column.type, Boolean)]
+    return Prepared(query), Prepared(query.with_for_update()), columns.keys(), booleans
+
+
+_BY_KEY = {table: _by_key(table) for table in (WorkerRow, AssignmentRow, UpdateRow, BlockRow)}
 
 
 class SharedSync:
@@ -382,8 +435,12 @@ class Store:
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._name = secrets.token_hex(8)
+        """Of this process among those that share the database."""
+        self.watchers: list[Callable[[], None]] = []
+        """Called when something was acknowledged, here or by another process, in any thread: be quick."""
         # Rows stay readable after their transaction: answers are made from them outside of it.
-        self._sessions = sessionmaker(self.engine, expire_on_commit=False)
+        self._sessions = sessionmaker(self.engine, class_=QuickSession, expire_on_commit=False)
         # SQLite lets writers wait by sleeping and trying again, up to 0.1 s each time and in no order: with
         # 200 workers a heartbeat took 0.4 s in the median and 11 s at its 99th percentile. A lock wakes the
         # next one at once. PostgreSQL has locks of its own.
@@ -409,14 +466,16 @@ class Store:
                     yield session
                     session.flush()
                 lasts = session.info.get(LASTS, False)
-                if not lasts and not self.is_sqlite:
-                    session.execute(_NOT_SYNCED)
+                if not self.is_sqlite:
+                    session.execute(_TELL if lasts else _NOT_SYNCED, {"name": self._name} if lasts else {})
             # Outside the lock. With a sync of 6 ms inside it no more than 160 transactions a second were
             # possible, and 1,000 workers need more.
             if lasts and self._log is not None:
                 self._log.wait()
             for tell in session.info.get(AFTER, ()):
                 tell()
+            if lasts:
+                self.tell_watchers()
 
     def write_later(self, statement: Prepared, row: Mapping[str, Any]) -> None:
         """Write a row along with the next transaction of this process."""
@@ -432,6 +491,28 @@ class Store:
         except BaseException:
             self._later.extend(rows)  # with the next one, as this one is rolled back
             raise
+
+    def tell_watchers(self) -> None:
+        for tell in tuple(self.watchers):
+            tell()
+
+    def hear(self, tell: Callable[[], None], stop: threading.Event) -> bool:
+        """Call `tell` and the watchers whenever another process has acknowledged something, until `stop`."""
+        import psycopg
+
+        url = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        try:
+            with psycopg.connect(url, autocommit=True, connect_timeout=BUSY_SECONDS) as connection:
+                connection.execute(f"LISTEN {CHANNEL}")
+                tell()  # of what was written before this one listened
+                while not stop.is_set():
+                    for note in connection.notifies(timeout=HEAR_SECONDS):
+                        if note.payload != self._name:
+                            tell()
+                            self.tell_watchers()
+        except psycopg.Error as error:
+            raise StorageError(f"the database tells of no changes: {error}; check that it runs") from error
+        return False
 
     @contextmanager
     def leading(self, block: int) -> Iterator[bool]:

@@ -20,14 +20,14 @@ KEEP = 0.99
 KEEP_COST = 0.9
 HALF_LIFE_SECONDS = 2.0
 """In this time the cost of a draft counts half, where none was made to measure it again."""
-
-
 FLIGHTS = 8
 """Traversals of one request under way at most."""
 FLIGHTS_OF_ALL = 16
 """The same of all requests together, but for one each: with more of them processors are busy anyhow."""
 FLIGHT_TOKENS = 8
 """Drafted for each traversal, where several may be under way."""
+LEAST_CHANCE = 0.03
+"""That the next token holds, where a draft costs its request nothing: stages compute what is void, too."""
 
 
 def most_flights(requests: int) -> int:
@@ -60,9 +60,9 @@ class DraftLength:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
 
-    def go_on(self, margins: Sequence[float], requests: int, now: float) -> bool:
+    def go_on(self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False) -> bool:
         """Whether to draft one more token behind unverified tokens that won by these margins, while so many
-        requests are under way."""
+        requests are under way. `flying`: some of those tokens are, and the text waits for them anyhow."""
         return True
 
     def stepped(self, seconds: float, requests: int, now: float) -> None:
@@ -116,7 +116,7 @@ class AdaptiveLength(DraftLength):
     def costs(self, requests: int) -> Costs:
         return self.by_load.setdefault(requests.bit_length(), Costs())
 
-    def go_on(self, margins: Sequence[float], requests: int, now: float) -> bool:
+    def go_on(self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False) -> bool:
         costs = self.costs(requests)
         gain = sum(self.hits) / sum(self.tries)
         for margin in margins:
@@ -127,7 +127,9 @@ class AdaptiveLength(DraftLength):
         # traversal brings a token.
         alone = costs.traversal_seconds
         rate = max(costs.tokens / costs.seconds, 1 / alone if alone else 0.0)
-        return gain > rate * step_seconds
+        # One request alone waits for its first traversal: what can be drafted in that time costs it nothing.
+        idle = flying and requests == 1 and len(margins) * step_seconds < alone
+        return gain > (LEAST_CHANCE if idle else rate * step_seconds)
 
     def stepped(self, seconds: float, requests: int, now: float) -> None:
         costs = self.costs(requests)

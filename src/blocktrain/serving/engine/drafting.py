@@ -36,7 +36,7 @@ def blocks_for_drafts(objective: Objective, most: int) -> list[int]:
         return []
     model = objective.model
     alone = [block for block in range(model.blocks) if not objective.upstream(block)]
-    # A draft pays by being cheaper than what it foretells, and blocks of one shape take each step together.
+    # A draft pays by being cheaper than what it predicts, and blocks of one shape take each step together.
     shape = model.of_block(min(alone, key=model.step_cost))
     return [block for block in alone if model.of_block(block) == shape][: max(1, most)]
 
@@ -199,7 +199,8 @@ class Drafter:
         themselves. A long text is waited for until it is read here only if asked to `wait`."""
         margins = [one.margin for one in ahead]
         # Asked here too: where no token is worth its time, the computing thread is left alone.
-        if most <= 0 or not self.length.go_on(margins, self.drafting.num_open, time.monotonic()):
+        num_open, now, flying = self.drafting.num_open, time.monotonic(), bool(ahead)
+        if most <= 0 or not self.length.go_on(margins, num_open, now, flying=flying):
             return []
         if self._reading is None or self._reading.done():
             start = window_start(len(tokens), self.context)
@@ -239,7 +240,8 @@ class Drafter:
 
     def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
         enough = len(draft.tokens) >= draft.most
-        return not enough and self.length.go_on(draft.margins, requests, now)
+        flying = len(draft.margins) > len(draft.tokens)
+        return not enough and self.length.go_on(draft.margins, requests, now, flying=flying)
 
     def append(self, draft: Draft, row: Row) -> None:
         # The tolerance does not matter here: a token that is not settled is drafted all the same.

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blocktrain.errors import UserError
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.questions import Question
 from blocktrain.serving.engine.requests import StagesUnavailableError
@@ -28,7 +30,9 @@ HEALTH_POLL_SECONDS = 0.05
 @dataclass(frozen=True, kw_only=True)
 class FanoutConfig:
     degrade_seconds: float = 2.0
-    """How long a block may be out of reach before answers are given without it."""
+    """How long a block may be out of reach before answers are given without it, or fail."""
+    may_degrade: bool = True
+    """Whether an answer may do without a block that nobody serves any more; its text is then another."""
     hedge_seconds: float = 0.5
     """A leg slower than this, and than four times the link's usual time, is asked of a spare too."""
     slow_seconds: float = 5.0
@@ -54,6 +58,18 @@ class StageRoute:
     """Links and the blocks asked of each; no block twice."""
     missing: tuple[int, ...]
     """Blocks that no candidate serves."""
+
+
+def when_blocks_are_lost(text: str) -> FanoutConfig:
+    """What the option `--lost-blocks` names."""
+    found = {
+        "degrade": FanoutConfig(),
+        "fail": FanoutConfig(may_degrade=False),
+        "wait": FanoutConfig(may_degrade=False, degrade_seconds=math.inf),
+    }.get(text)
+    if found is None:
+        raise UserError(f"--lost-blocks must be degrade, fail or wait, found {text!r}")
+    return found
 
 
 def stage_route(blocks: Collection[int], candidates: Sequence[Candidate], spread: int = 0) -> StageRoute:
@@ -133,9 +149,12 @@ class Fanout:
         wanted, began = blocks or self.blocks, asyncio.get_running_loop().time()
         parts = await self._fetch(question, wanted, frozenset(), began)
         if not parts:
-            problems = "; ".join(link.problem for link in self.links if link.problem) or "none answers"
-            raise StagesUnavailableError(f"no stage can be reached: {problems}")
+            raise StagesUnavailableError("no stage can be reached")
         lost = set(wanted).difference(*(part.blocks for part in parts))
+        if lost and not self.config.may_degrade and not question.is_void:
+            raise StagesUnavailableError(
+                f"no stage serves blocks {sorted(lost)} now, and every block is needed"
+            )
         if not question.is_void:
             question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts

@@ -9,6 +9,7 @@ chain stays the same, so a new chain gets all ids. Knows nothing of sampling or 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,16 @@ from blocktrain.serving.engine.questions import Question, StageCache, TraverseQu
 from blocktrain.serving.engine.requests import StagesUnavailableError
 from blocktrain.serving.engine.rows import Part
 from blocktrain.wire import frames
-from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop
+from blocktrain.wire.frame_metadata import MAX_HOPS, Ask, FailureCode, Hop, encode_metadata
 from blocktrain.wire.frames import ActivationCodec, Frame, FrameType
+
+log = logging.getLogger(__name__)
 
 AGAIN_HEDGES = 20
 """A chain that is silent for so many `hedge_seconds` is asked again, then after twice as long."""
+
+MAX_CHAIN_BYTES = frames.MAX_METADATA_BYTES - 128
+"""Of a question; what the first stage hands on has one address less, and up to 128 bytes of who asked."""
 
 Legs = list[tuple[StageLink, tuple[int, ...]]]
 """Stages in order, and the neighbouring parts that each runs."""
@@ -107,10 +113,9 @@ class Pipeline(Fanout):
             now = loop.time()
             since = max(self._missing_since(block, now, began) for block in chain.missing)
             if now >= min(since + self.config.degrade_seconds, question.deadline):
-                known = "; ".join(link.problem for link in self.links if link.problem) or problem
+                log.warning("gave up part=%d reason=%s", chain.missing[0], problem)
                 raise StagesUnavailableError(
-                    "a serial model needs every part, and no stage serves part "
-                    f"{chain.missing[0]} now: {known}"
+                    f"a serial model needs every part, and no stage serves part {chain.missing[0]} now"
                 )
             await self.wait_for_change(HEALTH_POLL_SECONDS)
             # One that failed may have come back, or be less busy.
@@ -173,7 +178,14 @@ class Pipeline(Fanout):
                 "more parts each"
             )
         onward = [Hop(link.address.text, list(parts)) for link, parts in legs[1:]]
-        return Ask(list(legs[0][1]), prefix, question.draw, onward, self.activations)
+        ask = Ask(list(legs[0][1]), prefix, question.draw, onward, self.activations)
+        taken = len(encode_metadata(ask))
+        if taken > MAX_CHAIN_BYTES:
+            raise StagesUnavailableError(
+                f"the addresses of a chain of {len(legs)} stages take {taken} bytes; expected at most "
+                f"{MAX_CHAIN_BYTES}: name stages by shorter addresses, or give them more parts each"
+            )
+        return ask
 
     async def _traverse(self, question: TraverseQuestion, legs: Legs) -> Frame:
         """New ids for whatever the chain has cached of the session."""

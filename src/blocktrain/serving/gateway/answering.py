@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,14 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from blocktrain.serving.engine.engine import TextEngine
-from blocktrain.serving.engine.requests import DeadlineError, Mode
+from blocktrain.serving.engine.requests import DeadlineError, Mode, ServingError
 from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
 from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Places, TooManyRequestsError
 from blocktrain.serving.gateway.metrics import GatewayMetrics
-from blocktrain.serving.gateway.openai_messages import StreamOptions, TraversalUsage, Usage
+from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 class ClientGoneError(Exception):
     """Nobody is left to answer."""
+
+
+class GatewayStoppingError(ServingError):
+    """The gateway was told to stop, and the answer took longer than it waits."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,6 @@ class Job:
     mode: Mode
     seed: int
     prompt_tokens: int
-    stream_options: StreamOptions = field(default_factory=StreamOptions)
     ignored: Sequence[str] = ()
     """Fields of the request that nobody read."""
     client: str = ANYONE
@@ -141,7 +144,7 @@ class Answerer:
             ended = sys.exception()
             log.info(
                 "answered id=%s caller=%s mode=%s prompt_tokens=%d completion_tokens=%d seconds=%.3f end=%s",
-                job.format.heading["id"],
+                job.format.id,
                 job.client,
                 job.mode,
                 usage.prompt_tokens,
@@ -175,49 +178,49 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # Response sets it to 0, and nobody knows the length yet
         self.answerer, self.job = answerer, job
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._events(send))
         except ClientGoneError:
             self.answerer.metrics.cancelled.inc()
+        except GatewayStoppingError as error:
+            if not self._started:
+                raise
+            body = self.job.format.broken_off(as_api_error(error).body).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _events(self, send: Send) -> None:
-        started, turn = False, asyncio.Lock()
+        turn = asyncio.Lock()
 
-        async def event(data: str) -> None:
-            nonlocal started
+        async def write(events: Iterator[str]) -> None:
             async with turn:  # choices are written side by side, and events must not interleave
-                if not started:
-                    started = True
-                    self.headers.update(self.job.early_headers())
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                body = f"data: {data}\n\n".encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        options = self.job.stream_options
-        hidden = set() if options.include_usage or options.continuous_usage_stats else {"usage"}
+                for event in events:
+                    if not self._started:
+                        self._started = True
+                        self.headers.update(self.job.early_headers())
+                        await send(
+                            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        )
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
         async def emit(piece: Piece) -> None:
-            usage = self.job.usage if options.continuous_usage_stats else None
-            for chunk in self.job.format.chunks(piece, usage):
-                await event(chunk.model_dump_json(exclude=hidden))
+            await write(self.job.format.events(piece, self.job.usage))
 
         try:
             await self.answerer.write(self.job, emit)
-            if options.include_usage:
-                await event(self.job.format.usage_chunk(self.job.usage).model_dump_json())
-            await event("[DONE]")
+            await write(self.job.format.ending(self.job.usage))
         except Exception as error:
-            if not started:
+            if not self._started:
                 raise
             log.warning("broke off stream error=%r", error)
-            await event(as_api_error(error).json())
+            await write(iter([self.job.format.broken_off(as_api_error(error).body)]))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away first."""
+    """The result of `work`, which is cancelled if the client goes away first or the gateway stops."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -230,6 +233,8 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
         if working.done():
             return working.result()
         raise ClientGoneError
+    except asyncio.CancelledError:  # by the server alone, when its time to stop is over
+        raise GatewayStoppingError("the gateway is stopping; ask again for the rest") from None
     finally:
         for task in (working, watching):
             task.cancel()

@@ -34,6 +34,7 @@ HTTP_WORDS: dict[int, tuple[str | None, str]] = {
 }
 FIELD_WORDS = {
     "prompt": "expected a string, a list of strings, a list of token ids or a list of both; not empty",
+    "input": "expected a string, or a list of messages with a role and a text; not empty",
     "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
 }
 """Fields of several types: pydantic reports a problem for each type, and none of them helps."""

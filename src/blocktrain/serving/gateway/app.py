@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from starlette.responses import Response
 import blocktrain
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.engine.engine import TextEngine
-from blocktrain.serving.engine.requests import GenerationRequest, Mode
+from blocktrain.serving.engine.requests import GenerationRequest, Mode, ModelInfo
 from blocktrain.serving.gateway.access import CALLER, AccessCheck
 from blocktrain.serving.gateway.answering import Answerer, EventStream, Job
 from blocktrain.serving.gateway.api_errors import ApiError, as_api_error, printable
@@ -51,11 +51,11 @@ from blocktrain.serving.gateway.openai_messages import (
     ModelList,
     Overflow,
     SamplingRequest,
-    StreamOptions,
     TokenizeAnswer,
     TokenizeChat,
     TokenizeText,
 )
+from blocktrain.serving.gateway.responses import ModelResponse, ResponsesFormat, ResponsesRequest
 from blocktrain.serving.gateway.text import token_label
 
 DEFAULT_MODE: Mode = "verify"
@@ -118,6 +118,7 @@ class Gateway:
         for path, route, shape in (
             ("/v1/completions", self.completions, Completion),
             ("/v1/chat/completions", self.chat, ChatCompletion),
+            ("/v1/responses", self.responses, ModelResponse),
         ):
             answers: Answers = {200: {"model": shape, "content": {"text/event-stream": {}}}, **REFUSED}
             add(path, route, methods=["POST"], response_model=None, responses=answers)
@@ -155,7 +156,9 @@ class Gateway:
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         job = self._job(
             body,
-            CompletionFormat,
+            lambda model: CompletionFormat(
+                model, body.logprobs, body.stream_options, block_weights=bool(body.block_weights)
+            ),
             body.prompts,
             max_tokens=limit,
             logprobs=body.logprobs,
@@ -164,18 +167,14 @@ class Gateway:
             echo=bool(body.echo),
             client=request.scope.get(CALLER, ANYONE),
         )
-        return (
-            EventStream(self.answerer, job)
-            if body.stream
-            else await self.answerer.whole(job, request.receive)
-        )
+        return await self._answered(job, body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         top = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job(
             body,
-            ChatFormat,
+            lambda model: ChatFormat(model, top, body.stream_options),
             [self._prompt_of(body)],
             prompt_field="messages",
             max_tokens=body.token_limit,
@@ -183,11 +182,21 @@ class Gateway:
             stops=[*body.stops, *STOPS],
             client=request.scope.get(CALLER, ANYONE),
         )
-        return (
-            EventStream(self.answerer, job)
-            if body.stream
-            else await self.answerer.whole(job, request.receive)
+        return await self._answered(job, body, request)
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answer a question or the last message of a conversation, in the shape of the newer API."""
+        job = self._job(
+            body,
+            lambda model: ResponsesFormat(model, body),
+            [chat_prompt(body.messages)],
+            prompt_field="input",
+            max_tokens=body.token_limit,
+            logprobs=body.logprobs,
+            stops=[*body.stops, *STOPS],
+            client=request.scope.get(CALLER, ANYONE),
         )
+        return await self._answered(job, body, request)
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> TokenizeAnswer:
         """Text or a conversation as token ids."""
@@ -230,6 +239,11 @@ class Gateway:
         page = generate_latest(self.metrics.registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def _answered(self, job: Job, body: SamplingRequest, request: Request) -> Response:
+        if body.stream:
+            return EventStream(self.answerer, job)
+        return await self.answerer.whole(job, request.receive)
+
     def _prompt_of(self, body: Conversation) -> str:
         return chat_prompt(
             body.messages,
@@ -246,7 +260,7 @@ class Gateway:
     def _job(
         self,
         body: SamplingRequest,
-        shape: type[AnswerFormat],
+        shape: Callable[[ModelInfo], AnswerFormat],
         prompts: Sequence[str | list[int]],
         *,
         max_tokens: int,
@@ -329,11 +343,10 @@ class Gateway:
                 Choice(i, request, tuple(stops), echo, bool(body.ignore_eos))
                 for i, request in enumerate(requests)
             ],
-            format=shape(model, logprobs, block_weights=block_weights),
+            format=shape(model),
             mode=mode,
             seed=seed,
             prompt_tokens=sum(lengths),
-            stream_options=body.stream_options or StreamOptions(),
             ignored=body.ignored,
             client=client,
         )

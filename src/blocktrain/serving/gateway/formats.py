@@ -1,4 +1,5 @@
-"""Pieces of text in the shapes of the two OpenAI routes, whole or as chunks of a stream."""
+"""Pieces of text in the shapes of completions and chat, whole or as chunks of a stream; `responses` has those
+of its own route."""
 
 from __future__ import annotations
 
@@ -17,33 +18,93 @@ from blocktrain.serving.gateway.text import token_label
 
 
 class AnswerFormat(ABC):
+    """The shape of one answer; a stream has one, too, and asks it for events in order."""
+
     prefix: ClassVar[str]
 
-    def __init__(self, model: ModelInfo, top: int | None, *, block_weights: bool = False) -> None:
+    def __init__(self, model: ModelInfo, top: int | None) -> None:
         """`top` as the request's log-probs: None for none, or how many alternatives."""
-        self.tokenizer, self.top, self.block_weights = model.tokenizer, top, block_weights
+        self.tokenizer, self.top = model.tokenizer, top
+        self.id = f"{self.prefix}{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
+
+    @abstractmethod
+    def events(self, piece: Piece, usage: shapes.Usage) -> Iterator[str]:
+        """A piece as server-sent events, with the usage so far. The reason for the end comes in an event of
+        its own: some clients do not read the text that stands beside it."""
+
+    @abstractmethod
+    def ending(self, usage: shapes.Usage) -> Iterator[str]:
+        """The events behind the last piece."""
+
+    @abstractmethod
+    def broken_off(self, error: shapes.ApiErrorBody) -> str:
+        """The last event of an answer that cannot be completed."""
+
+    def scores(self, piece: Piece) -> list[shapes.ChatLogprob]:
+        """The log-probs of a piece's tokens, each with its alternatives."""
+        found = [token.score for token in piece.scored if token.score is not None]
+        return [
+            shapes.ChatLogprob(
+                **vars(self._score(score.token, score.logprob)),
+                top_logprobs=[self._score(token, value) for token, value in score.top],
+            )
+            for score in found
+        ]
+
+    def _score(self, token: int, logprob: float) -> shapes.TopLogprob:
+        # As bytes too: a token may be part of a character, and its label then stands for more than one token.
+        raw = self.tokenizer.decode([token])
+        return shapes.TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))
+
+
+class ChunkFormat(AnswerFormat):
+    """Streams of chunks that are each a part of the whole answer, with `[DONE]` at the end."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        top: int | None,
+        options: shapes.StreamOptions | None,
+        *,
+        block_weights: bool = False,
+    ) -> None:
+        super().__init__(model, top)
+        self.options, self.block_weights = options or shapes.StreamOptions(), block_weights
         self.heading: dict[str, Any] = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
+            "id": self.id,
+            "created": self.created,
             "model": model.name,
             "system_fingerprint": f"bt-{model.model_hash[:16]}",
         }
         """What every chunk of one answer repeats."""
 
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
-
-    @abstractmethod
-    def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[BaseModel]:
-        """A piece as events, each with the usage so far where it is wanted. The reason for the end comes in
-        an event of its own: some clients do not read the text that stands beside it."""
+    def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[BaseModel]: ...
 
     @abstractmethod
     def usage_chunk(self, usage: shapes.Usage) -> BaseModel: ...
 
+    def events(self, piece: Piece, usage: shapes.Usage) -> Iterator[str]:
+        options = self.options
+        hidden = set() if options.include_usage or options.continuous_usage_stats else {"usage"}
+        for chunk in self.chunks(piece, usage if options.continuous_usage_stats else None):
+            yield f"data: {chunk.model_dump_json(exclude=hidden)}\n\n"
 
-class CompletionFormat(AnswerFormat):
-    prefix = "cmpl"
+    def ending(self, usage: shapes.Usage) -> Iterator[str]:
+        if self.options.include_usage:
+            yield f"data: {self.usage_chunk(usage).model_dump_json()}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def broken_off(self, error: shapes.ApiErrorBody) -> str:
+        return f"data: {shapes.ApiErrorAnswer(error=error).model_dump_json()}\n\n"
+
+
+class CompletionFormat(ChunkFormat):
+    prefix = "cmpl-"
 
     def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> shapes.Completion:
         return shapes.Completion(
@@ -82,8 +143,8 @@ class CompletionFormat(AnswerFormat):
         )
 
 
-class ChatFormat(AnswerFormat):
-    prefix = "chatcmpl"
+class ChatFormat(ChunkFormat):
+    prefix = "chatcmpl-"
 
     def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> shapes.ChatCompletion:
         choices = [
@@ -108,20 +169,5 @@ class ChatFormat(AnswerFormat):
 
     def _ending(self, piece: Piece) -> dict[str, Any]:
         """What whole choices and chunks have in common."""
-        logprobs = None
-        if self.top is not None:
-            scores = [token.score for token in piece.scored if token.score is not None]
-            rows = [
-                shapes.ChatLogprob(
-                    **vars(self._row(score.token, score.logprob)),
-                    top_logprobs=[self._row(token, value) for token, value in score.top],
-                )
-                for score in scores
-            ]
-            logprobs = shapes.ChatLogprobs(content=rows)
+        logprobs = None if self.top is None else shapes.ChatLogprobs(content=self.scores(piece))
         return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-
-    def _row(self, token: int, logprob: float) -> shapes.TopLogprob:
-        # As bytes too: a token may be part of a character, and its label then stands for more than one token.
-        raw = self.tokenizer.decode([token])
-        return shapes.TopLogprob(token=token_label(raw), logprob=logprob, bytes=list(raw))

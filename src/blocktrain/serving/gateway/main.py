@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ from blocktrain.connections import limited_protocol, max_connections
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
+from blocktrain.serving.engine.fanout import when_blocks_are_lost
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.api_errors import ApiError
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 10
 """How long answers under way may take after SIGTERM."""
+CUT_OFF_SECONDS = 2
+"""How long those may take to say so that were not complete by then."""
 BACKLOG = 2048
 MAX_PER_ADDRESS = 1024
 """Connections from one network, of 2,000: a proxy or a program in front of the gateway has many."""
@@ -64,6 +68,8 @@ def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
             log_level="warning",
             access_log=False,
             backlog=BACKLOG,
+            # By itself uvicorn lets every program on this machine say in X-Forwarded-For who is calling.
+            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
@@ -87,6 +93,9 @@ async def serve_gateway(
         log.info("opened gateway url=%s ready=%s reason=%r", url_of(opened), ready, reason)
         announce(f"gateway ready url={url_of(opened)} model={engine.model.name}")
         await server.serve(sockets=[opened])
+        # uvicorn does not wait for the answers that it cut off, and each still owes its client an error.
+        if cut_off := server.server_state.tasks:
+            await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
     finally:
         if beside is not None:
             beside.cancel()
@@ -136,6 +145,7 @@ def run_gateway(
     port: int = 8000,
     token: str = "",
     activations: str = "f32",
+    lost_blocks: str = "degrade",
     config: GatewayConfig | None = None,
     announce: Announce = print,
 ) -> None:
@@ -144,12 +154,15 @@ def run_gateway(
     # The port first: loading takes seconds, and a port that is taken should be said before them.
     with open_port(host, port) as opened:
         addresses = [Address.parse(stage) for stage in stages]
-        codec = activation_codec(activations)
+        chosen = EngineConfig(
+            stages=addresses,
+            token=token,
+            activations=activation_codec(activations),
+            fanout=when_blocks_are_lost(lost_blocks),
+        )
 
         def engine_of(path: Path) -> TextEngine:
-            if addresses:
-                return RemoteEngine(path, EngineConfig(stages=addresses, token=token, activations=codec))
-            return LocalEngine(path)
+            return RemoteEngine(path, chosen) if addresses else LocalEngine(path)
 
         served = current_checkpoint(checkpoint)
         engines = Engines(engine_of(served))
@@ -188,4 +201,4 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         yield url_of(opened)
     finally:
         server.should_exit = True
-        thread.join(SHUTDOWN_SECONDS)
+        thread.join(SHUTDOWN_SECONDS + CUT_OFF_SECONDS)

@@ -11,7 +11,7 @@ Fields that OpenAI does not have but other servers do: `top_k`, `min_p`, `repeti
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -55,7 +55,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 256
 
 
-def _wrong(field: str, problem: str) -> PydanticCustomError:
+def wrong_field(field: str, problem: str) -> PydanticCustomError:
     """A field that does not fit the others; `param` goes into the error object."""
     return PydanticCustomError("wrong_field", "`{param}` {problem}", {"param": field, "problem": problem})
 
@@ -91,12 +91,14 @@ class Ignored(StrictModel):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     cache_prompt: Any = None
     id_slot: Any = None
     priority: Any = None
     request_id: Any = None
     prediction: Any = None
+    reasoning: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
     skip_special_tokens: Any = None
@@ -113,7 +115,7 @@ class Ignored(StrictModel):
 
 
 class SamplingRequest(Ignored):
-    """What completions and chat have in common."""
+    """What completions, chat and responses have in common."""
 
     model: ModelName
     """A name from `/v1/models`."""
@@ -173,9 +175,9 @@ class SamplingRequest(Ignored):
     @model_validator(mode="after")
     def _options_need_what_they_are_for(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "is only allowed when `stream` is true")
+            raise wrong_field("stream_options", "is only allowed when `stream` is true")
         if self.passes is not None and self.mode != "sweep":
-            raise _wrong("passes", "is only allowed when `mode` is `sweep`")
+            raise wrong_field("passes", "is only allowed when `mode` is `sweep`")
         return self
 
 
@@ -206,11 +208,11 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _offered_here(self) -> CompletionRequest:
         if self.block_weights and self.mode == "sweep":
-            raise _wrong("block_weights", "is not offered in mode `sweep`, where the blocks take turns")
+            raise wrong_field("block_weights", "is not offered in mode `sweep`, where the blocks take turns")
         if self.suffix:
-            raise _wrong("suffix", "is not offered: this model reads left to right and cannot fill in")
+            raise wrong_field("suffix", "is not offered: this model reads left to right and cannot fill in")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _wrong("best_of", "other than `n` is not offered; ask for `n` and choose yourself")
+            raise wrong_field("best_of", "other than `n` is not offered; ask for `n` and choose yourself")
         return self
 
 
@@ -240,6 +242,9 @@ class ChatMessage(StrictModel):
 
 
 class ResponseFormat(StrictModel):
+    param: ClassVar[str] = "response_format"
+    """The field of a request that it is in."""
+
     type: Literal["text", "json_object", "json_schema"]
     """Only `text`. The others are known so that their refusal says why."""
     json_schema: Any = None
@@ -247,8 +252,8 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def _only_text(self) -> ResponseFormat:
         if self.type != "text":
-            raise _wrong(
-                "response_format",
+            raise wrong_field(
+                self.param,
                 "other than text is not offered: no decoding here is constrained by a grammar or a schema; "
                 "ask for JSON in the prompt and check the answer",
             )
@@ -266,7 +271,7 @@ class Conversation(StrictModel):
     @model_validator(mode="after")
     def _one_ending(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise _wrong("continue_final_message", "and `add_generation_prompt` exclude each other")
+            raise wrong_field("continue_final_message", "and `add_generation_prompt` exclude each other")
         return self
 
 
@@ -297,7 +302,7 @@ class ChatRequest(Conversation, SamplingRequest):
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs", "is only allowed when `logprobs` is true")
+            raise wrong_field("top_logprobs", "is only allowed when `logprobs` is true")
         return self
 
 

@@ -37,7 +37,17 @@ class Session:
     traversal: int = 0
     outcome: asyncio.Future[WeighedRows] | None = None
     """The rows of the latest traversal, done or not."""
+    waiting: list[tuple[int, asyncio.Future[WeighedRows]]] = field(default_factory=list)
+    """Bases and rows of traversals that were not done when the latest came."""
     used: float = 0.0
+
+    def supersede(self, base: int) -> None:
+        """A traversal goes on from here: those behind this place were sent on drafts that did not hold, and
+        their client waits for no rows of them."""
+        for start, rows in self.waiting:
+            if start >= base:
+                rows.cancel()
+        self.waiting = [one for one in self.waiting if not one[1].done()]
 
 
 @dataclass(frozen=True)

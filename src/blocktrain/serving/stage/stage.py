@@ -411,11 +411,13 @@ class Stage:
         except ConnectionLostError:
             pass
         except asyncio.CancelledError:
-            # Either close() cancelled this task, or its session was released while it waited.
+            # Either close() cancelled this task, or its session was released while it waited, or a traversal
+            # came that begins before it.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            await self._fail(connection, frame, FailureCode.STALE, "the session was released")
+            text = "the session was released, or another traversal of it begins before this one"
+            await self._fail(connection, frame, FailureCode.STALE, text)
         except RequestRefusedError as error:
             await self._fail(connection, frame, error.code, str(error))
         except tuple(FAILURE_CODES) as error:
@@ -542,7 +544,9 @@ class Stage:
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
             work.like = other.caches if other is not None else None
+            session.supersede(header.base)
             session.outcome = model.batcher.submit(work, asked.deadline)
+            session.waiting.append((header.base, session.outcome))
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
             model.sessions.put(key, session, asyncio.get_running_loop().time())

@@ -4,7 +4,7 @@
 
 import { byId, element, keyed, setText, svg } from "./dom.js";
 import { duration, nats } from "./format.js";
-import { edgeLabels, grid, LABEL_GAP, path, picture, scales, ticks, timeLabel, timeTicks } from "./plot.js";
+import { edgeLabels, grid, LABEL_GAP, path, picture, scales, ticks, timeTicks } from "./plot.js";
 
 const COLOURS = 8;
 const LABELLED_BLOCKS = 16; // beyond, lines are drawn alike and only the composed model has a label
@@ -120,7 +120,7 @@ export class Chart {
     const wanted = plot.width < NARROW ? 4 : 9;
     const rounds = () => ticks(0, plot.last, wanted).filter(Number.isInteger)
       .map((at) => ({ at, text: at === 0 ? "round 0" : String(at) }));
-    const times = () => timeTicks(plot.last, wanted - 1).map((at) => ({ at, text: at === 0 ? "start" : timeLabel(at) }));
+    const times = () => timeTicks(plot.last, wanted - 1).map((tick) => (tick.at === 0 ? { at: 0, text: "start" } : tick));
     const losses = ticks(plot.low, plot.high, 5).map((at) => ({ at, text: String(Number(at.toFixed(3))) }));
     return grid(plot, this.byTime ? times() : rounds(), losses);
   }

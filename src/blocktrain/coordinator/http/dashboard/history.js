@@ -2,7 +2,7 @@
 
 import { byId, element } from "./dom.js";
 import { amount, duration, percent } from "./format.js";
-import { grid, path, picture, scales, ticks, timeLabel, timeTicks } from "./plot.js";
+import { grid, path, picture, scales, ticks, timeTicks } from "./plot.js";
 
 const POINTS = 60;
 const HEIGHT = 120;
@@ -12,7 +12,7 @@ const sum = (rounds, ...keys) => rounds.reduce((all, one) => all + keys.reduce((
 
 const PICTURES = [
   {
-    id: "round-time", tick: timeLabel, places: timeTicks, // in steps of ten it said "1 min 40 s": too long here
+    id: "round-time", places: timeTicks, // in steps of ten it said "1 min 40 s": too long here
     value: (rounds) => sum(rounds, "seconds") / rounds.length,
   },
   {
@@ -70,8 +70,7 @@ function show(one, points) {
   const high = one.high ?? Math.max(...values) * 1.1;
   const [x, y] = [{ low: points[0]?.[0] ?? 0, high: points.at(-1)?.[0] ?? 1 }, { low: 0, high: high || 1 }];
   const plot = { ...scales(Math.max(200, box.clientWidth), HEIGHT, MARGIN, x, y), clip: `${one.id}-plot` };
-  const places = one.places ? one.places(y.high, 2) : ticks(0, y.high, 2);
-  const down = places.map((at) => ({ at, text: one.tick(at) }));
+  const down = one.places ? one.places(y.high, 2) : ticks(0, y.high, 2).map((at) => ({ at, text: one.tick(at) }));
   const across = [x.low, x.high].map((at) => ({ at, text: duration(at) }));
   const drawn = picture(plot, plot.clip, [...grid(plot, [], down), path(plot, "composed", points)]);
   const ends = element("p", { class: "ends muted small" }, ...across.map(({ text }) => element("span", {}, text)));

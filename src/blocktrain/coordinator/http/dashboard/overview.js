@@ -72,6 +72,9 @@ function loss(status) {
     note = `${known.name} ${nats(known.ce)}, ${nats(Math.abs(gap))} ${gap > 0 ? "above" : "below"} it`;
   }
   if (status.per_token !== null) note += `; ${nats(status.per_token)} per token`;
+  // Where it will change no more, a number of older rounds would be taken for the last one.
+  const behind = newest && newest.versions.some((version, i) => version !== status.blocks[i].head_version);
+  if (status.finished && behind) note += "; the last rounds are being scored";
   return { name: "Composed loss", value: nats(newest?.consensus_ce), note };
 }
 

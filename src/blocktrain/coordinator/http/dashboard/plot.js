@@ -17,17 +17,14 @@ export function ticks(low, high, wanted) {
 // People count time in these steps, in seconds.
 const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
+// In one unit, that of the highest: "90 s" between "1 min" and "2 min" has to be worked out.
 export function timeTicks(high, wanted) {
   const step = TIME_STEPS.find((size) => high / size <= wanted) ?? 86400 * Math.ceil(high / 86400 / wanted);
-  return Array.from({ length: Math.floor(high / step) + 1 }, (_, i) => i * step);
-}
-
-// Fits beside an axis: one unit.
-export function timeLabel(seconds) {
-  if (seconds < 300 && seconds % 60) return `${seconds} s`;
-  if (seconds < 3600) return `${Number((seconds / 60).toFixed(1))} min`;
-  if (seconds < 2 * 86400) return `${Number((seconds / 3600).toFixed(1))} h`;
-  return `${Number((seconds / 86400).toFixed(1))} d`;
+  const count = Math.floor(high / step);
+  const [name, size] = [["d", 86400], ["h", 3600], ["min", 60]].find((unit) => 2 * unit[1] <= count * step) ?? ["s", 1];
+  return Array.from({ length: count + 1 }, (_, i) => (
+    { at: i * step, text: `${Number(((i * step) / size).toFixed(1))} ${name}` }
+  ));
 }
 
 // `x` and `y` are {low, high}; the plot is what the margins leave of the picture.
