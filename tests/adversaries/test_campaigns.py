@@ -18,7 +18,6 @@ from tests.adversaries.campaigns import (
     copying_campaign,
     flips_signs,
     hides,
-    knows_all_the_judge_scores,
     knows_held_out_text,
     plants_backdoor,
     pleases_the_judge,
@@ -143,11 +142,11 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
 # --- attackers who want the held-out text ---------------------------------------------------------------
 
 
-def harm_to_fresh_text(folder: Path, behaviour: Behaviour, *, private: bool = False) -> tuple[float, ...]:
+def harm_to_fresh_text(folder: Path, behaviour: Behaviour) -> tuple[float, ...]:
     """Two of five, established, with the default settings: the rise over honest workers alone."""
-    rounds, defended = HONEST_ROUNDS + 2, dataclasses.replace(SETTINGS, private=private)
+    rounds = HONEST_ROUNDS + 2
     alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
-    found = campaign(folder / "please", defended, 3, rounds, [behaviour] * 2, fresh_text())
+    found = campaign(folder / "please", SETTINGS, 3, rounds, [behaviour] * 2, fresh_text())
     print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
     return found.rise_over(alone)
 
@@ -157,12 +156,6 @@ def harm_to_fresh_text(folder: Path, behaviour: Behaviour, *, private: bool = Fa
 @pytest.mark.parametrize("behaviour", [knows_held_out_text, pleases_the_judge])
 def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
     assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_against_who_knows_all_that_a_judge_scores_private_text_helps(tmp_path: Path) -> None:
-    assert max(harm_to_fresh_text(tmp_path, knows_all_the_judge_scores, private=True)) <= TOLERANCE
 
 
 def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder: Path) -> None:
