@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Iterator
 
 import blake3
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from playwright.sync_api import Browser
 
 from blocktrain.wire.hashing import canonical_json
-from tests.dashboard.kit import Watched
+from tests.coordinator.conftest import served, tiny_recipe
+from tests.dashboard.kit import Watched, watched
 
 HASHES = """async (inputs) => {
   const { blake3, fromHex, toHex } = await import("/dashboard/blake3.js");
@@ -54,6 +58,17 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
+
+
+@pytest.fixture(scope="module")
+def quiet_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """One page for all of this file, which asks its scripts and does not look at the rest."""
+    with (
+        served(tmp_path_factory.mktemp("quiet"), tiny_recipe()) as running,
+        watched(browser, running.url) as found,
+    ):
+        yield found
+        found.fine()
 
 
 def test_hashes_are_those_of_blake3(quiet_page: Watched) -> None:
