@@ -31,7 +31,7 @@ REFERENCE = 0.5
 def browser() -> Iterator[Browser]:
     executable = find_chromium()
     if executable is None:
-        pytest.skip("the dashboard is tested in a Chromium and there is none here: apt-get install chromium")
+        pytest.skip("no Chromium for the dashboard here: apt-get install chromium-headless-shell")
     with opened_browser(executable) as found:
         yield found
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Iterator
 
 import blake3
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from playwright.sync_api import Browser
 
 from blocktrain.wire.hashing import canonical_json
-from tests.dashboard.kit import Watched
+from tests.coordinator.conftest import served, tiny_recipe
+from tests.dashboard.kit import Watched, watched
 
 HASHES = """async (inputs) => {
   const { blake3, fromHex, toHex } = await import("/dashboard/blake3.js");
@@ -36,6 +40,15 @@ HISTORY = """async (seconds) => {
     { text: one.textContent, left: one.getBoundingClientRect().left - picture.left }
   ));
 }"""
+FINISHED = """async (behind) => {
+  const { Overview } = await import("/dashboard/overview.js");
+  const status = await (await fetch("/v1/status")).json();
+  const versions = status.blocks.map((block) => block.head_version - behind);
+  const now = { finished: true, ended: status.created, references: [], per_token: null };
+  status.evaluations = [{ consensus_ce: 2.5, versions }];
+  new Overview().update({ status: { ...status, ...now }, workers: [] }, () => status.server_time);
+  return document.querySelector("#figures").textContent;
+}"""
 PER_BYTE = """async (status) => {
   const { perByte } = await import("/dashboard/format.js");
   return perByte(status);
@@ -45,6 +58,17 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
+
+
+@pytest.fixture(scope="module")
+def quiet_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """One page for all of this file, which asks its scripts and does not look at the rest."""
+    with (
+        served(tmp_path_factory.mktemp("quiet"), tiny_recipe()) as running,
+        watched(browser, running.url) as found,
+    ):
+        yield found
+        found.fine()
 
 
 def test_hashes_are_those_of_blake3(quiet_page: Watched) -> None:
@@ -112,6 +136,11 @@ def test_losses_of_a_run_with_tokens_are_shown_per_byte(quiet_page: Watched) -> 
     assert (shown["per_token"], shown["name"]) == (6.0, "a")
     status["evaluations"] = [{**scored, "bytes_per_token": 1.0}]
     assert quiet_page.page.evaluate(PER_BYTE, status) == {**status, "per_token": None}
+
+
+def test_a_finished_run_says_when_its_last_rounds_are_not_scored_yet(quiet_page: Watched) -> None:
+    assert "the last rounds are being scored" in quiet_page.page.evaluate(FINISHED, 1)
+    assert "being scored" not in quiet_page.page.evaluate(FINISHED, 0)
 
 
 def test_round_times_fit_beside_their_picture(quiet_page: Watched) -> None:

@@ -23,7 +23,8 @@ from tests.end_to_end.swarm_kit import Coordinator, Kit
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("chat")
-    recipe = resolve_recipe(dashboard_recipe(text).to_dict(), ["training.steps=3", "name=small"])
+    changes = ["training.steps=3", "name=small", "evaluation.sample_bytes=0"]
+    recipe = resolve_recipe(dashboard_recipe(text).to_dict(), changes)
     run = LocalRun(recipe, folder, torch.device("cpu"), Silent())
     run.train(resume=False)
     run.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -61,31 +62,39 @@ COUNTS = """() => {
 }"""
 
 
+@pytest.fixture(scope="module")
+def shown(browser: Browser, swarm: Coordinator) -> Iterator[Watched]:
+    """One page for all tests that read and change nothing: loading it takes 2 s of processor time."""
+    with watched(browser, swarm.url) as found:
+        yield found
+        found.fine()
+
+
 def number(text: str) -> float:
     found = re.search(r"[\d.]+", text)
     assert found is not None, text
     return float(found[0])
 
 
-def test_every_part_of_the_page_has_real_values(page: Watched, swarm: Coordinator) -> None:
-    page.page.locator("#chart polyline.composed").wait_for(timeout=WAIT_MS)  # held-out scores are there
+def test_every_part_of_the_page_has_real_values(shown: Watched, swarm: Coordinator) -> None:
+    shown.page.locator("#chart polyline.composed").wait_for(timeout=WAIT_MS)  # held-out scores are there
     status = swarm.status()
-    assert page.text("#name") == "tiny"
-    assert status.run_id[:8] in page.text("#subtitle")
-    assert page.text("#run-state") == "training"
-    assert page.page.locator("#block-map > li").count() == 2
-    assert number(page.text("#block-map > li:first-child .version")) >= 2
-    assert re.search(r"arrivals|begins with", page.text("#block-map > li:first-child .reason"))
-    assert "ago" in page.text("#block-map > li:first-child .age")
-    assert 0 < number(page.text("#block-map > li:first-child .loss")) < 6
-    assert 0 < number(page.text("#figures > div:nth-child(1) .value")) < 6
-    assert f"end to end {REFERENCE:.3f}" in page.text("#figures > div:nth-child(1) .note")
-    assert number(page.text("#participation")) > 0
-    assert "of age 0" in page.text("#ages")
-    assert number(page.text("#traffic-bars > div:nth-child(2) .value")) > 0
-    assert number(page.text("#ledger-length")) >= 10
-    assert re.fullmatch("[0-9a-f]{64}", page.text("#ledger-head"))
-    assert page.text("#ledger-key") == swarm.client().run().coordinator_key
+    assert shown.text("#name") == "tiny"
+    assert status.run_id[:8] in shown.text("#subtitle")
+    assert shown.text("#run-state") == "training"
+    assert shown.page.locator("#block-map > li").count() == 2
+    assert number(shown.text("#block-map > li:first-child .version")) >= 2
+    assert re.search(r"arrivals|begins with", shown.text("#block-map > li:first-child .reason"))
+    assert "ago" in shown.text("#block-map > li:first-child .age")
+    assert 0 < number(shown.text("#block-map > li:first-child .loss")) < 6
+    assert 0 < number(shown.text("#figures > div:nth-child(1) .value")) < 6
+    assert f"end to end {REFERENCE:.3f}" in shown.text("#figures > div:nth-child(1) .note")
+    assert number(shown.text("#participation")) > 0
+    assert "of age 0" in shown.text("#ages")
+    assert number(shown.text("#traffic-bars > div:nth-child(2) .value")) > 0
+    assert number(shown.text("#ledger-length")) >= 10
+    assert re.fullmatch("[0-9a-f]{64}", shown.text("#ledger-head"))
+    assert shown.text("#ledger-key") == swarm.client().run().coordinator_key
 
 
 def test_the_loss_stands_beside_its_references_in_picture_and_table(page: Watched) -> None:
@@ -125,39 +134,39 @@ def test_losses_of_training_are_drawn_between_the_scores_by_time_and_by_round(pa
     expect(ticks.first).to_have_text("round 0")
 
 
-def test_tile_list_and_bar_say_the_same(page: Watched, swarm: Coordinator) -> None:
-    told = page.page.evaluate(COUNTS)
+def test_tile_list_and_bar_say_the_same(shown: Watched, swarm: Coordinator) -> None:
+    told = shown.page.evaluate(COUNTS)
     assert told["tile"] == told["bar"]["refused"]
     assert told["list"] == {key: told["bar"][key] for key in ("on time", "late", "unused", "refused")}
     due = sum(told["bar"].values())
     assert told["share"] == round(100 * told["bar"]["on time"] / due)
-    assert number(page.text("#figures > div:nth-child(5) .value")) == told["share"]
+    assert number(shown.text("#figures > div:nth-child(5) .value")) == told["share"]
 
 
 def test_a_reader_learns_how_to_join_what_is_trained_and_on_what_and_takes_the_model(
-    page: Watched, swarm: Coordinator
+    shown: Watched, swarm: Coordinator
 ) -> None:
-    assert page.text("#join-command") == f"blocktrain join {swarm.url}"
-    with page.page.expect_download() as download:
-        page.page.locator("#download").click()
+    assert shown.text("#join-command") == f"blocktrain join {swarm.url}"
+    with shown.page.expect_download() as download:
+        shown.page.locator("#download").click()
     with tarfile.open(download.value.path()) as archive:
         names = archive.getnames()
     assert {"checkpoint/config.json", "checkpoint/block-01.safetensors"} <= set(names)
-    assert "2 blocks of 1 layer, width 64" in page.text("#recipe")
-    assert "text.txt, bytes" in page.text("#recipe")
-    assert "/" not in page.text("#recipe > div[data-key=Text] dd")
-    assert re.search(r"2 × cpu \(\d+ cores?\)", page.text("#hardware"))
-    assert "tokens/s" in page.text("#hardware")
-    assert number(page.text("#figures > div:nth-child(4) .value")) > 0
-    assert re.search(r"about .* left", page.text("#figures > div:nth-child(2) .note"))
-    assert re.match(r"\d+/100000 tiny", page.page.title())
+    assert "2 blocks of 1 layer, width 64" in shown.text("#recipe")
+    assert "text.txt, bytes" in shown.text("#recipe")
+    assert "/" not in shown.text("#recipe > div[data-key=Text] dd")
+    assert re.search(r"2 × cpu \(\d+ cores?\)", shown.text("#hardware"))
+    assert "tokens/s" in shown.text("#hardware")
+    assert number(shown.text("#figures > div:nth-child(4) .value")) > 0
+    assert re.search(r"about .* left", shown.text("#figures > div:nth-child(2) .note"))
+    assert re.match(r"\d+/100000 tiny", shown.page.title())
 
 
-def test_history_and_contributors_are_shown(page: Watched) -> None:
+def test_history_and_contributors_are_shown(shown: Watched) -> None:
     for name in ("round-time", "participation-over-time", "throughput"):
-        page.page.locator(f"#{name} polyline").wait_for(state="attached", timeout=WAIT_MS)
-    assert page.page.locator("#leaders > li").count() == 2
-    shares = [number(one) for one in page.page.locator("#leaders .value").all_inner_texts()]
+        shown.page.locator(f"#{name} polyline").wait_for(state="attached", timeout=WAIT_MS)
+    assert shown.page.locator("#leaders > li").count() == 2
+    shares = [number(one) for one in shown.page.locator("#leaders .value").all_inner_texts()]
     assert shares == sorted(shares, reverse=True)
     assert 99 <= sum(shares) <= 101
 
@@ -172,12 +181,12 @@ def test_workers_are_folded_on_a_phone(browser: Browser, swarm: Coordinator) -> 
         page.fine()
 
 
-def test_workers_are_shown_with_name_work_and_bytes(page: Watched, swarm: Coordinator) -> None:
+def test_workers_are_shown_with_name_work_and_bytes(shown: Watched, swarm: Coordinator) -> None:
     for worker in swarm.status().workers:
-        row = page.page.locator(f"tr[data-key='{worker.worker_id}']")
+        row = shown.page.locator(f"tr[data-key='{worker.worker_id}']")
         assert worker.worker_id[:8] in row.inner_text()
         assert worker.label in row.inner_text()
-    row = page.page.locator("#worker-rows > tr", has_text="cellar")
+    row = shown.page.locator("#worker-rows > tr", has_text="cellar")
     expect(row.locator("td").nth(0)).to_contain_text("live")
     expect(row.locator("td").nth(3)).to_have_text(re.compile(r"[1-9]\d* on time"))
     expect(row.locator("td").nth(5)).to_have_text(re.compile(r"[1-9][\d.]* [kM]B"))
@@ -247,8 +256,8 @@ def test_the_page_is_used_by_keyboard_alone(page: Watched) -> None:
     assert "verify" in seen
 
 
-def test_a_screen_reader_finds_landmarks_names_and_headings(page: Watched) -> None:
-    found = page.page
+def test_a_screen_reader_finds_landmarks_names_and_headings(shown: Watched) -> None:
+    found = shown.page
     for landmark in ("banner", "navigation", "main", "contentinfo"):
         expect(found.get_by_role(landmark)).to_have_count(1)
     for name in ("Loss", "Blocks", "Workers", "Latest verdicts", "Traffic and participation", "Ledger"):

@@ -169,7 +169,9 @@ def test_a_second_try_that_was_lent_behind_work_ahead_calls_that_off(tmp_path: P
         running.advance(recipe.swarm.min_deadline_seconds)
         again = worker.peer.lend(after=ahead.assignment_id)
         assert (ahead.round, again.round) == (1, 0)
-        assert worker.peer.heartbeat(ahead).cancel
+        called_off = worker.peer.heartbeat(ahead)
+        assert called_off.cancel
+        assert called_off.reason.endswith("did not count: train it again")  # unused is not refused
         assert not worker.peer.heartbeat(again).cancel
         assert worker.send(again, worker.train(again)).outcome is Outcome.ACCEPTED
         running.wait_for_version(0, 1)

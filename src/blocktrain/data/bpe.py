@@ -97,7 +97,8 @@ class FileTokenizer:
 
     def encode(self, text: bytes) -> Tokens:
         (tokens,) = self.encode_documents([text.decode("utf-8", "replace")])
-        return np.array([*self._front, *np.frombuffer(tokens, self.dtype)], np.int64)
+        front = np.array(self._front, self.dtype).tobytes()
+        return np.frombuffer(front + tokens, self.dtype).astype(np.int64)
 
     def begin_texts(self) -> None:
         """Let `encode` put in front of a text what the file's template does, as Llama's <|begin_of_text|>."""
