@@ -149,6 +149,10 @@ class Lasting:
     """Whether it is also part of the quick suite."""
     fresh: bool = False
     """Whether the loss is that of text in no run, and the attackers' first rounds are honest."""
+    private: bool = False
+    """Whether the judge has text that nobody else has."""
+    solved: bool = True
+    """False where docs/threat-model.md says that the loss may rise: the row then prints by how much."""
 
 
 LASTING = (
@@ -160,7 +164,8 @@ LASTING = (
     Lasting(17, "backdoor inside the norm bound, 3 of 8", 5, 3, plants_backdoor),
     Lasting(21, "pleasing the judge by training text, 3 of 8", 5, 3, pleases_the_judge, False, True),
     Lasting(21, "held-out text known, 3 of 8", 5, 3, knows_held_out_text, True, True),
-    Lasting(21, "held-out and training text pleased, 3 of 8", 5, 3, knows_all_the_judge_scores, False, True),
+    Lasting(21, "all known that a judge scores", 5, 3, knows_all_the_judge_scores, False, True, False, False),
+    Lasting(21, "the same beside private text", 5, 3, knows_all_the_judge_scores, False, True, True, False),
     Lasting(23, "within the honest spread, 3 of 8", 5, 3, stays_within_the_spread, quick=False),
     Lasting(24, "the honest mean reversed, 3 of 8", 5, 3, reverses_the_mean, quick=False),
     Lasting(25, "a slow drift, 3 of 8", 5, 3, drifts, quick=False),
@@ -172,16 +177,18 @@ class Campaigns:
 
     def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
         self.folder, self.seeds, self.rounds = folder, seeds, rounds
-        self._alone: dict[tuple[int, int, bool, bool], Ending] = {}
+        self._alone: dict[tuple[int, int, bool, bool, bool], Ending] = {}
 
-    def settings(self, seed: int) -> Settings:
-        return Settings(seed=seed, steps=20, deadline=PATIENT_SECONDS, lease=PATIENT_SECONDS)
+    def settings(self, seed: int, one: Lasting) -> Settings:
+        patient = PATIENT_SECONDS
+        return Settings(seed=seed, steps=20, deadline=patient, lease=patient, private=one.private)
 
     def alone(self, seed: int, one: Lasting, *, defended: bool = False) -> Ending:
-        key = (seed, one.honest, defended, one.fresh)
+        private = one.private and defended
+        key = (seed, one.honest, defended, one.fresh, private)
         if key not in self._alone:
-            settings = self.settings(seed) if defended else undefended(self.settings(seed))
-            name = self.folder / f"alone-{seed}-{one.honest}-{defended}-{one.fresh}"
+            settings = self.settings(seed, one) if defended else undefended(self.settings(seed, one))
+            name = self.folder / f"alone-{seed}-{one.honest}-{defended}-{one.fresh}-{private}"
             self._alone[key] = campaign(name, settings, one.honest, *self._length(one))
         return self._alone[key]
 
@@ -190,10 +197,11 @@ class Campaigns:
         return self.rounds + HONEST_ROUNDS * one.fresh, (), fresh_text() if one.fresh else None
 
     def attacked(self, seed: int, one: Lasting) -> Ending:
-        name = self.folder / f"attack-{seed}-{one.number}-{one.attackers}-{one.behaviour.__name__}"
+        place = f"{one.number}-{one.attackers}-{one.behaviour.__name__}-{one.private}"
+        name = self.folder / f"attack-{seed}-{place}"
         rounds, _, scored = self._length(one)
         behaviours = [one.behaviour] * one.attackers
-        return campaign(name, self.settings(seed), one.honest, rounds, behaviours, scored)
+        return campaign(name, self.settings(seed, one), one.honest, rounds, behaviours, scored)
 
     def row(self, one: Lasting) -> Row:
         begun = time.monotonic()
@@ -205,14 +213,18 @@ class Campaigns:
             "honest_rise": [judged.rise_over(plain) for judged, plain in zip(usual, alone, strict=True)],
         }
         if one.number == 17:
-            notes |= self.residual(alone, found)
-        return lasting_row(one.number, one.name, alone, usual, found, time.monotonic() - begun, notes)
+            notes |= self.residual(one, alone, found)
+        row = lasting_row(one.number, one.name, alone, usual, found, time.monotonic() - begun, notes)
+        if not one.solved:
+            row.happened += "; **not solved**"
+            row.passed = row.growth_mb < MAX_GROWTH_MB
+        return row
 
-    def residual(self, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
+    def residual(self, one: Lasting, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
         """Nats per byte of the planted phrase behind its trigger, without and with the attackers."""
         pairs = []
         for seed, clean, dirty in zip(self.seeds, alone, found, strict=True):
-            training = training_of(self.settings(seed), self.folder)
+            training = training_of(self.settings(seed, one), self.folder)
             pairs.append((clean.backdoor_loss(training), dirty.backdoor_loss(training)))
         return {"phrase_after_trigger": pairs}
 

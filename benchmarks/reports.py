@@ -119,6 +119,16 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/serving.py", "src/blocktrain/serving"),
         {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
     ),
+    "serving-clients": Kind(
+        "serving-clients-*.json",
+        ("benchmarks/serving.py", "benchmarks/clients.py", "src/blocktrain/serving"),
+        {"rtt_ms": int, "ratio": NUMBER},
+    ),
+    "lossless": Kind(
+        "lossless.json",
+        ("benchmarks/lossless.py", "src/blocktrain/serving"),
+        {"texts": int, "bytes": int, "kills": int, "retries": int},
+    ),
     "t8": Kind(
         "t8.json",
         ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),

@@ -142,6 +142,7 @@ HONEST_ROUNDS = 2
 """As many as probation takes: then the attackers' updates are merged like anybody's."""
 
 
+MAX_RETRIES = 3
 HARMFUL_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
 
 
@@ -318,10 +319,18 @@ def _round(
     payloads = [worker.encoded(delta) for worker, delta in zip(workers, deltas, strict=True)]
     for worker, lease, payload in zip(workers, leases, payloads, strict=True):
         worker.deliver_payload(lease, payload)
-    crowd.verdicts.update(str(client.verdict_on(payload).reason) for client, payload in sent)
+    ruled = [client.verdict_on(payload) for client, payload in sent]
+    crowd.verdicts.update(str(one.reason) for one in ruled)
     found = [worker.verdict_on(payload) for worker, payload in zip(workers, payloads, strict=True)]
+    refused = sum(one.outcome is Outcome.REFUSED for one in found)
+    # Where no update counts the round stays open, and a real worker is lent it again, with other text.
+    for _ in range(MAX_RETRIES):
+        if any(one.outcome is not Outcome.REFUSED for one in (*ruled, *found)):
+            break
+        again = [(worker, worker.lend()) for worker in workers]
+        found = [running.retried(worker, lease, base) for worker, lease in again]
     running.wait_for_version(workers[0], round_ + 1)
-    return sum(one.outcome is Outcome.REFUSED for one in found)
+    return refused
 
 
 # --- copies and stale work ------------------------------------------------------------------------------

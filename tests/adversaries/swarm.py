@@ -78,6 +78,12 @@ def attackers_text() -> bytes:
     return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[40_000:200_000]
 
 
+@cache
+def judges_text() -> bytes:
+    """Text of the same kind that only the judge has, where `Settings.private` says so."""
+    return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[200_000:240_000]
+
+
 PATIENT_SECONDS = 600.0
 """Deadline and lease of runs whose rounds end when everybody has delivered. One process plays all workers:
 honest ones are silent while attackers compute, which at a load of 17 took longer than a lease of 30 s."""
@@ -94,6 +100,8 @@ class Settings:
     replicas: int = 1
     lease: float = 30.0
     stamp_bits: int = 0
+    private: bool = False
+    """Whether the judge has text of its own (`trust.private_text`)."""
     judge: str = "coordinator"
     """With "off" every update counts, and equal runs differ by the order of sums only."""
 
@@ -107,7 +115,11 @@ def training_of(settings: Settings, folder: Path) -> Training:
     """Shared by all runs of the same settings, so that what one has trained the others have too."""
     (folder / "text.txt").write_bytes(text())
     path = folder / "recipe.toml"
-    path.write_text(f'{settings.recipe_text}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
+    lines = [settings.recipe_text, f'data = {{ corpus = "{folder}/text.txt" }}']
+    if settings.private:
+        (folder / "private.txt").write_bytes(judges_text())
+        lines.append(f'trust.private_text = "{folder}/private.txt"')
+    path.write_text("\n".join(lines) + "\n")
     recipe = load_recipe(path, ())
     return Training(recipe, load_corpus(recipe.data, recipe.evaluation.pooling_bytes))
 
@@ -180,6 +192,12 @@ class Swarm:
         steps = self.recipe.swarm.steps_per_round
         base = client.snapshot(0, head.head_hash)
         return self.training.delta(0, base, shard, head.head_version * steps, steps)
+
+    def retried(self, client: Client, lease: Assignment, base: Weights) -> Verdict:
+        """Honest work on just what was lent."""
+        payload = client.encoded(self.training.delta(0, base, lease.shard, lease.first_step, lease.steps))
+        client.deliver_payload(lease, payload)
+        return client.verdict_on(payload)
 
     def wait_for_version(self, client: Client, version: int) -> str:
         until(f"version {version}", lambda: client.head().head_version >= version)

@@ -18,7 +18,6 @@ from tests.adversaries.campaigns import (
     copying_campaign,
     flips_signs,
     hides,
-    knows_all_the_judge_scores,
     knows_held_out_text,
     plants_backdoor,
     pleases_the_judge,
@@ -154,7 +153,7 @@ def harm_to_fresh_text(folder: Path, behaviour: Behaviour) -> tuple[float, ...]:
 
 @pytest.mark.slow  # the ruling that holds them back: tests/validation/test_reputation_and_rulings.py
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("behaviour", [knows_held_out_text, pleases_the_judge, knows_all_the_judge_scores])
+@pytest.mark.parametrize("behaviour", [knows_held_out_text, pleases_the_judge])
 def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
     assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
 

@@ -154,3 +154,17 @@ def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -
     order = asyncio.run(served())
     assert order.count("read") == 6
     assert order.index("drafted") < 5
+
+
+def test_the_prompt_of_a_request_that_ended_is_not_read_for_drafts(checkpoint: Path) -> None:
+    async def served() -> None:
+        engine, computing = LocalEngine(checkpoint), threading.Event()
+        engine.batcher.executor.submit(computing.wait)
+        with Drafter(engine.drafting, Sampler(seed=1), DraftLength(4)) as drafter:
+            assert await drafter.draft([7] * 60, 4, [], wait=False) == []
+        computing.set()
+        await engine.batcher.call(lambda: None)  # behind what the thread had to do
+        assert drafter.cache.length == 0
+        await engine.close()
+
+    asyncio.run(served())

@@ -186,6 +186,9 @@ class Drafter:
 
     def __exit__(self, *error: object) -> None:
         self.drafting.num_open -= 1
+        # 64 clients that go away at once would leave a second of reading to the next one.
+        if self._reading is not None:
+            self._reading.cancel()
 
     @property
     def flights(self) -> int:
