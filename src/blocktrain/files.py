@@ -110,6 +110,6 @@ def explained_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "choose another folder"
-        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # safetensors gives no number
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # None: of safetensors
             remedy = f"free some space or {remedy}, then run it again (`train` goes on with --resume)"
         raise StorageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error

@@ -26,7 +26,8 @@ def test_strangers_train_a_judged_run_to_its_end(kit: Kit, text: Path) -> None:
         assert "stamping bits=10" in worker.text()
     standing = coordinator.client().workers().workers
     assert sum(one.merged for one in standing) >= 4
-    assert all(one.reputation > 0 for one in standing)
+    # Not the reputation: rounds this short show little of their text, so its second factor is a coin's.
+    assert [(one.ban, one.rating >= 0.5) for one in standing] == [(None, True)] * 2
     receipts = str(kit.folder / "worker-0")
     result = CliRunner().invoke(app, ["ledger", "verify", coordinator.url, "--receipts", receipts])
     assert result.exit_code == 0, result.stdout
