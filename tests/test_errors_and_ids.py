@@ -9,7 +9,7 @@ import pytest
 
 from blocktrain import errors
 from blocktrain.errors import StorageError
-from blocktrain.files import explained_errors
+from blocktrain.files import explained_errors, is_locked, locked_file
 from blocktrain.ids import derive_seed
 
 
@@ -58,3 +58,12 @@ def test_space_is_asked_for_only_where_it_helps(number: int, remedy: str) -> Non
         raise OSError(number, os.strerror(number))
     assert f"cannot write run.json: {os.strerror(number)}{remedy}" in str(caught.value)
     assert "--out" not in str(caught.value), "checkpoint, export and import have --to"
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_locked(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with locked_file(lock, "taken"):
+        assert is_locked(lock)
+    assert not is_locked(lock)
+    assert not is_locked(tmp_path)  # a folder: opening it fails, as that of another user's file does
+    assert not is_locked(lock / "below")

@@ -97,10 +97,10 @@ def is_locked(path: Path) -> bool:
 
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except ImportError:
-        return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except (ImportError, OSError):
+        return False
     return False
 
 

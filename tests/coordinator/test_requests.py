@@ -7,7 +7,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from starlette.responses import Response
 
+from blocktrain.coordinator.http.app import API
+from blocktrain.coordinator.http.message_routes import ShortWay
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import MAX_BODY_BYTES, AssignmentRequest, JoinRequest
@@ -192,3 +195,14 @@ def test_storage_that_fails_is_answered_with_try_again(local: Place) -> None:
         assert str(local.data_dir) not in response.text
         payloads.unlink()
         assert peer.put(payload).outcome == "accepted"
+
+
+def test_no_heartbeat_waits_for_a_thread_that_a_store_of_blobs_may_hold_up() -> None:
+    async def nobody(*_: object) -> None: ...
+
+    way = ShortWay(nobody, API, lambda *_: Response())
+    threads = {(method, one.route.path): one for method, all_ in way._targets.items() for one in all_}
+    assert threads["POST", "/v1/assignments/{assignment_id}/heartbeat"].threads == "writing_threads"
+    assert threads["GET", "/v1/blocks/{block}"].threads == "reading_threads"
+    assert threads["GET", "/v1/snapshots/{snapshot_hash}"].threads == "store_threads"
+    assert threads["GET", "/v1/checkpoint"].is_async  # with a limit of its own

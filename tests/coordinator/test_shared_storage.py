@@ -49,6 +49,8 @@ def test_an_object_other_than_the_committed_one_is_refused_and_may_be_replaced(
     peer.http.put(committed.upload.url, content=payload[:-1] + change)
     response = uploaded(peer, payload)
     assert (response.status_code, response.json()["error"]["reason"]) == (400, reason)
+    # Kept, it would be fetched again each time that its worker speaks of it.
+    assert uploaded(peer, payload).json()["error"]["reason"] == "not_uploaded"
     assert peer.reveal(committed, payload).outcome == Outcome.ACCEPTED
 
 
@@ -60,6 +62,19 @@ def test_a_presigned_upload_is_moved_to_its_lasting_name(shared: Running, s3_url
     verdict = peer.reveal(committed, payload)
     assert Blobs.from_url(s3_url).size(upload_key(verdict.update_id)) is None
     assert uploaded(peer, payload).json()["receipt"] == verdict.receipt.model_dump()
+
+
+def test_a_payload_that_is_spoken_of_twice_at_once_has_one_verdict(shared: Running) -> None:
+    peer = shared.peer()
+    payload = peer.payload(0)
+    committed = peer.commit(peer.lend(), payload)
+    peer.http.put(committed.upload.url, content=payload)
+    updates = shared.coordinator.updates
+    # Both requests came before either was carried out, as when the first one's answer was lost.
+    both = [updates.expect(peer.identity.worker_id, content_hash(payload), None) for _ in range(2)]
+    first, second = (updates.uploaded(one) for one in both)
+    assert (first.outcome, second.outcome) == (Outcome.ACCEPTED, Outcome.ACCEPTED)
+    assert second.receipt == first.receipt
 
 
 def test_the_coordinator_takes_payloads_itself_too(shared: Running) -> None:

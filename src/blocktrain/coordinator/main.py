@@ -138,7 +138,7 @@ def run_coordinator(
         checked_url(webhook, "a webhook")
     # Before the port, which the other one has as well: told to take another, its host would come back here.
     lock = data_dir / LOCK_FILE
-    if database_url is None and lock.exists() and is_locked(lock):
+    if database_url is None and is_locked(lock):
         raise UserError(in_use(data_dir))
     sys.setswitchinterval(SWITCH_SECONDS)
     with open_port(host, port) as listener:

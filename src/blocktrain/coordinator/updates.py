@@ -259,6 +259,10 @@ class Updates:
         blobs, key = self._resources.blobs, upload_key(expected.update_id)
         size = blobs.size(key)
         if size is None:
+            # Told twice at nearly the same moment: the first has taken the object away and given the verdict.
+            again = self.expect(WorkerId(expected.worker_id), expected.payload_hash, None)
+            if again.verdict is not None:
+                return again.verdict
             raise Refusal(
                 ErrorReason.NOT_UPLOADED, "there is no object at the upload place", "PUT the payload first"
             )
@@ -267,7 +271,9 @@ class Updates:
             blobs.delete(key)
             raise refusal
         with blobs.opened(key, expected.payload_bytes) as payload:
-            _refuse_other_payload(expected, content_hash(payload))
+            if (found := content_hash(payload)) != expected.payload_hash:
+                blobs.delete(key)
+            _refuse_other_payload(expected, found)
             verdict = self._receive(expected, payload)
         blobs.delete(key)
         return verdict

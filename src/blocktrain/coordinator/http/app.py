@@ -40,6 +40,11 @@ WRITING_THREADS = 16
 READING_THREADS = 4
 """For GET, so that a worker that looks for a new head does not wait behind others' writing. More would only
 wait for the interpreter."""
+STORE_THREADS = 8
+"""For what a store of blobs is asked for, in either direction: it may be far away or silent for a minute, and
+heartbeats must not wait for it."""
+ARCHIVE_THREADS = 2
+"""For the model as one file, which anybody may ask for and which takes a while to begin."""
 DECODING_THREADS = 2
 """For payloads of blocks that are not small. Each may hold a whole decoded block; two keep both cores of a
 small host busy."""
@@ -53,10 +58,12 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         # Not at import: both belong to the event loop that serves.
         app.state.event_streams = asyncio.Semaphore(MAX_EVENT_STREAMS)
         app.state.decoding = CapacityLimiter(DECODING_THREADS)
+        app.state.archives = CapacityLimiter(ARCHIVE_THREADS)
         app.state.bodies = Counter[WorkerId]()
         with (
             ThreadPoolExecutor(WRITING_THREADS, thread_name_prefix="writing") as app.state.writing_threads,
             ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading") as app.state.reading_threads,
+            ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store") as app.state.store_threads,
             News(coordinator.resources.store) as app.state.news,
         ):
             yield

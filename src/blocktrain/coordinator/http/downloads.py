@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+from anyio import to_thread
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 
@@ -60,9 +61,9 @@ def get_snapshot(request: Request, service: Service, snapshot_hash: HashPath) ->
         **refuses(ErrorReason.NOT_FOUND),
     },
 )
-def get_checkpoint(service: Service) -> Response:
+async def get_checkpoint(request: Request, service: Service) -> Response:
     """The newest snapshots as a checkpoint folder in a tar file."""
-    archive = newest_model(service.resources)
+    archive = await to_thread.run_sync(newest_model, service.resources, limiter=request.app.state.archives)
     headers = {
         "Content-Length": str(archive.num_bytes),
         "Content-Disposition": f'attachment; filename="{archive.name}"',

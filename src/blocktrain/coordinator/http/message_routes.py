@@ -4,7 +4,7 @@ A message was checked when it was made, and becomes JSON in the thread that made
 once more in another thread and write it in a third. It also finds a route by trying all of them and puts
 the endpoint's arguments together from a description, at every request: with 450 workers half of the time in
 which the interpreter was at work went there. So `ShortWay` carries out a request that is exactly what a route
-expects. FastAPI describes the routes (/openapi.json), and answers what has a query or a path of another form.
+expects. FastAPI describes the routes (/openapi.json), and answers those that take a query and other paths.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class _Target:
     dependencies: dict[str, Callable[[Request], Awaitable[Any]]]
     request_names: tuple[str, ...]
     is_async: bool
+    threads: str
+    """Which of the application's carry it out, where it is not async."""
 
 
 class ShortWay:
@@ -108,8 +110,7 @@ class ShortWay:
                 arguments[name] = request
             if target.is_async:
                 return await target.route.endpoint(**arguments)  # type: ignore[no-any-return]
-            state = request.app.state
-            threads: Executor = state.reading_threads if request.method == "GET" else state.writing_threads
+            threads: Executor = getattr(request.app.state, target.threads)
             work = partial(target.route.endpoint, **arguments)
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except (Refusal, StorageError) as error:
@@ -135,5 +136,8 @@ def _target(route: APIRoute) -> _Target | None:
             kinds[name], path = arguments[0], path.replace(f"{{{name}}}", f"(?P<{name}>{pattern})")
         else:
             return None
+    threads = "reading_threads" if route.methods == {"GET"} else "writing_threads"
+    if route.response_class is Response:  # bytes, from the store of blobs
+        threads = "store_threads"
     is_async = iscoroutinefunction(route.endpoint)
-    return _Target(route, re.compile(path), kinds, dependencies, tuple(request_names), is_async)
+    return _Target(route, re.compile(path), kinds, dependencies, tuple(request_names), is_async, threads)

@@ -186,7 +186,7 @@ async def _events(
             if not page.entries:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(change.wait(), LOOK_SECONDS)
-                await asyncio.sleep(EVENT_PAUSE_SECONDS)
             if page.entries or monotonic() - quiet_since >= QUIET_SECONDS:
                 quiet_since = monotonic()
                 yield ": still here\n\n"
+            await asyncio.sleep(EVENT_PAUSE_SECONDS)

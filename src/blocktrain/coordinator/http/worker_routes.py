@@ -176,7 +176,8 @@ async def post_uploaded(
 ) -> messages.Verdict:
     """The payload lies at the presigned upload place: look at it."""
     expected = await run_in_threadpool(service.updates.expect, signed.worker_id, payload_hash, None)
-    return await _in_receiving_thread(request, service, expected, service.updates.uploaded)
+    async with _body_place(request, signed.worker_id):
+        return await _in_receiving_thread(request, service, expected, service.updates.uploaded)
 
 
 async def _in_receiving_thread(
@@ -192,8 +193,8 @@ async def _in_receiving_thread(
         return await to_thread.run_sync(receive, expected, *arguments, limiter=limiter)
     # A small one waits for the disk longer than it is decoded. Two at a time, 1,000 workers' updates came
     # faster than they were taken, and one waited for 4 s in the median.
-    work = partial(receive, expected, *arguments)
-    threads: Executor = request.app.state.writing_threads
+    work, state = partial(receive, expected, *arguments), request.app.state
+    threads: Executor = state.store_threads if service.resources.blobs.shared else state.writing_threads
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
