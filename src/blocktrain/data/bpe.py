@@ -105,7 +105,7 @@ class FileTokenizer:
         self.front = self.template_front()
 
     def template_front(self) -> Sequence[int]:
-        """What other programs put in front of a text, as the file says: Llama's <|begin_of_text|>."""
+        """What other programs put in front of a text, as the file says (Llama: <|begin_of_text|>)."""
         (plain,) = self._plain(["a"])
         whole: list[int] = self._library.encode("a", add_special_tokens=True).ids
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)

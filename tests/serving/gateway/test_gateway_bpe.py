@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +22,15 @@ from blocktrain.data.bpe import END_OF_DOCUMENT, FileTokenizer, train_bpe
 from blocktrain.data.corpora import builtin_text
 from blocktrain.data.prepare import PrepareOptions, prepare
 from blocktrain.model.generation import LocalModel, generate
+from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest
 from blocktrain.serving.gateway.choices import Choice, ChoiceWriter
-from blocktrain.training.checkpoint import load_checkpoint
+from blocktrain.training.checkpoint import UNKNOWN_TEXT, load_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.exchange import export_checkpoint, import_checkpoint
 from tests.serving.conftest import train_tiny
 
-from .conftest import served_by, stages
+from .conftest import serve_engine, served_by, stages
 
 PROMPT = "The naïve 日本語 function returns "
 
@@ -213,3 +216,35 @@ def test_an_exported_model_takes_its_tokenizer_along_and_comes_back(
     assert second.tokenizer.name == first.tokenizer.name
     for one, other in zip(first.blocks, second.blocks, strict=True):
         assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def test_a_client_may_leave_out_the_token_in_front_of_a_text(
+    bpe_checkpoint: Path, tokenizer: FileTokenizer, tmp_path: Path
+) -> None:
+    """As of an imported model: a text that is not known here, and a template in the tokenizer."""
+    shutil.copytree(bpe_checkpoint, tmp_path / "tiny")
+    with_template = tokenizers.Tokenizer.from_buffer(tokenizer.content)
+    with_template.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_DOCUMENT} $A", special_tokens=[(END_OF_DOCUMENT, tokenizer.end)]
+    )
+    content = with_template.to_str().encode()
+    (tmp_path / "tiny" / "tokenizer.json").write_bytes(content)
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    config["corpus_sha256"] = UNKNOWN_TEXT
+    config["tokenizer"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+
+    plain = tokenizer.encode(PROMPT.encode()).tolist()
+    with serve_engine(LocalEngine(tmp_path / "tiny")) as served, served.http() as http:
+        name = http.get("/v1/models").json()["data"][0]["id"]
+        wishes: list[tuple[dict[str, bool], list[Any]]] = [
+            ({}, [tokenizer.end, *plain]),
+            ({"add_special_tokens": True}, [tokenizer.end, *plain]),
+            ({"add_special_tokens": False}, plain),
+        ]
+        for wish, expected in wishes:
+            assert http.post("/tokenize", json={"prompt": PROMPT, **wish}).json()["tokens"] == expected
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 1, **wish}
+            answer = http.post("/v1/completions", json=body)
+            assert answer.json()["usage"]["prompt_tokens"] == len(expected)
+            assert "x-blocktrain-ignored" not in answer.headers

@@ -8,6 +8,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from blocktrain.serving.gateway.app import GatewayConfig
+
+from .conftest import Served, serve_engine
+
 CHAT: list[Any] = [{"role": "system", "content": "Help."}, {"role": "user", "content": "What is a list?"}]
 ENDING = "e"
 """A letter that soon comes, so that a text is complete."""
@@ -98,6 +102,8 @@ def test_logprobs_come_where_they_are_asked_for(client: openai.OpenAI) -> None:
         ({"input": []}, "input", "expected a string, or a list of messages"),
         ({"input": "x" * 2000}, "input", "maximum context length"),
         ({"input": "x" * 2000, "truncation": "disabled"}, "input", "maximum context length"),
+        ({"max_output_tokens": 10**9}, "max_output_tokens", "max_output_tokens must be at most"),
+        ({"top_logprobs": 21}, "top_logprobs", "at most 20 log-probs"),
         ({"colour": "red"}, "colour", "unrecognized"),
     ],
 )
@@ -113,3 +119,22 @@ def test_what_is_not_offered_is_refused_by_name(
 def test_a_long_input_slides_where_truncation_is_automatic(client: openai.OpenAI) -> None:
     answer = respond(client, input="x" * 2000, truncation="auto", max_output_tokens=4)
     assert (answer.truncation, answer.usage.output_tokens) == ("auto", 4)
+
+
+def test_truncation_is_told_as_the_gateway_does_it(engine_of: Any) -> None:
+    sliding = GatewayConfig(overflow="slide")
+    with serve_engine(engine_of(), sliding) as served, served.openai() as client:
+        assert respond(client, input="x" * 2000, max_output_tokens=1).truncation == "auto"
+        assert respond(client, truncation="disabled", max_output_tokens=1).truncation == "disabled"
+
+
+def test_wishes_about_tools_and_length_are_named_as_ignored(served: Served) -> None:
+    sent = {"tool_choice": "auto", "max_tool_calls": 2, "text": {"verbosity": "low"}, "user": "me"}
+    with served.http() as http:
+        body = {"model": "tiny", "input": "x", "max_output_tokens": 1, **sent}
+        answer = http.post("/v1/responses", json=body)
+        named = set(answer.headers["x-blocktrain-ignored"].split(","))
+        assert named == {"tool_choice", "max_tool_calls", "text.verbosity", "user"}
+        chat = {"model": "tiny", "messages": CHAT, "max_tokens": 1, "tool_choice": "none"}
+        answer = http.post("/v1/chat/completions", json=chat)
+        assert answer.headers["x-blocktrain-ignored"] == "tool_choice"

@@ -24,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import blocktrain
+from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import BlocktrainError
 from blocktrain.serving.engine.engine import TextEngine
 from blocktrain.serving.engine.requests import GenerationRequest, Mode, ModelInfo
@@ -177,6 +178,8 @@ class Gateway:
             lambda model: ChatFormat(model, top, body.stream_options),
             [self._prompt_of(body)],
             prompt_field="messages",
+            limit_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            logprobs_field="top_logprobs",
             max_tokens=body.token_limit,
             logprobs=top,
             stops=[*body.stops, *STOPS],
@@ -188,9 +191,11 @@ class Gateway:
         """Answer a question or the last message of a conversation, in the shape of the newer API."""
         job = self._job(
             body,
-            lambda model: ResponsesFormat(model, body),
+            lambda model: ResponsesFormat(model, body, body.overflow or self.config.overflow),
             [chat_prompt(body.messages)],
             prompt_field="input",
+            limit_field="max_output_tokens",
+            logprobs_field="top_logprobs",
             max_tokens=body.token_limit,
             logprobs=body.logprobs,
             stops=[*body.stops, *STOPS],
@@ -203,7 +208,7 @@ class Gateway:
         model = self.engine.model
         self._require_model(model.name if body.model is None else body.model)
         text = body.prompt if isinstance(body, TokenizeText) else self._prompt_of(body)
-        tokens = [int(token) for token in model.tokenizer.encode(text.encode())]
+        tokens = _encoded(model.tokenizer, text, body.add_special_tokens)
         labels = [token_label(model.tokenizer.decode([token])) for token in tokens]
         return TokenizeAnswer(
             count=len(tokens),
@@ -270,25 +275,30 @@ class Gateway:
         echo: bool = False,
         block_weights: bool = False,
         prompt_field: str = "prompt",
+        limit_field: str = "max_tokens",
+        logprobs_field: str = "logprobs",
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
         self._require_model(body.model)
         engine, limits = self.engine, self.limits
         model = engine.model
         texts = [
-            prompt if isinstance(prompt, list) else [int(t) for t in model.tokenizer.encode(prompt.encode())]
+            prompt if isinstance(prompt, list) else _encoded(model.tokenizer, prompt, body.add_special_tokens)
             for prompt in prompts
         ]
         lengths = [len(text) for text in texts]
         if len(texts) * (body.n or 1) > limits.max_choices:
             raise _wrong("n", f"prompts times n must be at most {limits.max_choices}")
         if max_tokens > limits.max_tokens:
-            raise _wrong("max_tokens", f"max_tokens must be at most {limits.max_tokens}, found {max_tokens}")
+            problem = f"{limit_field} must be at most {limits.max_tokens}, found {max_tokens}"
+            raise _wrong(limit_field, problem)
         if logprobs is not None and logprobs > limits.max_logprobs:
-            raise _wrong("logprobs", f"at most {limits.max_logprobs} log-probs are reported for each token")
+            raise _wrong(
+                logprobs_field, f"at most {limits.max_logprobs} log-probs are reported for each token"
+            )
         # Every row follows some token; an empty prompt has none to follow.
         if min(lengths) == 0:
-            raise _wrong("prompt", "the prompt is empty; this model has no start token, so give it one byte")
+            raise _wrong(prompt_field, "the prompt is empty and has no token to follow; give it one byte")
         # A text that is only scored needs no window to grow in: it is cut into windows.
         slides = (body.overflow or self.config.overflow) == "slide" or max_tokens == 0
         if max(lengths) > model.context and not slides:
@@ -302,7 +312,7 @@ class Gateway:
                 code="context_length_exceeded",
             )
         if sum(lengths) > limits.max_prompt_tokens:
-            raise _wrong("prompt", f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
+            raise _wrong(prompt_field, f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
         if any(token >= model.vocabulary for token, _ in body.biases):
             raise _wrong("logit_bias", f"logit_bias: expected token ids below {model.vocabulary}")
         mode = body.mode or DEFAULT_MODE
@@ -350,6 +360,12 @@ class Gateway:
             ignored=body.ignored,
             client=client,
         )
+
+
+def _encoded(tokenizer: Tokenizer, text: str, special: bool | None) -> list[int]:
+    """Tokens of a text; where a client wants no special ones, without those that stand in front of it."""
+    left_out = len(tokenizer.front) if special is False else 0
+    return [int(token) for token in tokenizer.encode(text.encode())[left_out:]]
 
 
 def _only(*statuses: int) -> Answers:

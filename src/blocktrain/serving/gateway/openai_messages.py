@@ -103,7 +103,6 @@ class Ignored(StrictModel):
     verbosity: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    add_special_tokens: Any = None
     length_penalty: Any = None
     early_stopping: Any = None
     parallel_tool_calls: Any = None
@@ -157,6 +156,8 @@ class SamplingRequest(Ignored):
     """Neither a stop sequence nor the end of a document ends the text before this many tokens."""
     ignore_eos: bool | None = None
     """Write on behind the end of a document, as load generators want."""
+    add_special_tokens: bool | None = None
+    """False: nothing in front of the text, where the tokenizer of an imported model puts a token there."""
     use_beam_search: Literal[False] | None = None
     """Only false."""
     include_stop_str_in_output: Literal[False] | None = None
@@ -299,6 +300,10 @@ class ChatRequest(Conversation, SamplingRequest):
             return self.max_completion_tokens
         return DEFAULT_CHAT_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def ignored(self) -> list[str]:
+        return [*super().ignored, *(["tool_choice"] if self.tool_choice is not None else [])]
+
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
@@ -310,15 +315,15 @@ class TokenizeText(StrictModel):
     model: ModelName | None = None
     prompt: Text
     return_token_strs: bool | None = None
-    add_special_tokens: Any = None
-    """Ignored: text is encoded without any."""
+    add_special_tokens: bool | None = None
+    """False: without what a request for a text has in front of it (imported models)."""
 
 
 class TokenizeChat(Conversation):
     model: ModelName | None = None
     return_token_strs: bool | None = None
-    add_special_tokens: Any = None
-    """Ignored, too."""
+    add_special_tokens: bool | None = None
+    """As for a text."""
 
 
 class TokenizeAnswer(BaseModel):

@@ -20,6 +20,7 @@ from blocktrain.serving.gateway.openai_messages import (
     ApiErrorBody,
     ChatLogprob,
     ChatMessage,
+    Overflow,
     ResponseFormat,
     SamplingRequest,
     StrictModel,
@@ -122,6 +123,15 @@ class ResponsesRequest(SamplingRequest):
         """How many alternatives to report; None where no log-probs are wanted."""
         return 0 if self.top_logprobs is None and LOGPROBS in (self.include or ()) else self.top_logprobs
 
+    @property
+    def ignored(self) -> list[str]:
+        sent = {
+            "tool_choice": self.tool_choice,
+            "max_tool_calls": self.max_tool_calls,
+            "text.verbosity": None if self.text is None else self.text.verbosity,
+        }
+        return [*super().ignored, *(name for name, value in sent.items() if value is not None)]
+
     @model_validator(mode="after")
     def _nothing_is_stored(self) -> ResponsesRequest:
         for name in ("previous_response_id", "conversation", "prompt"):
@@ -204,9 +214,10 @@ class ModelResponse(BaseModel):
 class ResponsesFormat(AnswerFormat):
     prefix = "resp_"
 
-    def __init__(self, model: ModelInfo, body: ResponsesRequest) -> None:
+    def __init__(self, model: ModelInfo, body: ResponsesRequest, overflow: Overflow) -> None:
+        """`overflow` as it was for this request: its own wish, or else the gateway's setting."""
         super().__init__(model, body.logprobs)
-        self.body, self.model_name = body, model.name
+        self.body, self.model_name, self.overflow = body, model.name, overflow
         self._item = f"msg_{self.id.removeprefix(self.prefix)}"
         self._place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         """Of the one text, in events about it."""
@@ -271,7 +282,7 @@ class ResponsesFormat(AnswerFormat):
             output=output,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            truncation="auto" if body.overflow == "slide" else "disabled",
+            truncation="auto" if self.overflow == "slide" else "disabled",
             usage=usage,
         )
 
