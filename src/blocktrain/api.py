@@ -105,13 +105,16 @@ class TextScores:
     """None where the objective does not compose by euler."""
     blocks: list[Score]
     num_bytes: int
+    text_tokens: int
+    """Without what the tokenizer puts in front of a text. That has no bytes, and behind it the first token of
+    the text is scored, too."""
     scored_tokens: int
     stride: int
     """Tokens of a window; every token is scored once."""
 
     @property
     def bytes_per_token(self) -> float:
-        return self.num_bytes / (self.scored_tokens + 1)
+        return self.num_bytes / self.text_tokens
 
     def to_dict(self) -> dict[str, Any]:
         composed = {"consensus": self.consensus, "euler": self.euler}
@@ -144,6 +147,7 @@ def evaluate(model: Checkpoint, text: str | bytes, *, draws: int | None = None) 
         euler=scores.euler,
         blocks=scores.blocks,
         num_bytes=len(content),
+        text_tokens=len(tokens) - len(model.tokenizer.front),
         scored_tokens=len(tokens) - 1,
         stride=model.recipe.model.context,
     )

@@ -140,6 +140,19 @@ def test_blocks_that_one_worker_trains_in_turns_take_the_sum_of_their_times() ->
     assert run_seconds_left([blocks[0], open_round, blocks[2]], 4, now=83) == 4 * 10 - 3
 
 
+def test_blocks_that_merge_shortly_after_each_other_have_no_longer_run_for_it() -> None:
+    merges = [(60, 120, 180), (10, 70, 130)]
+    first, second = (BlockPace(version=len(closed), closed=closed, first_seconds=60) for closed in merges)
+    second = dataclasses.replace(second, begun=130)
+    first = dataclasses.replace(first, version=4)
+    left = run_seconds_left([first, second], 84, now=180)
+    assert left is not None
+    # The second block has 81 rounds left, and 50 s of the first of these have passed.
+    assert 81 * 60 - 50 <= left <= 81 * 60 - 20
+    just_one = [BlockPace(version=1, closed=(at,), first_seconds=10) for at in (10, 20, 30)]
+    assert run_seconds_left(just_one, 2, now=30) == 3 * 10
+
+
 def test_a_week_without_the_coordinator_is_no_weeklong_round() -> None:
     week = 7 * 86400.0
     pace = BlockPace(version=4, closed=(10, 20, 20 + week, 30 + week), first_seconds=10)

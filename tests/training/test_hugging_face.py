@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import blocktrain
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.errors import CheckpointError, UserError
@@ -21,11 +22,14 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.composition import block_log_probs, run_blocks
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.model.pooling import Pooling, pool
+from blocktrain.tracking.model_card import model_card
 from blocktrain.training import hugging_face
 from blocktrain.training.checkpoint import (
     UNKNOWN_TEXT,
     Checkpoint,
+    Description,
     load_checkpoint,
+    read_config,
     save_checkpoint,
     starting_blocks,
 )
@@ -155,6 +159,14 @@ def test_an_imported_model_begins_a_text_as_transformers_does_and_one_trained_he
     save_checkpoint(tmp_path / "trained", ours.recipe, CorpusHash("ab" * 32), *args)
     trained = load_checkpoint(tmp_path / "trained", CPU)
     assert trained.tokenizer.encode(b"The class").tolist() == expected[1:]
+
+    # All tokens of the text are scored behind the one in front; without it, all but the first.
+    for model, scored in ((ours, len(expected) - 1), (trained, len(expected) - 2)):
+        found = blocktrain.evaluate(model, "The class")
+        assert (found.scored_tokens, found.bytes_per_token) == (scored, 9 / (len(expected) - 1))
+    for name, said in (("checkpoint", False), ("trained", True)):
+        described = Description.of(read_config(tmp_path / name), tmp_path / name)
+        assert ("`add_special_tokens=False`" in model_card(described, None)) is said
 
 
 @torch.no_grad()

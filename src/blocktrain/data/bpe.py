@@ -89,7 +89,7 @@ class FileTokenizer:
         self._bytes_of = _byte_pieces(described, vocabulary, set(added))
         self._splits_as_we_do = described.get("pre_tokenizer") == _pre_tokenizer_json()
         self._words_seen: dict[str, bytes] = {}
-        self._front: list[int] = []
+        self.front: Sequence[int] = ()
 
     @classmethod
     def open(cls, path: Path) -> FileTokenizer:
@@ -97,15 +97,19 @@ class FileTokenizer:
 
     def encode(self, text: bytes) -> Tokens:
         (tokens,) = self.encode_documents([text.decode("utf-8", "replace")])
-        front = np.array(self._front, self.dtype).tobytes()
+        front = np.array(self.front, self.dtype).tobytes()
         return np.frombuffer(front + tokens, self.dtype).astype(np.int64)
 
     def begin_texts(self) -> None:
-        """Let `encode` put in front of a text what the file's template does, as Llama's <|begin_of_text|>."""
+        """Let `encode` put in front of a text what the file's template does."""
+        self.front = self.template_front()
+
+    def template_front(self) -> Sequence[int]:
+        """What other programs put in front of a text, as the file says: Llama's <|begin_of_text|>."""
         (plain,) = self._plain(["a"])
         whole: list[int] = self._library.encode("a", add_special_tokens=True).ids
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-        self._front = whole[: next(starts, 0)]
+        return whole[: next(starts, 0)]
 
     def encode_documents(self, texts: Sequence[str]) -> list[bytes]:
         """Each text's tokens as they lie in a shard: little-endian, no separator."""

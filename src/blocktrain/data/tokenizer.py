@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,10 @@ class Tokenizer(Protocol):
     def end(self) -> int | None:
         """The token that ends a document; None where text alone ends one."""
 
+    @property
+    def front(self) -> Sequence[int]:
+        """The tokens that `encode` puts in front of a text."""
+
     def encode(self, text: bytes) -> Tokens:
         """Tokens of UTF-8 text."""
 
@@ -40,6 +44,7 @@ class ByteTokenizer:
     name = "byte"
     vocabulary = 256
     end = None
+    front = ()
 
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.config import ModelConfig
+from blocktrain.data.bpe import FileTokenizer
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import UserError
 from blocktrain.training.checkpoint import Description
@@ -90,9 +91,16 @@ def _body(described: Description, report: AnyReport | None, scores: Rows) -> lis
         f"Text: `{one_line(recipe.data.corpus)}`, sha256 `{described.corpus_sha256}`. Seed {recipe.seed}. "
         "The whole recipe is in `config.json`.",
         "",
-        "## Scores",
-        "",
     ]
+    tokenizer = described.tokenizer
+    if isinstance(tokenizer, FileTokenizer) and len(tokenizer.template_front()) > len(tokenizer.front):
+        lines += [
+            "The text that this model was trained on has no begin-of-text token, and BlockTrain puts none in "
+            "front of a prompt or a scored text. The template in `tokenizer.json` does: other programs read "
+            "the same tokens only with `add_special_tokens=False`.",
+            "",
+        ]
+    lines += ["## Scores", ""]
     if report is None:
         return [*lines, "No report came with this checkpoint."]
     lines += ["| model | cross entropy, nats per byte, held-out text |", "|---|---|"]

@@ -167,7 +167,8 @@ class Description:
             tokenizer: Tokenizer = ByteTokenizer()
             if "tokenizer" in config:
                 from_file = checked_tokenizer(where / TOKENIZER, str(config["tokenizer"]["sha256"]))
-                # Text that is trained on here has no such token, so a model of it has never met one.
+                # Text that is trained on here has no such token. A model that was imported and then trained
+                # here met one before, but not in the text that it was last fitted to.
                 if corpus == UNKNOWN_TEXT:
                     from_file.begin_texts()
                 tokenizer = from_file
