@@ -264,3 +264,28 @@ def test_objective_and_model_configs_describe_a_block_completely() -> None:
     )
     expected, found = objective.build(1, seed=9).state_dict(), rebuilt.build(1, seed=9).state_dict()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["blocktrain", "llama"])
+def test_a_block_without_values_has_the_shapes_of_one_and_draws_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = (
+        ()
+        if family == "blocktrain"
+        else ("model.family=llama", "model.kv_heads=1", "model.condition_width=64")
+    )
+    objective = tiny_objective(*other, "objective.hint_probability=0")
+    real = objective.build(0, seed=0)
+
+    def drawn(*_: object, **__: object) -> None:
+        raise AssertionError("torch would load its compiler for this")
+
+    monkeypatch.setattr(torch.nn.init, "normal_", drawn)
+    monkeypatch.setattr(torch, "arange", drawn)
+    with torch.device("meta"):
+        shapes = objective.build(0, seed=0)
+    for part in (Block.state_dict, lambda block: dict(block.named_buffers())):
+        kinds = [{name: (t.shape, t.dtype) for name, t in part(one).items()} for one in (real, shapes)]
+        assert kinds[0] == kinds[1]
+        assert all(tensor.is_meta for tensor in part(shapes).values())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.model.block import Block, BlockOutput, Cache, Hint, PackedCache
-from blocktrain.model.layers import AdaptiveNorm, Layer, rms_norm, rotary_table
+from blocktrain.model.layers import AdaptiveNorm, Layer, TokenEmbedding, rms_norm, rotary_table
 from blocktrain.model.noise import precondition
 
 
@@ -70,7 +70,7 @@ class AdaptiveBlock(Block):
         self.context = model.context
         # Not tied to the codebook: that one is fixed, while a block's view of its context is its own to
         # learn.
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = TokenEmbedding(vocabulary, width)
         self.hint = nn.Linear(width, width, bias=False) if hints else None
         self.upstream = nn.Linear(width, width, bias=False) if upstream else None
         self.condition = NoiseCondition(model.condition_width)

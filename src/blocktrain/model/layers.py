@@ -23,6 +23,20 @@ Place = Literal["attention", "feedforward"]
 """The two sub-layers of a layer."""
 
 
+def has_values() -> bool:
+    """Whether what is built now gets values, and not shapes alone. For random numbers and ranges of shapes
+    alone torch loads its compiler: 1.9 s in every program that opens a checkpoint."""
+    return torch.get_default_device().type != "meta"
+
+
+class TokenEmbedding(nn.Embedding):
+    """A row for each token."""
+
+    def reset_parameters(self) -> None:
+        if has_values():
+            super().reset_parameters()
+
+
 class Growing:
     """A tensor that grows along one dimension in place: appending copies what is new, not what is there."""
 
@@ -190,6 +204,8 @@ class CausalConvolution(nn.Module):
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
     """cos and sin of shape [context, head_width / 2]."""
+    if not has_values():
+        return torch.empty(context, head_width // 2), torch.empty(context, head_width // 2)
     # In float64: at position 2^20 an angle in fp32 is wrong by 0.06.
     frequency = ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)

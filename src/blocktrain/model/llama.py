@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, RopeScaling
 from blocktrain.model.block import Block, BlockOutput, Cache, Hint, PackedCache
-from blocktrain.model.layers import AnyLayerCache, causal_attention, rotate
+from blocktrain.model.layers import AnyLayerCache, TokenEmbedding, causal_attention, has_values, rotate
 
 INITIAL_STD = 0.02
 """Of embeddings and matrices, as in transformers."""
@@ -27,6 +27,8 @@ def llama_rotary(config: ModelConfig) -> tuple[Tensor, Tensor]:
     # In fp32, as transformers and vLLM compute them: at position 2,000 an angle in float64 differs by 1e-4,
     # and the models were trained with the rounded ones.
     width = config.channels_per_head
+    if not has_values():
+        return torch.empty(config.context, width // 2), torch.empty(config.context, width // 2)
     frequency = 1.0 / (config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     if config.rope_scaling is not None:
         frequency = stretched(frequency, RopeScaling.parse(config.rope_scaling))
@@ -137,7 +139,7 @@ class Trunk(nn.Module):
         self, config: ModelConfig, rows: int, layers: Sequence[LlamaLayer], first: bool, last: bool
     ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(rows, config.width) if first else None
+        self.embed_tokens = TokenEmbedding(rows, config.width) if first else None
         self.layers = nn.ModuleList(layers)
         self.norm = WeightedNorm(config.width, config.norm_eps) if last else None
 
@@ -169,7 +171,7 @@ class LlamaBlock(Block):
         self.model = Trunk(config, rows, layers, first, last)
         self.lm_head = OutputMap(rows, config.width) if last and not config.tied else None
         for name, parameter in self.model.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2 and has_values():
                 # Each sub-layer starts by adding nothing, so depth does not change the scale of the first
                 # steps.
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
