@@ -77,9 +77,12 @@ def serve(listener: socket.socket, shim: str) -> None:
                 woken.recv(4096)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
-                pid = begin(connection, shim, [listener, wakes, woken, *shims.values()])
-                shims[pid] = connection
-                selector.register(connection, selectors.EVENT_READ, pid)
+                begun = begin(connection, shim, [listener, wakes, woken, *shims.values()])
+                if begun is None:
+                    connection.close()
+                    continue
+                shims[begun] = connection
+                selector.register(connection, selectors.EVENT_READ, begun)
             else:  # the shim was killed
                 os.kill(key.data, signal.SIGKILL)
                 selector.unregister(key.fileobj)
@@ -90,11 +93,17 @@ def serve(listener: socket.socket, shim: str) -> None:
             end(selector, shims.pop(pid), status)
 
 
-def begin(connection: socket.socket, shim: str, others: list[socket.socket]) -> int:
+def begin(connection: socket.socket, shim: str, others: list[socket.socket]) -> int | None:
+    """The child's process id; None where the shim was killed before it had said what it wants."""
     length, streams, _, _ = socket.recv_fds(connection, 4, 3)
     size, request = int.from_bytes(length, "big"), b""
-    while len(request) < size:
-        request += connection.recv(size - len(request))
+    with suppress(ConnectionResetError):
+        while len(request) < size and (piece := connection.recv(size - len(request))):
+            request += piece
+    if not size or len(request) < size:
+        for stream in streams:
+            os.close(stream)
+        return None
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
@@ -104,7 +113,10 @@ def begin(connection: socket.socket, shim: str, others: list[socket.socket]) -> 
         os._exit(run(json.loads(request), streams, shim))
     for stream in streams:
         os.close(stream)
-    connection.sendall(pid.to_bytes(4, "big"))
+    # A shim that is killed just now ends its child by closing the connection. It must not end this process:
+    # every later program of the tests would find nobody.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(pid.to_bytes(4, "big"))
     return pid
 
 
@@ -112,7 +124,7 @@ def end(selector: selectors.BaseSelector, connection: socket.socket, status: int
     if connection in selector.get_map():
         selector.unregister(connection)
     code = os.waitstatus_to_exitcode(status)
-    with suppress(BrokenPipeError):
+    with suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(bytes([code if code >= 0 else 128 - code]))
     connection.close()
 
