@@ -73,7 +73,7 @@ class ConnectionTable(Generic[Connection]):
             # A network that is over its cap pays with its own connections.
             surplus = self._longest_waiting({network}) or new
         elif len(self._network) >= self._limit:
-            # A full server takes from whoever has most: nine addresses with 2,000 slow bodies kept 28 of 40
+            # A full server takes from who has most: nine addresses with 2,000 slow bodies kept 28 of 40
             # newcomers out while any idle connection, the newcomer's own too, was the first to go.
             most = max(self._count.values())
             largest = {name for name, count in self._count.items() if count == most}

@@ -66,6 +66,6 @@ def gateway(
         activations=activations,
         lost_blocks=lost_blocks,
         config=gateway_config(keys, limit, overflow, origin),
-        # Flushed: whoever started this process reads the address from a pipe.
+        # Flushed: the program that started this one reads the address from a pipe.
         announce=lambda line: print(line, flush=True),
     )

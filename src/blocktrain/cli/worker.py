@@ -189,7 +189,7 @@ def worker(
             ranks.part()
         if given.steps or given.verdicts:
             to_stderr(given.sentence())
-            # For whoever started several workers and sums up.
+            # For a program that started several workers and sums up.
             write_whole(folder / CONTRIBUTION_FILE, json.dumps(vars(given)).encode(), durable=False)
 
 

@@ -1,6 +1,6 @@
 """Blobs on the disk by name, bounded in size: snapshots, payloads, text, unfinished downloads.
 
-A name is a hash, so a blob never changes. What is damaged is found by whoever reads it (it checks the
+A name is a hash, so a blob never changes. What is damaged is found by its reader (which checks the
 hash) and removed; the oldest used go first when the bound is reached. Files appear whole or not at all.
 
 A worker's bound is for everything it writes, so that no coordinator can fill its disk: the cache counts the

@@ -14,7 +14,7 @@ from blocktrain.wire.messages import ReferenceState, SpokenPiece, StatusAnswer
 from blocktrain.wording import counted
 
 KEY_FILE = "coordinator.key"
-"""In the data folder: whoever holds it is the operator."""
+"""In the data folder: who holds it is the operator."""
 
 GATEWAY_ADDRESS = re.compile(
     r"(?P<origin>https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?)(?:/[A-Za-z0-9._~/-]*)?"

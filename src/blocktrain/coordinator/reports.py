@@ -144,7 +144,7 @@ class Reports:
                 raise Refusal(ErrorReason.NOT_FOUND, f"no snapshot {snapshot_hash}")
 
     def find_merged_payload(self, payload_hash: str) -> None:
-        """Payloads are public once merged: before, they would help whoever copies them."""
+        """Payloads are public once merged: before, they would help those who copy."""
         with self._resources.store.read() as session:
             found = session.scalars(
                 select(UpdateRow.update_id)

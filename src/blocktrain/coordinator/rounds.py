@@ -5,7 +5,7 @@
 3. guard    leaves out what makes the merge worse; each refusal is a verdict in a transaction of its own
 4. publish  the snapshot is written to the blobs, then one transaction moves the head, if nobody else has
 
-A process that dies after the claim leaves a fixed set behind; whoever claims next repeats step 2 with it.
+A process that dies after the claim leaves a fixed set behind; the next to claim repeats step 2 with it.
 When a round is due is `decisions.rounds.round_state`'s to say.
 """
 
@@ -138,7 +138,7 @@ class Rounds:
         for block, head in heads:
             try:
                 self._resources.weights.snapshot(block, head)
-            except Exception as error:  # whoever needs it will fail in words; here nobody does
+            except Exception as error:  # what needs it will fail in words; here nothing does
                 log.error("cannot load the head of block %d: %s", block, error)
 
     def shut_down(self) -> None:

@@ -1,4 +1,4 @@
-"""The one writer of verdicts: whoever rules on an update (reveal, judge, guard, operator) calls `settle`."""
+"""The one writer of verdicts: all that rules on an update (reveal, judge, guard, operator) calls `settle`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def open_text(recipe: Recipe) -> RunText:
         text = Dataset.open(Path(recipe.data.dataset).expanduser())
     else:
         text = load_corpus(recipe.data, recipe.evaluation.pooling_bytes)
-    # Said by whoever opens the text first, and not by the first worker.
+    # Said where the text is opened first, and not by the first worker.
     own_cluster(text.manifest, recipe.model.blocks, recipe.data.own_share, None)
     return text
 

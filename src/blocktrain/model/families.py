@@ -41,7 +41,7 @@ def build_block(
     """A block with the seeded initial weights that every machine can regenerate. `last`: whether it is the
     end of a model; an inner part of a serial one has no output map."""
     # On the CPU, whose generator gives the same weights on every machine; the caller moves the block.
-    # Forked, so that building a block does not move the random numbers of whoever builds it.
+    # Forked, so that building a block does not move the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if not denoises(model):

@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        # Kept beside the packed copy: whoever hashes or exports the block still finds its parameters.
+        # Kept beside the packed copy: hashing and export still find the parameters.
         self.weight = linear.weight
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 

@@ -1,6 +1,6 @@
 """Machines as a plan sees them: groups of equal ones, from options, a file, or the workers of a run.
 
-A file comes from whoever runs the command; a run's status from a coordinator, which may be a stranger: its
+A file comes from the user; a run's status from a coordinator, which may be a stranger: its
 numbers are believed, and go into nothing but the plan that is printed.
 """
 

@@ -135,7 +135,7 @@ class Batcher:
             job = self._waiting.popleft()
             full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
             if job.future.done():
-                continue  # whoever asked has gone away, and what the session asks next need not wait for it
+                continue  # its client has gone away, and what the session asks next need not wait for it
             if job.owner in owners or full:
                 later.append(job)
             elif now >= job.deadline:

@@ -5,7 +5,7 @@ the gradients are added up. Where it does not fit, FSDP2 leaves each rank a part
 the same function of (seed, shard, step) for any number of ranks; rank 0 draws it and sends it to the others.
 
 Rank 0 leads: the others wait for its commands, JSON and tensors of known shape; nothing is unpickled. A rank
-that is gone closes its connections, so that whoever waits for it fails at once; one that hangs is given up
+that is gone closes its connections, so that those who wait for it fail at once; one that hangs is given up
 after `STEP_SECONDS`. Knows no rounds, snapshots or coordinator. `ALONE` is the one rank of a plain worker.
 """
 

@@ -67,7 +67,7 @@ def after_verdict(standing: Standing, mark: Mark, compared: int | None, *, pause
 
 
 def comparison(mark: int, norm: float | None, usual_norm: float | None) -> int | None:
-    """The evidence's mark, or None for an update much smaller than usual: whoever made it, it shows so little
+    """The evidence's mark, or None for an update much smaller than usual: it shows so little
     of its text that the mark is a coin's, and a weak machine's average would end at zero or below."""
     if norm is not None and usual_norm and norm < COMPARED_SHARE * usual_norm:
         return None

@@ -126,7 +126,7 @@ def duplicate_ruling(source: str, likeness: Likeness, *, same_base: bool) -> Rul
     so a faster machine can repeat a slow worker's step and commit first. From another base it is a copy."""
     if not likeness.is_copy:
         return None
-    # The later commit is the copy, whoever was faster to send: commits are ordered before payloads are seen.
+    # The later commit is the copy, even if it was sent first: commits are ordered before payloads are seen.
     sentence = f"{likeness.equal:.0%} of it equals update {source[:12]}, which was committed before"
     if same_base:
         sentence += " from the same snapshot; who was first depends on others, so the rating stays"

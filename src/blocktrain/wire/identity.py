@@ -5,7 +5,7 @@ its id. Knows nothing of HTTP (see `signing`) or of who is admitted.
 
 Covered: two processes that start at once agree on one key; a key file that others can read, that is
 damaged or of another kind is refused with the remedy. Not covered: a passphrase on the file; file modes
-on Windows; public keys of small order, under which anybody can sign (whoever makes one harms its own id).
+on Windows; public keys of small order, under which anybody can sign (its maker harms its own id).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Reason(StrEnum):
     CLOCK_SKEW = "clock_skew"
     DIGEST_MISMATCH = "digest_mismatch"
     REPLAYED = "replayed"
-    """The nonce was used before; whoever keeps the nonces (the coordinator's database) finds this."""
+    """The nonce was used before; the coordinator's database, which keeps the nonces, finds this."""
 
 
 class SignatureError(WireError):

@@ -155,7 +155,7 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     if facts.version >= swarm.rounds:
         return state(False, "the block has had all its rounds")
 
-    # A process that died while merging left a fixed set of inputs: whoever finds it finishes the merge.
+    # A process that died while merging left a fixed set of inputs: the next process finishes the merge.
     if facts.merging:
         abandoned = facts.claimed_until is None or facts.claimed_until < now
         return state(abandoned, "continues a merge that was begun" if abandoned else "is being merged")

@@ -61,7 +61,7 @@ class Ledger:
 
     def append(self, session: Session, now: float, kind: str, body: Body) -> Receipt:
         # The lock makes writers of several processes queue here, so the chain has no forks. It is the last of
-        # all locks (worker, block, run): whoever holds it waits for nobody.
+        # all locks (worker, block, run): its holder waits for nobody.
         [(sequence, last_hash)] = _HEAD(session)
         digest = entry_hash_of(last_hash, sequence, now, kind, body)
         signature = self._identity.sign(signed_bytes(digest)).hex()

@@ -101,7 +101,7 @@ class BlockRow(Table):
     closing_version: Mapped[int | None]
     """Version that is being merged: its updates are fixed, later ones go to the next round."""
     claim_owner: Mapped[str | None] = mapped_column(Hex32)
-    """No longer written: what the merge belongs to is `closing_version`, whoever computes it."""
+    """No longer written: what the merge belongs to is `closing_version`, in any process."""
     claim_until: Mapped[float | None]
     """Time after which the process that merges is taken to be dead."""
     revision: Mapped[int] = mapped_column(default=0, server_default="0")

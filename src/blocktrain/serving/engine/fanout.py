@@ -213,7 +213,7 @@ class Fanout:
             await asyncio.wait({answer}, timeout=patience)
             while not answer.done() and not question.is_void:
                 if not self.route(question, blocks, avoid).missing:
-                    # It lags, and spares could answer for all its blocks: whoever is first counts.
+                    # It lags, and spares could answer for all its blocks: the first answer counts.
                     question.stats.retries += 1
                     spare = loop.create_task(self._fetch(question, blocks, avoid, began))
                     tasks.add(spare)

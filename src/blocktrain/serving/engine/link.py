@@ -183,7 +183,7 @@ class StageLink:
                     took = asyncio.get_running_loop().time() - self._asked
                     usual = self.round_trip_seconds
                     self.round_trip_seconds = took if usual is None else usual + 0.2 * (took - usual)
-                # Any frame is a sign of life; whoever waits for a suspect link may go on.
+                # Any frame is a sign of life; those who wait for a suspect link may go on.
                 was_silent, self._asked = self._asked is not None, None
                 self.draining = self.draining or frame.type == FrameType.GOODBYE
                 if was_silent or frame.type == FrameType.GOODBYE:

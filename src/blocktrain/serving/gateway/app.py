@@ -377,7 +377,7 @@ def _wrong(param: str, message: str) -> ApiError:
 
 
 def create_app(engines: Engines, config: GatewayConfig | None = None) -> FastAPI:
-    """The application; whoever runs it starts and closes the engine (see `gateway.main`)."""
+    """The application; the program that runs it starts and closes the engine (see `gateway.main`)."""
     config = config or GatewayConfig()
     gateway = Gateway(engines, config)
 

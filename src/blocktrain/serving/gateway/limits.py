@@ -21,7 +21,7 @@ from blocktrain.errors import UserError
 
 ANYONE = "anyone"
 CLIENT_SHARE = 0.75
-"""The share one client may have of the places that others leave: some are left whoever comes next. Two
+"""The share one client may have of the places that others leave: some are left for the next to come. Two
 requests for 128 choices that nobody read held all 256 places."""
 MAX_REMEMBERED_CALLERS = 10_000
 MIN_KEY_CHARACTERS = 8
@@ -235,7 +235,7 @@ class Places:
             raise
 
     def _give_back(self, client: str, count: int) -> None:
-        """Free places go to whoever waits longest and fits; within one client nobody is overtaken."""
+        """Free places go to the one that waits longest and fits; within one client nobody is overtaken."""
         self._held[client] -= count
         if self._held[client] <= 0:
             del self._held[client]
