@@ -2,8 +2,7 @@
 
 `write_report` is how a benchmark writes JSON. A report is an object whose key `provenance` holds what this
 module found out; what a benchmark has as a list lies under `rows`. `benchmarks/reports.py` reads it again. A
-machine that got a copy of the tree without its history is told the commit by whoever made the copy, in
-BLOCKTRAIN_COMMIT.
+machine that got a copy of the tree without its history is told the commit in BLOCKTRAIN_COMMIT.
 """
 
 from __future__ import annotations

@@ -35,8 +35,11 @@ from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.setup import Setup
+from blocktrain.training.source import source_commit
 
 SIDES = ("block", "reference")
+WHAT_A_TRIAL_DEPENDS_ON = ("seed", "model", "objective", "data", "training", "evaluation")
+"""Parts of a recipe. A trial has no swarm."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Trial:
     other_lr: float
     ce: float = 0.0
     """On pooling text, per token."""
+    commit: str = ""
+    """Of the code that made it: a search that is gone on with may have trials of several."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def train_unit(recipe: Recipe, device: torch.device, index: int | None) -> Unit:
 
 
 def with_rates(settings: Sequence[str], matrix_lr: float, other_lr: float) -> list[str]:
-    """The same two rates for blocks and reference: whoever trains takes them."""
+    """The same two rates for blocks and reference, whichever is trained."""
     same = ["training.reference_matrix_lr=none", "training.reference_other_lr=none"]
     return [*settings, f"training.matrix_lr={matrix_lr}", f"training.other_lr={other_lr}", *same]
 
@@ -85,7 +90,8 @@ def run_trial(recipe_name: str, settings: Sequence[str], device_name: str, trial
     recipe = load_recipe(find_recipe(recipe_name), rates)
     unit = train_unit(recipe, find_device(device_name), 0 if trial.side == "block" else None)
     pooling = unit.text.first_tokens("pooling", recipe.evaluation.pooling_bytes)
-    return replace(trial, ce=unit.evaluator.score_one(unit.block, pooling).ce)
+    ce = unit.evaluator.score_one(unit.block, pooling).ce
+    return replace(trial, ce=ce, commit=source_commit() or "")
 
 
 def best_of(trials: Sequence[Trial], side: str) -> Trial:
@@ -142,9 +148,11 @@ def tried_before(path: Path | None, recipe: Recipe) -> list[Trial]:
     if path is None or not path.exists():
         return []
     report = json.loads(path.read_text(encoding="utf-8"))
-    if report["recipe"] != json.loads(json.dumps(recipe.to_dict())):
+    wanted = json.loads(json.dumps(recipe.to_dict()))
+    if any(report["recipe"][part] != wanted[part] for part in WHAT_A_TRIAL_DEPENDS_ON):
         sys.exit(f"{path} is of another recipe or other settings; name another file")
-    return [Trial(**trial) for trial in report["trials"]]
+    made_by = report["provenance"]["commit"] or ""
+    return [Trial(**{"commit": made_by, **trial}) for trial in report["trials"]]
 
 
 def rates(text: str) -> list[float]:

@@ -44,8 +44,15 @@ def test_one_seed_has_no_error() -> None:
 def test_a_search_that_was_cut_off_is_taken_up_only_with_the_same_recipe(tmp_path: Path) -> None:
     recipe, path = resolve_recipe({"name": "one"}), tmp_path / "tune.json"
     assert tune.tried_before(path, recipe) == []
-    trial = tune.Trial("block", 3e-3, 1e-3, 1.5)
-    path.write_text(json.dumps({"recipe": recipe.to_dict(), "trials": [dataclasses.asdict(trial)]}))
-    assert tune.tried_before(path, recipe) == [trial]
+    of_before = {"side": "block", "matrix_lr": 3e-3, "other_lr": 1e-3, "ce": 1.5}
+    made_by = {"provenance": {"commit": "a" * 40}}
+    path.write_text(json.dumps({**made_by, "recipe": recipe.to_dict(), "trials": [of_before]}))
+    found = tune.tried_before(path, recipe)
+    assert found == [tune.Trial("block", 3e-3, 1e-3, 1.5, "a" * 40)]
+    of_two_commits = [dataclasses.asdict(found[0]), of_before | {"commit": "b" * 40}]
+    path.write_text(json.dumps({**made_by, "recipe": recipe.to_dict(), "trials": of_two_commits}))
+    assert [one.commit for one in tune.tried_before(path, recipe)] == ["a" * 40, "b" * 40]
+    # A trial trains alone: rules of the swarm change nothing in it.
+    assert tune.tried_before(path, resolve_recipe({"name": "two", "swarm": {"rounds": 7}}))
     with pytest.raises(SystemExit, match="another recipe"):
-        tune.tried_before(path, resolve_recipe({"name": "two"}))
+        tune.tried_before(path, resolve_recipe({"name": "one", "training": {"steps": 7}}))
