@@ -3,30 +3,42 @@
     make reports
     python benchmarks/reports.py [--strict]
 
-`fresh`: nothing under the kind's paths changed since the commit in the report. `stale`: something did, in so
-many commits. `unknown`: the report names no commit (all of before 2026-11-16), a tree with changes, or one
-that is not in this history. Exits 1 when a file is of no kind or lacks numbers of its kind, and with --strict
-also when one is not fresh.
+`fresh`: no code under the kind's paths changed since the commit in the report; comments and docstrings are no
+code. `stale`: some did, in the files named. `unknown`: the report names no commit (all of before 2026-11-16),
+a tree with changes, or one that is not in this history. Exits 1 when a file is of no kind or lacks numbers of
+its kind, and with --strict also when one is not fresh.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 
-MODEL = ("src/blocktrain/model", "src/blocktrain/data/shards.py", "src/blocktrain/data/corpora.py")
-TRAINING = (*MODEL, "src/blocktrain/training")
-SWARM = (*TRAINING, "src/blocktrain/wire", "src/blocktrain/coordinator", "src/blocktrain/worker")
+TRAINING = (
+    "src/blocktrain/model",
+    *(f"src/blocktrain/data/{name}.py" for name in ("batches", "corpora", "shards")),
+    *(f"src/blocktrain/training/{name}.py" for name in ("evaluation", "frozen", "inner", "muon")),
+    *(f"src/blocktrain/training/{name}.py" for name in ("optimizer", "setup")),
+)
+"""What a loss after so many steps depends on. Not: how weights are stored, exchanged, exported or planned."""
+PREPARE = ("src/blocktrain/data", "benchmarks/data.py")
+SWARM = (
+    *TRAINING,
+    *(f"src/blocktrain/training/{name}.py" for name in ("exchange", "merge", "update")),
+    *(f"src/blocktrain/{room}" for room in ("wire", "coordinator", "worker")),
+)
 TRUST = (*SWARM, "src/blocktrain/validation", "src/blocktrain/judge")
 
 
@@ -58,8 +70,11 @@ KINDS: Mapping[str, Kind] = {
     "train, memory": Kind("memory-*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
     "data, prepare": Kind(
         "data-prepare*.json",
-        ("src/blocktrain/data", "benchmarks/data.py"),
+        PREPARE,
         {"ratio": NUMBER, "prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
+    ),
+    "data, synthetic": Kind(
+        "data-synthetic.json", PREPARE, {"prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER}
     ),
     "data, throughput": Kind(
         "data-throughput*.json",
@@ -84,7 +99,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "large_blocks": Kind(
         "large-blocks*.json",
-        ("src/blocktrain/model", "src/blocktrain/training", "benchmarks/large_blocks.py"),
+        (*TRAINING, "src/blocktrain/training/memory.py", "benchmarks/large_blocks.py"),
         {"results": list},
     ),
     "one_billion": Kind(
@@ -123,6 +138,11 @@ KINDS: Mapping[str, Kind] = {
         "serving-clients-*.json",
         ("benchmarks/serving.py", "benchmarks/clients.py", "src/blocktrain/serving"),
         {"rtt_ms": int, "ratio": NUMBER},
+    ),
+    "serving-gpu": Kind(
+        "serving-gpu.json",
+        ("benchmarks/serving_gpu.py", "src/blocktrain/serving"),
+        {"shape": str, "clients": int, "ours": NUMBER},
     ),
     "lossless": Kind(
         "lossless.json",
@@ -196,21 +216,52 @@ def commit_of(report: Any) -> str | None:
     return commit if commit and not commit.endswith("-dirty") else None
 
 
-def commits_since(commit: str, paths: tuple[str, ...]) -> int | None:
-    """How many commits touched the paths since; None if the commit is not in this history."""
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+@cache
+def code_of(commit: str, file: str) -> str | None:
+    """What of a file can change a number; None where the commit does not have it."""
+    command = ["git", "-C", str(ROOT), "show", f"{commit}:{file}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    if not file.endswith(".py"):
+        return done.stdout
+    tree = ast.parse(done.stdout)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            # Strings that stand alone: docstrings, also those below a constant or field.
+            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def changed_since(commit: str, paths: tuple[str, ...]) -> list[str] | None:
+    """Files whose code is another now; None if the commit is not in this history."""
+    command = ["git", "-C", str(ROOT), "diff", "--name-only", "--no-renames", f"{commit}..HEAD", "--", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    return [file for file in done.stdout.splitlines() if code_of(commit, file) != code_of("HEAD", file)]
 
 
 def state_of(report: Any, kind: Kind) -> str:
     commit = commit_of(report)
     if commit is None:
         return "unknown: no commit" + (f" ({kind.by_hand})" if kind.by_hand else "")
-    count = commits_since(commit, kind.paths)
-    if count is None:
-        return f"unknown: commit {commit[:12]} is not in this history"
-    return f"fresh: {commit[:12]}" if count == 0 else f"stale: {count} commits since {commit[:12]}"
+    changed = changed_since(commit, kind.paths)
+    if changed is None:
+        return f"unknown: commit {commit[:7]} is not in this history"
+    if not changed:
+        return f"fresh: {commit[:7]}"
+    names = ", ".join(file.removeprefix("src/blocktrain/") for file in changed[:4])
+    more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+    return f"stale: since {commit[:7]} another {names}{more}"
 
 
 def main() -> int:

@@ -53,7 +53,14 @@ def worse_depth(report: Any) -> None:
 
 
 def worse_t8(report: Any) -> None:
-    report[0]["p50_seconds"] = 0.246
+    report["rows"][2]["p50_seconds"] = 0.383
+
+
+def t8_claims(report: Any) -> dict[str, bool]:
+    """Without that of the smallest shape, which is published as missed."""
+    claims = large_shapes.claims_of(report["rows"])
+    assert not claims.pop("0.040B takes at most the litepaper's 0.245 s")
+    return claims
 
 
 def worse_one_billion(report: Any) -> None:
@@ -75,7 +82,7 @@ def worse_asynchrony(report: Any) -> None:
     [
         ("depth.json", lambda r: depth.claims_of(r["depth"], COUNTS, quick=False), worse_depth),
         ("one-billion.json", one_billion.claims_of, worse_one_billion),
-        ("t8.json", large_shapes.claims_of, worse_t8),
+        ("t8.json", t8_claims, worse_t8),
         ("sweep.json", lambda r: sweep.claims_of(r["rows"]), worse_sweep),
         ("t4.json", asynchrony_claims("T4"), worse_asynchrony),
         ("t5.json", asynchrony_claims("T5"), worse_asynchrony),

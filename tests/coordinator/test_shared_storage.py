@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -13,10 +15,12 @@ import pytest
 
 from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.traffic import Traffic
+from blocktrain.coordinator import updates
+from blocktrain.coordinator.storage import blobs
 from blocktrain.coordinator.storage.blobs import Blobs, upload_key
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
-from blocktrain.wire.messages import Outcome
+from blocktrain.wire.messages import Assignment, CommitAnswer, CommitRequest, Outcome
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
 
@@ -75,6 +79,94 @@ def test_a_payload_that_is_spoken_of_twice_at_once_has_one_verdict(shared: Runni
     first, second = (updates.uploaded(one) for one in both)
     assert (first.outcome, second.outcome) == (Outcome.ACCEPTED, Outcome.ACCEPTED)
     assert second.receipt == first.receipt
+
+
+@dataclass
+class InParts:
+    """A payload that its worker has committed and may send in five parts."""
+
+    peer: Peer
+    lease: Assignment
+    payload: bytes
+    committed: CommitAnswer
+
+    def put(self, index: int, payload: bytes) -> None:
+        size = self.committed.upload.part_bytes
+        part = payload[index * size : (index + 1) * size]
+        httpx2.put(self.committed.upload.parts[index], content=part).raise_for_status()
+
+
+@pytest.fixture
+def in_parts(shared: Running, monkeypatch: pytest.MonkeyPatch) -> InParts:
+    peer = shared.peer()
+    lease, payload = peer.lend(), peer.payload(0)
+    monkeypatch.setattr(blobs, "PART_BYTES", math.ceil(len(payload) / 5))
+    committed = peer.commit(lease, payload)
+    assert len(committed.upload.parts) == 5
+    assert 4 * committed.upload.part_bytes < len(payload) <= 5 * committed.upload.part_bytes
+    return InParts(peer, lease, payload, committed)
+
+
+def test_an_upload_in_parts_goes_on_where_it_was_cut(shared: Running, in_parts: InParts) -> None:
+    peer, payload = in_parts.peer, in_parts.payload
+    for index in (0, 1, 3):
+        in_parts.put(index, payload)
+    answer = uploaded(peer, payload).json()["error"]
+    assert (answer["reason"], answer["message"]) == ("not_uploaded", "3 of 5 parts are at the upload place")
+    # The same worker after a restart: it knows its assignment and its payload, and nothing of the parts.
+    traffic = Traffic()
+    client = CoordinatorClient(shared.url, peer.identity, traffic, threading.Event(), print)
+    client.audience, client.clock = peer.run.run_id, peer.clock
+    request = CommitRequest(
+        payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=in_parts.lease.base_hash
+    )
+    with closing(client):
+        again, verdict = client.commit_and_reveal(in_parts.lease.assignment_id, request, payload)
+    assert [bool(address) for address in again.upload.parts] == [False, False, True, False, True]
+    assert verdict.outcome == Outcome.ACCEPTED
+    # Two of five, and headers.
+    assert len(payload) / 5 < traffic.bytes_of("up")["payload"] < 2 * len(payload) / 5 + 5000
+    assert shared.coordinator.resources.blobs.sizes("uploads/") == {}
+
+
+def test_a_part_of_another_payload_is_refused_and_may_be_replaced(in_parts: InParts) -> None:
+    peer, payload = in_parts.peer, in_parts.payload
+    for index in range(5):
+        in_parts.put(index, payload if index != 2 else bytes(len(payload)))
+    assert uploaded(peer, payload).json()["error"]["reason"] == "hash_mismatch"
+    assert uploaded(peer, payload).json()["error"]["message"].startswith("0 of 5 parts")
+    for index in range(5):
+        in_parts.put(index, payload)
+    assert uploaded(peer, payload).json()["outcome"] == "accepted"
+
+
+def test_addresses_that_grow_old_are_asked_for_again(
+    shared: Running, in_parts: InParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow line: after each part the addresses of the rest are too old."""
+    monkeypatch.setattr(updates, "PRESIGNED_SECONDS", 0.0)
+    peer, payload = in_parts.peer, in_parts.payload
+    client = CoordinatorClient(shared.url, peer.identity, Traffic(), threading.Event(), print)
+    client.audience, client.clock = peer.run.run_id, peer.clock
+    request = CommitRequest(
+        payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=in_parts.lease.base_hash
+    )
+    with closing(client):
+        again, verdict = client.commit_and_reveal(in_parts.lease.assignment_id, request, payload)
+    assert [bool(address) for address in again.upload.parts] == [False] * 4 + [True]
+    assert verdict.outcome == Outcome.ACCEPTED
+
+
+def test_a_worker_that_knows_no_parts_sends_its_payload_whole(in_parts: InParts) -> None:
+    assert in_parts.peer.reveal(in_parts.committed, in_parts.payload).outcome == Outcome.ACCEPTED
+
+
+def test_a_large_payload_has_at_most_256_parts() -> None:
+    lengths = blobs.part_lengths("ab", 72_000_000_000)
+    assert len(lengths) == 256
+    assert sum(lengths.values()) == 72_000_000_000
+    assert blobs.part_lengths("ab", blobs.PART_BYTES) == {}
+    assert list(blobs.part_lengths("ab", blobs.PART_BYTES + 1).values()) == [blobs.PART_BYTES, 1]
 
 
 def test_the_coordinator_takes_payloads_itself_too(shared: Running) -> None:

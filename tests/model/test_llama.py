@@ -12,7 +12,8 @@ from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.errors import RecipeError
-from blocktrain.model.block import Block, PackedCache
+from blocktrain.model.block import Block
+from blocktrain.model.caches import PackedCache, Shelves
 from blocktrain.model.objective import Objective
 from blocktrain.model.quick import PlainBlocks, is_quickenable
 from blocktrain.training.inner import build_codebook
@@ -113,7 +114,7 @@ def test_two_texts_share_a_pass() -> None:
     caches = [block.new_cache(), block.new_cache()]
     block(tokens[:1, :9], NO_CODEBOOK, cache=caches[0])
     packed = torch.cat([tokens[0, 9:12], tokens[1, :5]])[None]
-    rows = block(packed, NO_CODEBOOK, cache=PackedCache(caches, [3, 5])).logits_BTV[0]
+    rows = block(packed, NO_CODEBOOK, cache=PackedCache(caches, [3, 5], Shelves())).logits_BTV[0]
     torch.testing.assert_close(rows[:3], whole[0, 9:12], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(rows[3:], whole[1, :5], rtol=1e-4, atol=1e-5)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from blocktrain.model.caches import Cache
 from blocktrain.model.generation import LocalModel
 from blocktrain.serving.blocks import HeldBlocks, RowWork, WeighedRows
 from blocktrain.serving.engine.rows import LOG_WEIGHT_TOLERANCE, Part, Rows, pooled
@@ -72,3 +73,54 @@ def test_exact_row_is_the_same_row_in_float64(loaded: Checkpoint) -> None:
         assert exact.rows.dtype == np.float64
         np.testing.assert_allclose(said.rows, exact.rows, atol=2e-5)
         np.testing.assert_allclose(said.log_weights, exact.log_weights, atol=LOG_WEIGHT_TOLERANCE / 100)
+
+
+def test_texts_that_go_on_together_get_the_rows_they_get_alone(loaded: Checkpoint) -> None:
+    held = HeldBlocks(loaded, range(3))
+    blocks = (0, 1, 2)
+    # Drafts of 1 to 5 tokens, behind texts of which one outgrows its shelf, and one is too short for a
+    # convolution.
+    texts = [list(range(60)), [7, 8], list(TEXTS[0]), list(TEXTS[2])]
+    caches = [held.new_caches(blocks) for _ in texts]
+    held.rows([RowWork(text, 1, blocks, cache) for text, cache in zip(texts, caches, strict=True)])
+    for step in range(4):
+        drafts = [[(31 * m + step + i) % 256 for i in range(1 + (m + step) % 5)] for m in range(len(texts))]
+        works = [
+            RowWork(draft, len(draft), blocks, cache, len(text))
+            for text, draft, cache in zip(texts, drafts, caches, strict=True)
+        ]
+        # In another order each time, and one text waits: its slot lies between those of the others.
+        turn = [m for m in sorted(range(len(texts)), key=lambda m: (m * 3 + step) % 4) if m != step]
+        for m, found in zip(turn, held.rows([works[m] for m in turn]), strict=True):
+            text = texts[m] + drafts[m]
+            alone = held.rows([RowWork(text, len(drafts[m]), blocks, held.new_caches(blocks))])[0]
+            np.testing.assert_allclose(found.rows, alone.rows, atol=1e-5)
+            np.testing.assert_allclose(found.log_weights, alone.log_weights, atol=1e-5)
+            # Of each draft one token more is kept.
+            texts[m] = text[: len(texts[m]) + 1]
+    assert [len(text) for text in texts] == [63, 5, 22, 35]
+
+
+def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint) -> None:
+    held, blocks = HeldBlocks(loaded, range(3)), (0, 1, 2)
+
+    def go_on(texts: list[bytes]) -> tuple[list[WeighedRows], list[Cache]]:
+        caches = [held.new_caches(blocks) for _ in texts]
+        for text, cache in zip(texts, caches, strict=True):
+            held.rows([RowWork(list(text), 1, blocks, cache)])
+        works = [RowWork([65], 1, blocks, c, len(t)) for t, c in zip(texts, caches, strict=True)]
+        return held.rows(works), [cache[0].layers for cache in caches]
+
+    _, before = go_on(TEXTS[2:])
+    shelf, slot = before[0].shelf, before[0].slot
+    assert shelf is not None
+    with torch.inference_mode():
+        for room in (room for rooms in shelf.rooms for room in rooms if room is not None):
+            room[slot].fill_(torch.inf)
+    del before[0]
+    found, now = go_on([TEXTS[0], TEXTS[3]])
+    assert now[0].shelf is shelf
+    assert now[0].slot == slot
+    for text, rows in zip((TEXTS[0], TEXTS[3]), found, strict=True):
+        alone = held.rows([RowWork([*text, 65], 1, blocks, held.new_caches(blocks))])[0]
+        np.testing.assert_allclose(rows.rows, alone.rows, atol=1e-5)

@@ -53,6 +53,8 @@ from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 
 # A coordinator that restarts is back within seconds, so the first tries come quickly; 15 s at most, so that a
 # swarm is together again soon after an outage of an hour.
+FRESH_SHARE = 0.8
+"""Of an upload address's time: what has not begun by then gets a new address."""
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
@@ -187,18 +189,38 @@ class CoordinatorClient:
         with contextlib.suppress(BlocktrainError):
             self.hand_back(assignment_id)
 
+    def commit_and_reveal(
+        self, assignment_id: str, request: CommitRequest, payload: bytes
+    ) -> tuple[CommitAnswer, Verdict]:
+        """Both may be repeated: the coordinator knows a commit and a payload by their hashes."""
+        verdict: Verdict | None = None
+        while verdict is None:
+            answer = self.commit(assignment_id, request)
+            verdict = answer.verdict or self.reveal(request.payload_hash, payload, answer)
+        return answer, verdict
+
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:
         return self._ask("POST", f"/v1/assignments/{assignment_id}/commit", CommitAnswer, request)
 
-    def reveal(self, payload_hash: str, payload: bytes, answer: CommitAnswer) -> Verdict:
+    def reveal(self, payload_hash: str, payload: bytes, answer: CommitAnswer) -> Verdict | None:
+        """None where the addresses of the rest are too old: a new commit has new ones."""
+        upload, began = answer.upload, time.monotonic()
         with self.traffic.sending(Kind.PAYLOAD):
-            if not answer.upload.presigned:
+            if not upload.presigned:
                 content = self._request("PUT", f"/v1/updates/{payload_hash}", payload)
-            else:
-                # Straight to the object storage, whose URL carries its own permission; then the
-                # coordinator is told.
-                self._request("PUT", answer.upload.url, payload, signed=False)
-                content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded")
+                return _parsed(Verdict.model_validate_json, content)
+            # Straight to the object storage, whose URL carries its own permission; then the coordinator is
+            # told. In parts where they were offered: what has arrived is not sent again.
+            if not upload.parts:
+                self._request("PUT", upload.url, payload, signed=False)
+            missing = [(index, address) for index, address in enumerate(upload.parts) if address]
+            for sent, (index, address) in enumerate(missing):
+                # One at least: so each commit brings the upload on, however slow the line.
+                if sent and time.monotonic() - began > upload.expires_seconds * FRESH_SHARE:
+                    return None
+                part = payload[index * upload.part_bytes : (index + 1) * upload.part_bytes]
+                self._request("PUT", address, part, signed=False)
+            content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded")
         return _parsed(Verdict.model_validate_json, content)
 
     def verdict(self, payload_hash: str) -> Verdict:

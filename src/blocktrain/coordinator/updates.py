@@ -11,18 +11,24 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 
 from sqlalchemy import BindParameter, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.assignments import own_assignment
-from blocktrain.coordinator.decisions.commit_checks import AssignmentView, commit_refusal, length_refusal
+from blocktrain.coordinator.decisions.commit_checks import (
+    AssignmentView,
+    commit_refusal,
+    hash_refusal,
+    length_refusal,
+)
 from blocktrain.coordinator.decisions.rounds import own_share
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import present_worker
 from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.states import LIVE, WAITING, AssignmentState, UpdateState, change, merged_outcome
-from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, payload_key, upload_key
+from blocktrain.coordinator.storage.blobs import PRESIGNED_SECONDS, part_lengths, payload_key, upload_key
 from blocktrain.coordinator.storage.ledger import receipt_of
 from blocktrain.coordinator.storage.queries import block_row, inputs_of_merge, running_median
 from blocktrain.coordinator.storage.store import (
@@ -182,20 +188,32 @@ class Updates:
                 row = self._promise(session, assignment, base_version, request, now)
                 if request.account is not None:
                     worker.account = _sum(worker.account, request.account)
-            upload = Upload(
-                url=f"/v1/updates/{row.payload_hash}", presigned=False, expires_seconds=UPLOAD_SECONDS
-            )
-            # To a shared store the worker sends the bytes itself, past the coordinator's own line.
-            if resources.blobs.shared:
-                url = resources.blobs.presigned_put(upload_key(row.update_id))
-                upload = Upload(url=url, presigned=True, expires_seconds=PRESIGNED_SECONDS)
-            return CommitAnswer(
-                update_id=row.update_id,
+            update_id = row.update_id
+            answer = partial(
+                CommitAnswer,
+                update_id=update_id,
                 receipt=receipt_of(session, row.commit_sequence),
-                upload=upload,
                 deadline=resources.open_rounds.clock(session, block, now).deadline,
                 verdict=_verdict(session, row),
             )
+        # After the transaction: the store is asked, and may take its time.
+        return answer(upload=self._upload(update_id, request))
+
+    def _upload(self, update_id: str, request: CommitRequest) -> Upload:
+        blobs = self._resources.blobs
+        if not blobs.shared:
+            path = f"/v1/updates/{request.payload_hash}"
+            return Upload(url=path, presigned=False, expires_seconds=UPLOAD_SECONDS)
+        # To a shared store the worker sends the bytes itself, past the coordinator's own line.
+        lengths = part_lengths(update_id, request.payload_bytes)
+        there = blobs.sizes(f"{upload_key(update_id)}/") if lengths else {}
+        return Upload(
+            url=blobs.presigned_put(upload_key(update_id)),
+            presigned=True,
+            expires_seconds=PRESIGNED_SECONDS,
+            part_bytes=next(iter(lengths.values()), 0),
+            parts=["" if there.get(key) == n else blobs.presigned_put(key) for key, n in lengths.items()],
+        )
 
     def _promise(
         self,
@@ -249,33 +267,39 @@ class Updates:
 
     def reveal(self, expected: Expected, body: ByteSource, found_hash: str) -> Verdict:
         """The verdict on a payload that came as a request body, its length and hash taken as it came."""
-        _refuse_other_payload(expected, found_hash)
+        if (refusal := hash_refusal(expected.payload_hash, found_hash)) is not None:
+            raise refusal
         return self._receive(expected, body)
 
     def uploaded(self, expected: Expected) -> Verdict:
         """The verdict on a payload that was put into the shared blob store by presigned URL."""
         if expected.verdict is not None:
             return expected.verdict
-        blobs, key = self._resources.blobs, upload_key(expected.update_id)
-        size = blobs.size(key)
+        blobs, keys = self._resources.blobs, [upload_key(expected.update_id)]
+        size, missing = blobs.size(keys[0]), "there is no object at the upload place"
+        if size is None and (lengths := part_lengths(expected.update_id, expected.payload_bytes)):
+            there = blobs.sizes(f"{keys[0]}/")
+            num_there = sum(there.get(key) == length for key, length in lengths.items())
+            missing = f"{num_there} of {len(lengths)} parts are at the upload place"
+            if num_there == len(lengths):
+                keys, size = list(lengths), expected.payload_bytes
         if size is None:
             # Told twice at nearly the same moment: the first has taken the object away and given the verdict.
             again = self.expect(WorkerId(expected.worker_id), expected.payload_hash, None)
             if again.verdict is not None:
                 return again.verdict
-            raise Refusal(
-                ErrorReason.NOT_UPLOADED, "there is no object at the upload place", "PUT the payload first"
-            )
+            raise Refusal(ErrorReason.NOT_UPLOADED, missing, "commit again, and PUT what is not there")
         # What cannot be the payload is deleted, so that the same place can be used again.
-        if refusal := length_refusal(expected.payload_bytes, size):
+        refusal = length_refusal(expected.payload_bytes, size)
+        if refusal is None:
+            with blobs.joined(keys, expected.payload_bytes) as payload:
+                refusal = hash_refusal(expected.payload_hash, content_hash(payload))
+                if refusal is None:
+                    verdict = self._receive(expected, payload)
+        for key in keys:
             blobs.delete(key)
+        if refusal is not None:
             raise refusal
-        with blobs.opened(key, expected.payload_bytes) as payload:
-            if (found := content_hash(payload)) != expected.payload_hash:
-                blobs.delete(key)
-            _refuse_other_payload(expected, found)
-            verdict = self._receive(expected, payload)
-        blobs.delete(key)
         return verdict
 
     def _receive(self, expected: Expected, payload: ByteSource) -> Verdict:
@@ -460,15 +484,6 @@ def _said(verdict: Verdict | None) -> Verdict:
             ErrorReason.NOT_COMMITTED, "the assignment was given up meanwhile", "ask for another assignment"
         )
     return verdict
-
-
-def _refuse_other_payload(expected: Expected, found: str) -> None:
-    if found != expected.payload_hash:
-        raise Refusal(
-            ErrorReason.HASH_MISMATCH,
-            f"expected a payload with blake3 {expected.payload_hash}, found {found}",
-            "send the bytes that were committed",
-        )
 
 
 def _sum(stored: str, reported: Account) -> str:

@@ -121,8 +121,7 @@ class Attacker:
         digest = content_hash(payload)
         request = CommitRequest(payload_hash=digest, payload_bytes=len(payload), base_hash=base_hash)
         try:
-            answer = self.client.commit(assignment.assignment_id, request)
-            verdict = answer.verdict or self.client.reveal(digest, payload, answer)
+            _, verdict = self.client.commit_and_reveal(assignment.assignment_id, request, payload)
         except RequestRefused as refusal:
             # Banned: that is the end of it, and everything else is one update that was not taken.
             if refusal.status == 403:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.model.block import Block, BlockOutput, Cache, Hint, PackedCache
+from blocktrain.model.block import Block, BlockOutput, Hint
+from blocktrain.model.caches import Cache, PackedCache
 from blocktrain.model.layers import AdaptiveNorm, Layer, TokenEmbedding, rms_norm, rotary_table
 from blocktrain.model.noise import precondition
 

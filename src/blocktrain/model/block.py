@@ -9,8 +9,8 @@ vocabulary and P hinted sequences, the first P of the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.model.layers import LayerCache, PackedLayerCache
+from blocktrain.model.caches import Cache, PackedCache
+from blocktrain.model.layers import LayerCache
 
 
 def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
@@ -40,52 +41,6 @@ class Hint(NamedTuple):
 
     z_PTD: Tensor
     sigma_P: Tensor
-
-
-@dataclass
-class Cache:
-    """Keys, values and convolution tails of the positions a block has already seen."""
-
-    layers: list[LayerCache] = field(default_factory=list)
-    length: int = 0
-
-    def truncate(self, length: int) -> None:
-        """Forget every position from `length` on."""
-        # The memory stays: a rejected draft is forgotten once per traversal, and its places are written again
-        # at once.
-        self.length = min(self.length, length)
-        for layer in self.layers:
-            layer.truncate(length)
-
-    def layer(self, index: int) -> LayerCache:
-        return self.layers[index]
-
-    def positions(self, length: int) -> slice:
-        """Where the next `length` tokens lie in the context."""
-        return slice(self.length, self.length + length)
-
-    def advance(self, length: int) -> None:
-        self.length += length
-
-
-class PackedCache:
-    """Caches of several sequences that share one forward pass: a batch of one, their new tokens in a row."""
-
-    def __init__(self, parts: Sequence[Cache], lengths: Sequence[int]) -> None:
-        self.parts, self.lengths = list(parts), list(lengths)
-
-    def layer(self, index: int) -> PackedLayerCache:
-        # Sequences share the products, which are bound by reading the weights; only attention is apart.
-        return PackedLayerCache([part.layers[index] for part in self.parts], self.lengths)
-
-    def positions(self, length: int) -> Tensor:
-        assert length == sum(self.lengths), "every token belongs to one of the packed sequences"
-        spans = zip(self.parts, self.lengths, strict=True)
-        return torch.cat([torch.arange(part.length, part.length + count) for part, count in spans])
-
-    def advance(self, length: int) -> None:
-        for part, count in zip(self.parts, self.lengths, strict=True):
-            part.advance(count)
 
 
 @dataclass(frozen=True)

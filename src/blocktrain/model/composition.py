@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktrain.model.block import Block, BlockOutput, Cache, Hint
+from blocktrain.model.block import Block, BlockOutput, Hint
+from blocktrain.model.caches import Cache
 from blocktrain.model.noise import levels, owner
 from blocktrain.model.objective import Objective
 

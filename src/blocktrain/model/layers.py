@@ -8,7 +8,7 @@ instead of 1.105 with plain gains (1000 steps, WikiText-2).
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +66,6 @@ class Growing:
     def held(self) -> Tensor | None:
         return None if self.room is None else self.room.narrow(self.dim, 0, self.length)
 
-    def truncate(self, length: int) -> None:
-        self.length = min(self.length, length)
-
 
 class LayerCache:
     """What one layer remembers of earlier positions: keys, values and the convolutions' inputs."""
@@ -89,35 +86,37 @@ class LayerCache:
         self.inputs_BSD[place].append(x_BTD)
         return y
 
+    @property
+    def parts(self) -> list[Growing]:
+        """Keys, values, and the inputs of attention's convolution and of feed-forward's."""
+        return [self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()]
+
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""
-        for part in (self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()):
-            part.truncate(length)
+        for part in self.parts:
+            part.length = min(part.length, length)
+
+    def advance(self, length: int) -> None:
+        """So many positions were written into the memory of the parts from elsewhere."""
+        for part in self.parts:
+            if part.room is not None:
+                part.length += length
+
+    def copy(self) -> LayerCache:
+        """The same with memory of its own."""
+        other = LayerCache()
+        for part, own in zip(self.parts, other.parts, strict=True):
+            held = part.held()
+            own.room, own.length = None if held is None else held.clone(), part.length
+        return other
 
 
-class PackedLayerCache:
-    """One layer's caches of several sequences whose new positions lie one after another along T.
+class AnyLayerCache(Protocol):
+    """What a layer asks of a cache, be it of one text or of several (`caches`)."""
 
-    What has weights runs once over all positions; attention and convolutions run sequence by sequence.
-    """
+    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor: ...
 
-    def __init__(self, parts: list[LayerCache], lengths: list[int]) -> None:
-        self.parts, self.lengths = parts, lengths
-
-    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-        # One sequence after another, without padding: with a mask over all of them a batch of long and short
-        # texts would pay for the longest.
-        pieces = (torch.split(x, self.lengths, dim=2) for x in (q_BHTK, k_BHTK, v_BHTK))
-        attended = [part.attend(q, k, v) for part, q, k, v in zip(self.parts, *pieces, strict=True)]
-        return torch.cat(attended, dim=2)
-
-    def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
-        pieces = torch.split(x_BTD, self.lengths, dim=1)
-        mixed = [part.convolve(place, convolution, x) for part, x in zip(self.parts, pieces, strict=True)]
-        return torch.cat(mixed, dim=1)
-
-
-AnyLayerCache: TypeAlias = LayerCache | PackedLayerCache
+    def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor: ...
 
 
 def causal_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:

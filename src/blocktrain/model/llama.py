@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, RopeScaling
-from blocktrain.model.block import Block, BlockOutput, Cache, Hint, PackedCache
+from blocktrain.model.block import Block, BlockOutput, Hint
+from blocktrain.model.caches import Cache, PackedCache
 from blocktrain.model.layers import AnyLayerCache, TokenEmbedding, causal_attention, has_values, rotate
 
 INITIAL_STD = 0.02

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.model.adaptive import AdaptiveBlock
-from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
+from blocktrain.model.block import Block, BlockOutput
+from blocktrain.model.caches import Cache, PackedCache, Shelves
 from blocktrain.model.layers import (
     AdaptiveNorm,
     CausalConvolution,
-    Growing,
     Layer,
     LayerCache,
     Place,
@@ -64,20 +64,31 @@ class _Convolutions:
         self.weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
         self.weight[:, -1] += 1  # the position itself is added too
 
-    def __call__(self, place: Place, y_NMD: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        taps = self.weight.shape[1]
+    def __call__(self, place: Place, y_NMD: Tensor, cache: PackedCache, index: int) -> Tensor:
+        taps, alone = self.weight.shape[1], []
         # The same kind of cache as `Block.forward` fills: `extend` goes on from a draft, and a draft from
         # `extend`.
-        tails = [
-            cache.inputs_BSD[place].append(y_NMD[:, m : m + 1])[:, -taps:] for m, cache in enumerate(caches)
-        ]
-        # Zeros where a text has not begun, as in `CausalConvolution`.
-        whole = [tail if tail.shape[1] == taps else _from_zeros(tail, taps) for tail in tails]
-        return (torch.stack(whole, dim=1) * self.weight[:, None]).sum(2)
+        for m in cache.alone:
+            inputs = cache.parts[m].layers[index].inputs_BSD[place]
+            tail = inputs.append(y_NMD[:, m : m + 1])[:, -taps:]
+            # Zeros where a text has not begun, as in `CausalConvolution`.
+            whole = tail if tail.shape[1] == taps else F.pad(tail, (0, 0, taps - tail.shape[1], 0))
+            alone.append((whole * self.weight).sum(1))
+        mixed_NMD = _laid_out(alone, cache, y_NMD)
+        for group in cache.groups:
+            windows = group.windows(index, place, y_NMD[:, group.row_P].transpose(0, 1), taps)
+            mixed_NMD[:, group.row_P] = (windows * self.weight.transpose(0, 1)).sum(1).transpose(0, 1)
+        return mixed_NMD
 
 
-def _from_zeros(tail_NSD: Tensor, taps: int) -> Tensor:
-    return F.pad(tail_NSD, (0, 0, taps - tail_NSD.shape[1], 0))
+def _laid_out(alone: Sequence[Tensor], cache: PackedCache, like_NM: Tensor) -> Tensor:
+    """What was found for each text alone, at its place among all; the places of the others are to fill."""
+    if not cache.groups:
+        return torch.stack(list(alone), dim=1)
+    whole = torch.empty_like(like_NM)
+    for m, found in zip(cache.alone, alone, strict=True):
+        whole[:, m] = found
+    return whole
 
 
 class _Product:
@@ -120,24 +131,34 @@ class _QuickLayers:
         self.attention_convolution = _Convolutions(before) if before else None
         self.feedforward_convolution = _Convolutions(between) if between else None
 
-    def step(self, x_NMD: Tensor, rotary: tuple[Tensor, Tensor], caches: Sequence[LayerCache]) -> Tensor:
+    def step(self, x_NMD: Tensor, rotary: tuple[Tensor, Tensor], cache: PackedCache, index: int) -> Tensor:
         y_NMD = self.attention_norm(x_NMD)
         if self.attention_convolution is not None:
-            y_NMD = self.attention_convolution("attention", y_NMD, caches)
+            y_NMD = self.attention_convolution("attention", y_NMD, cache, index)
         # One position of each text, so that a text's slice has the shape of its cache: [N, heads, 1, K].
         qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
         # Query and key are normed and rotated as one tensor; see `QuickBlocks.rotary`.
         q_k = F.normalize(qkv[:, :, :2], dim=-1)
         swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
         q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
-        attended = []
-        for m, cache in enumerate(caches):
-            k, v = cache.k_BHSK.append(q_k[:, m, 1]), cache.v_BHSK.append(qkv[:, m, 2])
-            attended.append(F.scaled_dot_product_attention(q_k[:, m, 0], k, v).flatten(1))
-        x_NMD = x_NMD + self.attention_out(torch.stack(attended, dim=1))
+        q, k, v = q_k[:, :, 0], q_k[:, :, 1], qkv[:, :, 2]
+        alone = []
+        for m in cache.alone:
+            layer = cache.parts[m].layers[index]
+            keys, values = layer.k_BHSK.append(k[:, m]), layer.v_BHSK.append(v[:, m])
+            alone.append(F.scaled_dot_product_attention(q[:, m], keys, values).flatten(1))
+        attended = _laid_out(alone, cache, x_NMD)
+        for group in cache.groups:
+            # To attention the heads of all blocks are heads of one.
+            heads_first = (part[:, :, :, 0].transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+            found = (
+                group.attend(index, *heads_first).view(len(q), self.heads, -1, q.shape[-1]).transpose(1, 2)
+            )
+            attended[:, group.row_P] = found.flatten(2)
+        x_NMD = x_NMD + self.attention_out(attended)
         y_NMD = self.feedforward_norm(x_NMD)
         if self.feedforward_convolution is not None:
-            y_NMD = self.feedforward_convolution("feedforward", y_NMD, caches)
+            y_NMD = self.feedforward_convolution("feedforward", y_NMD, cache, index)
         return x_NMD + self.down(self.up(y_NMD).relu_().square_())
 
 
@@ -148,6 +169,7 @@ class QuickBlocks:
     def __init__(self, blocks: Sequence[AdaptiveBlock], codebook_VD: Tensor) -> None:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
+        self.shelves = Shelves()
         conditions = [block.condition.null for block in blocks]
         self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks])
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
@@ -173,10 +195,10 @@ class QuickBlocks:
         # A row of the table for each text; they stand at different positions.
         positions = [cache.length for cache in caches]
         cos, sin = (table[positions][:, None, None, None] for table in self.rotary)
+        packed = PackedCache(caches, [1] * len(caches), self.shelves)
         for i, layers in enumerate(self.layers):
-            x_NMD = layers.step(x_NMD, (cos, sin), [cache.layers[i] for cache in caches])
-        for cache in caches:
-            cache.advance(1)
+            x_NMD = layers.step(x_NMD, (cos, sin), packed, i)
+        packed.advance(len(caches))
         pairs = zip(self.logits_VD, self.out_norm(x_NMD), strict=True)
         return torch.stack([F.linear(y_MD, logits_VD) for logits_VD, y_MD in pairs])
 
@@ -184,12 +206,13 @@ class QuickBlocks:
     def extend(self, tokens: Sequence[int], cache: Cache) -> None:
         """Have the cache hold all of these too, in one exact pass of each block."""
         ids = torch.tensor([list(tokens)])
+        cache.leave_shelf()
         # Exact and not in 8 bits: the many rows of a prompt share one reading of the weights anyway.
         parts = [_row_of(cache, i) for i in range(len(self.blocks))]
         for block, part in zip(self.blocks, parts, strict=True):
             block(ids, self.codebook, cache=part)
         for layer, *joined in zip(cache.layers, *(part.layers for part in parts), strict=True):
-            for growing, *pieces in zip(_growing(layer), *map(_growing, joined), strict=True):
+            for growing, *pieces in zip(layer.parts, *(one.parts for one in joined), strict=True):
                 # A part that outgrew the shared memory has a room of its own; joined again here, once per
                 # stretch and not per token.
                 rooms = [piece.room for piece in pieces if piece.room is not None]
@@ -198,15 +221,11 @@ class QuickBlocks:
         cache.advance(len(tokens))
 
 
-def _growing(layer: LayerCache) -> list[Growing]:
-    return [layer.k_BHSK, layer.v_BHSK, *layer.inputs_BSD.values()]
-
-
 def _row_of(cache: Cache, index: int) -> Cache:
     """One block's part of the cache, over the same memory while that suffices."""
     part = Cache([LayerCache() for _ in cache.layers], cache.length)
     for whole, own in zip(cache.layers, part.layers, strict=True):
-        for source, target in zip(_growing(whole), _growing(own), strict=True):
+        for source, target in zip(whole.parts, own.parts, strict=True):
             target.length = source.length
             target.room = None if source.room is None else source.room[index : index + 1]
     return part
@@ -217,6 +236,7 @@ class PlainBlocks:
 
     def __init__(self, blocks: Sequence[Block], codebook_VD: Tensor) -> None:
         self.blocks, self.codebook = list(blocks), codebook_VD
+        self.shelves = [Shelves() for _ in blocks]
 
     def new_cache(self) -> PlainCache:
         return PlainCache([block.new_cache() for block in self.blocks])
@@ -237,7 +257,7 @@ class PlainBlocks:
         found = []
         for i, block in enumerate(self.blocks):
             parts = [cache.parts[i] for cache in caches]
-            cache = PackedCache(parts, lengths) if len(parts) > 1 else parts[0]
+            cache = PackedCache(parts, lengths, self.shelves[i]) if len(parts) > 1 else parts[0]
             found.append(block(ids, self.codebook, cache=cache))
         return found
 

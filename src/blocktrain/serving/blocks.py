@@ -10,6 +10,8 @@ nothing of sockets, sessions' names or time; not safe to call from two threads a
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blocktrain.model.block import Block, BlockOutput, Cache, PackedCache
+from blocktrain.model.block import Block, BlockOutput
+from blocktrain.model.caches import Cache, PackedCache, Shelves
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.pooling import TrackRecord
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
@@ -65,7 +68,7 @@ class BlockCache:
 
     def copy_of(self, other: BlockCache) -> None:
         """Hold what another cache holds."""
-        self.layers, self.record = copy.deepcopy(other.layers), copy.deepcopy(other.record)
+        self.layers, self.record = other.layers.copy(), copy.deepcopy(other.record)
 
     def continues(self, base: int) -> bool:
         return self.layers.length >= base and (self.record is None or self.record.continues(base))
@@ -128,6 +131,7 @@ class HeldBlocks:
         }
         parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
         self.dtype = parameter.dtype
+        self._shelves = {index: Shelves() for index in self.blocks}
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 
@@ -183,22 +187,37 @@ class HeldBlocks:
             lengths = [len(works[i].ids) for i in chosen]
             caches = [works[i].caches[index].layers for i in chosen]
             # One work alone needs no packing, which would cost it a third more.
-            packed_cache = PackedCache(caches, lengths) if len(caches) > 1 else caches[0]
+            shelves = self._shelves[index]
+            packed_cache = PackedCache(caches, lengths, shelves) if len(caches) > 1 else caches[0]
             ids = torch.tensor([[token for i in chosen for token in works[i].ids]], device=device)
             parts = [part for i in chosen if (part := features[i]) is not None]
             upstream = torch.cat(parts, dim=1) if parts and self.objective.upstream(index) else None
             output = self._running[index](ids, self.codebook, upstream_BTD=upstream, cache=packed_cache)
-            feature_parts = torch.split(output.features_BTD, lengths, dim=1)
-            z_hat_parts = torch.split(output.z_hat_BTD[0], lengths)
-            for i, part, z_hat_TD in zip(chosen, feature_parts, z_hat_parts, strict=True):
+            for i, part in zip(chosen, torch.split(output.features_BTD, lengths, dim=1), strict=True):
                 features[i] = part
+            for i, said in zip(chosen, self._said([works[i] for i in chosen], index, output), strict=True):
                 # A block may run only because another takes its output; then it is not in the sum.
                 if index in works[i].blocks:
-                    found[i].append(self._said(works[i], index, output, z_hat_TD))
-        return [
-            _handed_on(part) if work.hands_on else self._weighed(work.blocks, said)
-            for work, said, part in zip(works, found, features, strict=True)
-        ]
+                    found[i].append(said)
+        # Works that asked the same blocks are weighed at once, and come from the device at once.
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, work in enumerate(works):
+            alike[work.blocks].append(i)
+        answers: dict[int, WeighedRows] = {}
+        for blocks, members in alike.items():
+            if not blocks:
+                answers |= {i: _handed_on(features[i]) for i in members}
+                continue
+            parts_by_block = zip(*(found[i] for i in members), strict=True)
+            joined = [
+                (torch.cat([rows for rows, _ in one]), np.concatenate([logs for _, logs in one]))
+                for one in parts_by_block
+            ]
+            whole, start = self._weighed(blocks, joined), 0
+            for i in members:
+                at = slice(start, start := start + works[i].num_rows)
+                answers[i] = WeighedRows(whole.rows[at], whole.log_weights[at])
+        return [answers[i] for i in range(len(works))]
 
     def _upstream(self, work: RowWork, dtype: torch.dtype) -> Tensor | None:
         if work.upstream_TD is None:
@@ -207,20 +226,29 @@ class HeldBlocks:
         return torch.tensor(work.upstream_TD, device=self.codebook.device, dtype=dtype)[None]
 
     def _said(
-        self, work: RowWork, block: int, output: BlockOutput, z_hat_TD: Tensor
-    ) -> tuple[Tensor, NDArray[np.float64]]:
-        """A block's rows for a work, and its log-weight in each."""
-        record = work.caches[block].record
-        if record is None:
+        self, works: Sequence[RowWork], block: int, output: BlockOutput
+    ) -> list[tuple[Tensor, NDArray[np.float64]]]:
+        """A block's rows for each work of a pass, and its log-weight in each row."""
+        z_hat_TD, counts = output.z_hat_BTD[0], [work.num_rows for work in works]
+        ends = list(itertools.accumulate(len(work.ids) for work in works))
+        if not self.pooling.follows_text:
             # Logits of the asked rows alone: a prompt of 2,000 tokens over 150,000 has 1.2 GB of them.
-            logits_RV = output.logits_of(z_hat_TD[-work.num_rows :])
-            return F.log_softmax(logits_RV.float(), dim=-1), np.empty(0)
+            if sum(counts) < len(z_hat_TD):
+                asked = [t for end, count in zip(ends, counts, strict=True) for t in range(end - count, end)]
+                z_hat_TD = z_hat_TD[torch.tensor(asked, device=z_hat_TD.device)]
+            rows_RV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
+            return [(rows, np.empty(0)) for rows in torch.split(rows_RV, counts)]
         # Of all new tokens: how well the block predicted each of them counts from the next one on.
-        log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
-        keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
-        past_TD = record.extend(work.base, work.ids, log_probs_TV, keep=keep)
-        logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
-        return log_probs_TV[-work.num_rows :], logs
+        log_probs_TV, said = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1), []
+        for work, end in zip(works, ends, strict=True):
+            record = work.caches[block].record
+            assert record is not None, "made with the cache where pooling follows the text"
+            own_TV = log_probs_TV[end - len(work.ids) : end]
+            keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
+            past_TD = record.extend(work.base, work.ids, own_TV, keep=keep)
+            logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
+            said.append((own_TV[-work.num_rows :], logs))
+        return said
 
     def _weighed(
         self, asked: Sequence[int], said: Sequence[tuple[Tensor, NDArray[np.float64]]]

@@ -386,13 +386,21 @@ class CommitRequest(Request):
     account: Account | None = None
 
 
+Address = Annotated[str, StringConstraints(max_length=4096)]
+MAX_UPLOAD_PARTS = 256
+
+
 class Upload(BaseModel):
     """Where the payload goes. `presigned`: a plain PUT without signature headers, then POST `uploaded`."""
 
-    url: Annotated[str, StringConstraints(max_length=4096)]
+    url: Address
     """Absolute, or a path on the coordinator."""
     presigned: bool
     expires_seconds: Seconds
+    part_bytes: Count = 0
+    parts: Annotated[list[Address], Field(max_length=MAX_UPLOAD_PARTS)] = []
+    """Of a large payload on shared storage: where each `part_bytes` of it go, in order, empty for those that
+    lie there already. A commit that is repeated has new addresses for the rest."""
 
 
 class Outcome(StrEnum):

@@ -87,7 +87,6 @@ class Sending:
             loss=update.loss,
             account=self.client.traffic.account(),
         )
-        # Every request may be repeated: the coordinator knows a commit and a payload by their hashes.
         verdict: Verdict | None = None
         while verdict is None:
             try:
@@ -110,10 +109,7 @@ class Sending:
                 self.logic.hurry_heartbeats()
 
     def _obtain_verdict(self, update: PendingUpdate, request: CommitRequest) -> Verdict:
-        answer = self.client.commit(update.assignment_id, request)
-        verdict = answer.verdict
-        if verdict is None:
-            verdict = self.client.reveal(update.payload_hash, update.payload, answer)
+        answer, verdict = self.client.commit_and_reveal(update.assignment_id, request, update.payload)
         self.state.save_receipt(answer.receipt)
         self.state.save_receipt(verdict.receipt)
         # The next update waits behind this one while a judge takes its time: how much of this one comes back

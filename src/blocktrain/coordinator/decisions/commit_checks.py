@@ -83,3 +83,13 @@ def length_refusal(expected: int, found: int) -> Refusal | None:
         f"expected a payload of exactly {expected} bytes, found {found}",
         "encode with the codec and schema of GET /v1/run",
     )
+
+
+def hash_refusal(expected: str, found: str) -> Refusal | None:
+    if found == expected:
+        return None
+    return Refusal(
+        ErrorReason.HASH_MISMATCH,
+        f"expected a payload with blake3 {expected}, found {found}",
+        "send the bytes that were committed",
+    )

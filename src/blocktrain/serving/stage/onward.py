@@ -1,10 +1,10 @@
 """Connections from a stage to those that go on where it ends, in a serial model.
 
-They are made when something is first handed on, and kept. Nothing of use comes back on them: a stage that fails
-or answers tells the gateway, over the gateway's own connection. Covered: a stage without a token connects to
-its own machine alone, so a stranger cannot have it reach into a network; the number of connections is
-bounded; a peer that does not welcome this model gets no activations. Not covered: clients that know the token
-choose where to connect.
+They are made when something is first handed on, and kept. Nothing of use comes back on them: a stage that
+fails or answers tells the gateway, over the gateway's own connection. Covered: a stage without a token
+connects to its own machine alone, so a stranger cannot have it reach into a network; the number of
+connections is bounded; a peer that does not welcome this model gets no activations. Not covered: clients that
+know the token choose where to connect.
 """
 
 from __future__ import annotations

@@ -1,0 +1,308 @@
+"""What blocks remember of texts between passes, and the memory that many texts share.
+
+A text's cache has memory of its own until it goes on in one pass with others. From then on it has a slot on a
+shelf: tensors with room for many texts, so that one operation reads or writes the caches of all. Before, each
+text had its own operations in each layer of each block, and with 64 clients these took most of a stage's
+time.
+
+Shapes as in layers.py, plus N blocks that share a cache (`quick`; 1 elsewhere), M texts on one shelf, P new
+positions of these texts in a row and W taps of a convolution.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.model.layers import CausalConvolution, LayerCache, Place
+
+LEAST_CAPACITY = 64
+MOST_TOGETHER = 40
+"""New positions of a text that goes on together with others, a whole draft and some more: all are padded to
+the longest. A prompt has more work of its own than operations to save."""
+
+
+@dataclass(eq=False)
+class Cache:
+    """Keys, values and convolution tails of the positions a block has already seen."""
+
+    layers: list[LayerCache] = field(default_factory=list)
+    length: int = 0
+    shelf: Shelf | None = None
+    """Where the memory of the layers lies, if others share it."""
+    slot: int = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        # The memory stays: a rejected draft is forgotten once per traversal, and its places are written again
+        # at once.
+        if length < self.length:
+            self.length = length
+            for layer in self.layers:
+                layer.truncate(length)
+
+    def layer(self, index: int) -> LayerCache:
+        return self.layers[index]
+
+    def positions(self, length: int) -> slice:
+        """Where the next `length` tokens lie in the context."""
+        if self.shelf is not None and self.length + length > self.shelf.capacity:
+            # What does not fit there any more gets memory of its own as it grows.
+            self.leave_shelf()
+        return slice(self.length, self.length + length)
+
+    def advance(self, length: int) -> None:
+        self.length += length
+
+    def leave_shelf(self) -> None:
+        """Give the slot away. The layers still see it, until they grow or are put elsewhere."""
+        if self.shelf is not None:
+            del self.shelf.texts[self.slot]
+            self.shelf = None
+
+    def copy(self) -> Cache:
+        """The same with memory of its own."""
+        return Cache([layer.copy() for layer in self.layers], self.length)
+
+
+class Shelf:
+    """Room for the caches of many texts of up to `capacity` positions: a slot for each."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.texts: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
+        """By slot. A cache that nobody holds any more leaves its slot free."""
+        self.num_slots = 0
+        self.rooms: list[list[Tensor | None]] = []
+        """For each layer, the tensors behind `LayerCache.parts`: [slots, N, ..., capacity, ...]."""
+
+    def put(self, cache: Cache) -> None:
+        """Give the cache a slot, with what it holds."""
+        if not self.texts:
+            self.num_slots, self.rooms = 0, []
+        slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
+        if slot == self.num_slots:
+            self._add_slots(cache)
+        # Before the copies: what is still in the old slot is read there, and nobody takes it meanwhile.
+        cache.leave_shelf()
+        for rooms, layer in zip(self.rooms, cache.layers, strict=True):
+            for room, part in zip(rooms, layer.parts, strict=True):
+                held = part.held()
+                if room is not None and held is not None:
+                    # Zeros behind it: a masked position counts 0 times what is there, which for the infinity
+                    # of an earlier text is no number.
+                    room[slot].zero_().narrow(part.dim, 0, part.length).copy_(held)
+                    part.room = room[slot]
+        cache.shelf, cache.slot = self, slot
+        self.texts[slot] = cache
+
+    def _add_slots(self, cache: Cache) -> None:
+        """Half as many more, so that memory is copied a few times and not for each text."""
+        self.num_slots += max(4, self.num_slots // 2)
+        old, self.rooms = self.rooms, []
+        for i, layer in enumerate(cache.layers):
+            self.rooms.append([])
+            for j, part in enumerate(layer.parts):
+                room = None
+                if part.room is not None:
+                    shape = list(part.room.shape)
+                    shape[part.dim] = self.capacity
+                    room = part.room.new_zeros(self.num_slots, *shape)
+                    before = old[i][j] if old else None
+                    if before is not None:
+                        room[: len(before)].copy_(before)
+                self.rooms[i].append(room)
+        for slot, text in self.texts.items():
+            for rooms, layer in zip(self.rooms, text.layers, strict=True):
+                for room, part in zip(rooms, layer.parts, strict=True):
+                    part.room = None if room is None else room[slot]
+
+
+class Shelves:
+    """The shelves of one block, or of several that share caches: one for each power of two of positions."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[int, Shelf] = {}
+
+    def hold(self, caches: Sequence[Cache], lengths: Sequence[int]) -> None:
+        """Have those caches on a shelf that are to go on together, with room for so many new positions."""
+        for cache, length in zip(caches, lengths, strict=True):
+            end = cache.length + length
+            begun = cache.length > 0 and any(part.room is not None for part in cache.layers[0].parts)
+            if length > MOST_TOGETHER or not begun:
+                continue
+            if cache.shelf is None or cache.shelf.capacity < end:
+                capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
+                shelf = self._shelves.setdefault(capacity, Shelf(capacity))
+                shelf.put(cache)
+
+
+class Together:
+    """Texts on one shelf that go on in one pass: the new positions of all are read and written at once."""
+
+    def __init__(self, shelf: Shelf, caches: Sequence[Cache], spans: Sequence[tuple[int, int]]) -> None:
+        """`spans`: where the new positions of each text begin in the row of the pass, and how many they
+        are."""
+        self.shelf = shelf
+        # In order of slots: where these follow one another, keys need no copy.
+        order = sorted(range(len(caches)), key=lambda m: caches[m].slot)
+        slots = np.array([caches[m].slot for m in order])
+        past = np.array([caches[m].length for m in order])
+        first = np.array([spans[m][0] for m in order])
+        counts = np.array([spans[m][1] for m in order])
+        longest = int(counts.max())
+        # Positions that the longest text has now, and a few more: kernels want masks of such widths.
+        self._span = min(shelf.capacity, -(-int((past + counts).max()) // 16) * 16)
+        is_row = int(slots[-1]) - int(slots[0]) + 1 == len(slots)
+        self._first_slot = int(slots[0]) if is_row else None
+        # Each new position: its text, and which one of that text's.
+        text_P = np.repeat(np.arange(len(slots)), counts)
+        step_P = np.arange(len(text_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Padded with the text's last one.
+        within_MT = np.minimum(np.arange(longest), counts[:, None] - 1)
+        rooms = [room for rooms in shelf.rooms for room in rooms if room is not None]
+        pieces = [
+            slots,
+            slots[text_P],
+            past[text_P] + step_P,
+            first[text_P] + step_P,
+            text_P * longest + step_P,
+            (first[:, None] + within_MT).ravel(),
+            (past[:, None] + within_MT).ravel(),
+        ]
+        # One array for all: each transfer to a GPU takes as long as a kernel.
+        whole = torch.from_numpy(np.concatenate(pieces)).to(rooms[0].device)
+        parts = torch.split(whole, [len(piece) for piece in pieces])
+        self._slot_M, self._slot_P, self._position_P, self.row_P, self._place_P, row_MT, position_MT = parts
+        """`row_P`: where each new position stands in the row of the pass."""
+        self._row_MT = row_MT.view(len(slots), longest)
+        self._position_MT = position_MT.view(len(slots), longest)
+        self._mask: Tensor | None = None
+        self._least_position = int(past.min())
+
+    def attend(self, layer: int, q_HTK: Tensor, k_GTK: Tensor, v_GTK: Tensor) -> Tensor:
+        """Attention [H, P, K] of the texts' new positions, from those of the whole pass. Several heads of
+        queries may share one of keys."""
+        k_room, v_room = (room.flatten(1, 2) for room in self._rooms(layer)[:2])
+        k_room[self._slot_P, :, self._position_P] = k_GTK[:, self.row_P].transpose(0, 1)
+        v_room[self._slot_P, :, self._position_P] = v_GTK[:, self.row_P].transpose(0, 1)
+        num_texts, longest = self._row_MT.shape
+        heads = len(k_GTK)
+        # Queries that share a head of keys stand one after another as if they were more positions: with a
+        # mask, no fast kernel knows of shared heads.
+        q = q_HTK[:, self._row_MT].transpose(0, 1).reshape(num_texts, heads, -1, q_HTK.shape[-1])
+        if self._mask is None:
+            # The same in all layers, and as numbers: kernels would turn truth values into these every time.
+            later = self._position_MT[:, :, None] < torch.arange(self._span, device=q.device)
+            mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
+            self._mask = mask.repeat(1, len(q_HTK) // heads, 1)[:, None]
+        keys, values = self._texts(k_room), self._texts(v_room)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
+        y_HPK = y.reshape(num_texts, len(q_HTK), longest, -1).transpose(0, 1).flatten(1, 2)
+        return y_HPK[:, self._place_P]
+
+    def _texts(self, room: Tensor) -> Tensor:
+        """The positions so far of these texts alone."""
+        seen = room.narrow(2, 0, self._span)
+        if self._first_slot is None:
+            return seen.index_select(0, self._slot_M)
+        return seen.narrow(0, self._first_slot, len(self._slot_M))
+
+    def windows(self, layer: int, place: Place, x_PND: Tensor, taps: int) -> Tensor:
+        """The inputs [P, W, N, D] that a convolution sees at each new position, whose own are `x_PND`."""
+        room = self._rooms(layer)[2 if place == "attention" else 3]
+        room[self._slot_P, :, self._position_P] = x_PND
+        back = torch.arange(1 - taps, 1, device=room.device)
+        position_PW = self._position_P[:, None] + back
+        windows = room[self._slot_P[:, None], :, position_PW.clamp(min=0)]
+        if self._least_position < taps - 1:
+            # Zeros where a text has not begun.
+            windows = windows * (position_PW >= 0)[:, :, None, None]
+        return windows
+
+    def _rooms(self, layer: int) -> list[Tensor]:
+        rooms = [room for room in self.shelf.rooms[layer] if room is not None]
+        assert len(rooms) == len(self.shelf.rooms[layer]) or len(rooms) == 2, "keys and values, or all"
+        return rooms
+
+
+class PackedCache:
+    """Caches of several texts that share one forward pass: a batch of one, their new tokens in a row."""
+
+    def __init__(self, parts: Sequence[Cache], lengths: Sequence[int], shelves: Shelves) -> None:
+        self.parts, self.lengths = list(parts), list(lengths)
+        if len(self.parts) > 1:
+            shelves.hold(self.parts, self.lengths)
+        ends = np.cumsum(self.lengths)
+        self.spans = [(int(end) - length, length) for end, length in zip(ends, self.lengths, strict=True)]
+        by_shelf: dict[int, list[int]] = defaultdict(list)
+        self.alone: list[int] = []
+        """Texts that share no memory, and those with much to read: these go one by one."""
+        for m, (part, length) in enumerate(zip(self.parts, self.lengths, strict=True)):
+            part.positions(length)  # which leaves a shelf that is too short
+            if part.shelf is None or length > MOST_TOGETHER or len(self.parts) == 1:
+                self.alone.append(m)
+            else:
+                by_shelf[part.shelf.capacity].append(m)
+        self.groups = []
+        for members in by_shelf.values():
+            shelf = self.parts[members[0]].shelf
+            assert shelf is not None
+            chosen = [self.parts[m] for m in members]
+            self.groups.append(Together(shelf, chosen, [self.spans[m] for m in members]))
+        self._together = [m for members in by_shelf.values() for m in members]
+
+    def layer(self, index: int) -> PackedLayerCache:
+        return PackedLayerCache(self, index)
+
+    def positions(self, length: int) -> Tensor:
+        assert length == sum(self.lengths), "every token belongs to one of the packed texts"
+        spans = zip(self.parts, self.lengths, strict=True)
+        return torch.from_numpy(
+            np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
+        )
+
+    def advance(self, length: int) -> None:
+        for m in self._together:
+            for layer in self.parts[m].layers:
+                layer.advance(self.lengths[m])
+        for part, count in zip(self.parts, self.lengths, strict=True):
+            part.advance(count)
+
+
+class PackedLayerCache:
+    """One layer's caches of several texts whose new positions lie one after another along T.
+
+    What has weights runs once over all positions; attention and convolutions run once for each shelf.
+    """
+
+    def __init__(self, cache: PackedCache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+        cache, y_BHTK = self.cache, torch.empty_like(q_BHTK)
+        for group in cache.groups:
+            y_BHTK[0].index_copy_(1, group.row_P, group.attend(self.index, q_BHTK[0], k_BHTK[0], v_BHTK[0]))
+        for m in cache.alone:
+            at, layer = slice(cache.spans[m][0], sum(cache.spans[m])), cache.parts[m].layers[self.index]
+            y_BHTK[:, :, at] = layer.attend(q_BHTK[:, :, at], k_BHTK[:, :, at], v_BHTK[:, :, at])
+        return y_BHTK
+
+    def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
+        cache, y_BTD = self.cache, torch.empty_like(x_BTD)
+        for group in cache.groups:
+            x_PD = x_BTD[0, group.row_P]
+            windows = group.windows(self.index, place, x_PD[:, None], convolution.taps)
+            mixed_PD = (windows[:, :, 0] * convolution.weight.to(x_PD.dtype)).sum(1)
+            y_BTD[0].index_copy_(0, group.row_P, x_PD + mixed_PD)
+        for m in cache.alone:
+            at, layer = slice(cache.spans[m][0], sum(cache.spans[m])), cache.parts[m].layers[self.index]
+            y_BTD[:, at] = layer.convolve(place, convolution, x_BTD[:, at])
+        return y_BTD
