@@ -157,7 +157,7 @@ def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) ->
     assert evidence_ruling(evidence_of(mean)).reason is reason
 
 
-@pytest.mark.parametrize("known", ["held_out", "other"])
+@pytest.mark.parametrize("has_held_out", [True, False])
 @pytest.mark.parametrize(
     ("unknown", "reason", "mark"),
     [
@@ -169,11 +169,13 @@ def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) ->
     ],
 )
 def test_a_gain_on_text_that_its_worker_may_know_is_not_enough(
-    known: str, unknown: float, reason: VerdictReason, mark: Mark
+    has_held_out: bool, unknown: float, reason: VerdictReason, mark: Mark
 ) -> None:
     """Who has the held-out text from elsewhere gains there, and hardly on training text (attack 21); where
     the judge has private text it is the other way round."""
-    evidence = dataclasses.replace(evidence_of(unknown), **{known: Gain(0.2, 0.01, 30)})
+    evidence, known = evidence_of(unknown), Gain(0.2, 0.01, 30)
+    held_out, other = (known, evidence.other) if has_held_out else (evidence.held_out, known)
+    evidence = dataclasses.replace(evidence, held_out=held_out, other=other)
     found = evidence_ruling(evidence)
     assert (found.reason, found.mark) == (reason, mark)
     assert "training text it was not lent" in found.sentence
