@@ -175,9 +175,8 @@ def test_parts_that_are_listed_late_are_told_of_again(
     for index in range(5):
         in_parts.put(index, in_parts.payload)
     # The commit sees all parts, and the word that they are there comes to where they are not seen.
-    listed = Blobs.sizes
-    answers = iter([listed, lambda self, prefix: {}])
-    monkeypatch.setattr(Blobs, "sizes", lambda self, prefix: next(answers, listed)(self, prefix))
+    listed, seen = Blobs.sizes, iter([True, False])
+    monkeypatch.setattr(Blobs, "sizes", lambda self, prefix: listed(self, prefix) if next(seen, True) else {})
     assert in_parts.deliver(shared.url)[1].outcome == Outcome.ACCEPTED
 
 
