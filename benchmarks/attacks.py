@@ -165,7 +165,7 @@ LASTING = (
     Lasting(21, "pleasing the judge by training text, 3 of 8", 5, 3, pleases_the_judge, False, True),
     Lasting(21, "held-out text known, 3 of 8", 5, 3, knows_held_out_text, True, True),
     Lasting(21, "all known that a judge scores", 5, 3, knows_all_the_judge_scores, False, True, False, False),
-    Lasting(21, "the same beside private text", 5, 3, knows_all_the_judge_scores, False, True, True, False),
+    Lasting(21, "the same beside private text", 5, 3, knows_all_the_judge_scores, False, True, True),
     Lasting(23, "within the honest spread, 3 of 8", 5, 3, stays_within_the_spread, quick=False),
     Lasting(24, "the honest mean reversed, 3 of 8", 5, 3, reverses_the_mean, quick=False),
     Lasting(25, "a slow drift, 3 of 8", 5, 3, drifts, quick=False),
@@ -211,6 +211,8 @@ class Campaigns:
         notes: dict[str, Any] = {
             "judging_share": max(ending.judging_share for ending in (*usual, *found)),
             "honest_rise": [judged.rise_over(plain) for judged, plain in zip(usual, alone, strict=True)],
+            "honest_updates": one.honest * sum(len(ending.losses) for ending in found),
+            "honest_refused": [sum(ending.honest_refused for ending in runs) for runs in (usual, found)],
         }
         if one.number == 17:
             notes |= self.residual(one, alone, found)
@@ -362,6 +364,9 @@ def note_lines(rows: Sequence[Row]) -> Iterator[str]:
         if rises := row.notes.get("honest_rise"):
             least, most = min(map(min, rises)), max(map(max, rises))
             yield f"{row.attack}: judged and guarded, its honest workers alone: {least:+.4f} to {most:+.4f}"
+            updates, (alone, beside) = row.notes["honest_updates"], row.notes["honest_refused"]
+            refused = f"the judge refused {alone} of {updates} honest updates, {beside} beside the attackers"
+            yield f"{row.attack}: {refused}"
     if shares := [row.notes["judging_share"] for row in rows if "judging_share" in row.notes]:
         yield f"judging and guarding cost at most {max(shares):.1%} of the compute they judged"
 

@@ -571,10 +571,12 @@ class TrustConfig:
     """Who scores updates: a thread of the coordinator (other judges may help), `blocktrain judge` processes
     only, or nobody: then every well-formed update counts."""
     guard: bool = True
-    """Compare held-out loss before and after each merge, and leave out the worst update if it rose."""
+    """Compare the loss of held-out and training text before and after each merge, and leave out the updates
+    that make it worse."""
     private_text: str | None = None
-    """File of held-out text that only coordinator and judges have; None takes the held-out part of the run's
-    text, which is not served to workers but may be public elsewhere."""
+    """File of text that only coordinator and judges have, of the kind the model is for; it takes the place of
+    the run's held-out text in judging. None takes that held-out text, which is not served to workers but may
+    be public elsewhere."""
     compute_share: float = 0.1
     """Compute of judging as a share of the compute it judges; the number of scored windows follows."""
     norm_low: float = 0.1

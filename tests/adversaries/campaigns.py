@@ -24,7 +24,7 @@ from blocktrain.ids import derive_seed
 from blocktrain.training.setup import Setup
 from blocktrain.training.snapshot import tensors_of
 from blocktrain.training.update import Weights
-from blocktrain.wire.messages import Assignment, Outcome
+from blocktrain.wire.messages import Assignment, Outcome, VerdictReason
 from tests.adversaries.rules import Rule
 from tests.adversaries.swarm import (
     Client,
@@ -306,31 +306,31 @@ def _round(
     round_: int,
     seed: int,
 ) -> int:
-    """One round; how many honest updates were refused in it."""
+    """One round; how many honest updates the judge refused in it."""
     deltas = [running.honest_delta(worker, shard) for shard, worker in enumerate(workers)]
     base = running.base(workers[0])
+    # All that is sent is computed before anything is lent: rounds may then be short.
+    turns = [Turn(round_, number, deltas, base, running.training, seed) for number in range(len(behaviours))]
+    attacks = [behaviour(turn) for behaviour, turn in zip(behaviours, turns, strict=True)]
     leases = [worker.lend() for worker in workers]
     lent = [crowd.lend(number) for number in range(len(behaviours))]
     sent = []
-    for number, (client, lease) in enumerate(lent):
-        turn = Turn(round_, number, deltas, base, running.training, seed)
-        sent.append((client, client.encoded(behaviours[number](turn))))
+    for (client, lease), delta in zip(
+        [*lent, *zip(workers, leases, strict=True)], [*attacks, *deltas], strict=True
+    ):
+        sent.append((client, client.encoded(delta)))
         client.deliver_payload(lease, sent[-1][1])
-    payloads = [worker.encoded(delta) for worker, delta in zip(workers, deltas, strict=True)]
-    for worker, lease, payload in zip(workers, leases, payloads, strict=True):
-        worker.deliver_payload(lease, payload)
-    ruled = [client.verdict_on(payload) for client, payload in sent]
-    crowd.verdicts.update(str(one.reason) for one in ruled)
-    found = [worker.verdict_on(payload) for worker, payload in zip(workers, payloads, strict=True)]
-    refused = sum(one.outcome is Outcome.REFUSED for one in found)
+    verdicts = [client.verdict_on(payload) for client, payload in sent]
+    crowd.verdicts.update(str(one.reason) for one in verdicts[: len(lent)])
+    by_judge = [one for one in verdicts[len(lent) :] if one.reason is not VerdictReason.GUARD]
     # Where no update counts the round stays open, and a real worker is lent it again, with other text.
-    for _ in range(MAX_RETRIES):
-        if any(one.outcome is not Outcome.REFUSED for one in (*ruled, *found)):
-            break
-        again = [(worker, worker.lend()) for worker in workers]
-        found = [running.retried(worker, lease, base) for worker, lease in again]
-    running.wait_for_version(workers[0], round_ + 1)
-    return refused
+    tries = 0
+    while not running.merged_or_refused(round_ + 1, sent):
+        tries += 1
+        assert tries <= MAX_RETRIES, [client.verdict_on(payload) for client, payload in sent]
+        again = [(worker, running.second_try(worker, round_)) for worker in workers]
+        sent = [(worker, running.retried(worker, lease, base)) for worker, lease in again]
+    return sum(one.outcome is Outcome.REFUSED for one in by_judge)
 
 
 # --- copies and stale work ------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ swarm.replicas = {replicas}
 swarm.stand_in = 0
 swarm.lease_seconds = {lease}
 swarm.codec = "sparse:512"
-swarm.min_deadline_seconds = {deadline}
+swarm.min_deadline_seconds = {shortest}
 swarm.max_deadline_seconds = {deadline}
 swarm.evaluate_every_seconds = 3600.0
 trust.stamp_bits = {stamp_bits}
@@ -87,6 +87,9 @@ def judges_text() -> bytes:
 PATIENT_SECONDS = 600.0
 """Deadline and lease of runs whose rounds end when everybody has delivered. One process plays all workers:
 honest ones are silent while attackers compute, which at a load of 17 took longer than a lease of 30 s."""
+SHORTEST_SECONDS = 30.0
+"""After this a round in which every update was refused may be tried again. Nothing is computed between the
+first lease of a round and its last update, so no update comes that late."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Settings:
 
     @property
     def recipe_text(self) -> str:
-        return RECIPE.format(**self.__dict__)
+        return RECIPE.format(shortest=min(self.deadline, SHORTEST_SECONDS), **self.__dict__)
 
 
 @cache
@@ -115,11 +118,7 @@ def training_of(settings: Settings, folder: Path) -> Training:
     """Shared by all runs of the same settings, so that what one has trained the others have too."""
     (folder / "text.txt").write_bytes(text())
     path = folder / "recipe.toml"
-    lines = [settings.recipe_text, f'data = {{ corpus = "{folder}/text.txt" }}']
-    if settings.private:
-        (folder / "private.txt").write_bytes(judges_text())
-        lines.append(f'trust.private_text = "{folder}/private.txt"')
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(f'{settings.recipe_text}\ndata = {{ corpus = "{folder}/text.txt" }}\n')
     recipe = load_recipe(path, ())
     return Training(recipe, load_corpus(recipe.data, recipe.evaluation.pooling_bytes))
 
@@ -193,11 +192,32 @@ class Swarm:
         base = client.snapshot(0, head.head_hash)
         return self.training.delta(0, base, shard, head.head_version * steps, steps)
 
-    def retried(self, client: Client, lease: Assignment, base: Weights) -> Verdict:
-        """Honest work on just what was lent."""
+    def second_try(self, client: Client, round_: int) -> Assignment:
+        """The open round once more, to a worker that was refused in it. Until the round may be tried again
+        the worker is lent the next one, which a heartbeat then calls off."""
+        lease = client.lend()
+        if lease.round == round_:
+            return lease
+        until(f"round {round_} to be open again", lambda: client.heartbeat(lease).cancel)
+        return client.lend()
+
+    def retried(self, client: Client, lease: Assignment, base: Weights) -> bytes:
+        """Honest work on just what was lent, delivered."""
         payload = client.encoded(self.training.delta(0, base, lease.shard, lease.first_step, lease.steps))
         client.deliver_payload(lease, payload)
-        return client.verdict_on(payload)
+        return payload
+
+    def merged_or_refused(self, version: int, sent: Sequence[tuple[Client, bytes]]) -> bool:
+        """Whether the round that makes this version was merged; False where every update was refused. The
+        guard may refuse what a judge let pass, so verdicts are read until one or the other is true."""
+
+        def end() -> str | None:
+            if sent[0][0].head().head_version >= version:
+                return "merged"
+            standing = (client.verdict_on(payload).outcome is not Outcome.REFUSED for client, payload in sent)
+            return None if any(standing) else "refused"
+
+        return until(f"version {version}, or no update for it", end) == "merged"
 
     def wait_for_version(self, client: Client, version: int) -> str:
         until(f"version {version}", lambda: client.head().head_version >= version)
@@ -235,7 +255,11 @@ def swarm(folder: Path, settings: Settings, training: Training, state: Path | No
     folder.mkdir(parents=True)
     if state is not None:
         shutil.copytree(state, folder / "data")
-    program = Program(folder, recipe=settings.recipe_text, text=text())
+    recipe = settings.recipe_text
+    if settings.private:
+        (folder / "private.txt").write_bytes(judges_text())
+        recipe += f'trust.private_text = "{folder}/private.txt"\n'
+    program = Program(folder, recipe=recipe, text=text())
     running = Swarm(program, training, folder)
     try:
         yield running

@@ -18,6 +18,7 @@ from tests.adversaries.campaigns import (
     copying_campaign,
     flips_signs,
     hides,
+    knows_all_the_judge_scores,
     knows_held_out_text,
     plants_backdoor,
     pleases_the_judge,
@@ -142,25 +143,35 @@ def test_an_honest_worker_with_a_tenth_of_the_steps_keeps_a_positive_reputation(
 # --- attackers who want the held-out text ---------------------------------------------------------------
 
 
-def harm_to_fresh_text(folder: Path, behaviour: Behaviour) -> tuple[float, ...]:
+def harm_to_fresh_text(folder: Path, behaviour: Behaviour, *, private: bool) -> tuple[float, ...]:
     """Two of five, established, with the default settings: the rise over honest workers alone."""
     rounds = HONEST_ROUNDS + 2
     alone = campaign(folder / "alone", undefended(SETTINGS), 3, rounds, scored=fresh_text())
-    found = campaign(folder / "please", SETTINGS, 3, rounds, [behaviour] * 2, fresh_text())
+    settings = dataclasses.replace(SETTINGS, private=private)
+    found = campaign(folder / "please", settings, 3, rounds, [behaviour] * 2, fresh_text())
     print(f"rise on fresh text {found.rise_over(alone)}, merged {found.merged}, {dict(found.verdicts)}")
     return found.rise_over(alone)
 
 
 @pytest.mark.slow  # the ruling that holds them back: tests/validation/test_reputation_and_rulings.py
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("behaviour", [knows_held_out_text, pleases_the_judge])
-def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(tmp_path: Path, behaviour: Behaviour) -> None:
-    assert max(harm_to_fresh_text(tmp_path, behaviour)) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("behaviour", "private"),
+    [(knows_held_out_text, False), (pleases_the_judge, False), (knows_all_the_judge_scores, True)],
+)
+def test_workers_who_please_the_judge_do_no_harm_to_fresh_text(
+    tmp_path: Path, behaviour: Behaviour, private: bool
+) -> None:
+    assert max(harm_to_fresh_text(tmp_path, behaviour, private=private)) <= TOLERANCE
 
 
 def test_a_worker_can_fetch_the_training_text_and_nothing_of_the_judge_s(folder: Path) -> None:
-    with swarm(folder / "fetch", SETTINGS, training_of(SETTINGS, folder)) as running:
+    settings = dataclasses.replace(SETTINGS, private=True)
+    with swarm(folder / "fetch", settings, training_of(settings, folder)) as running:
         client = running.client()
+        assert client.run.recipe["trust"]["private_text"] == f"{folder}/fetch/private.txt", (
+            "the path is known"
+        )
         manifest = read_manifest(client.get(f"/v1/data/{client.run.dataset}").content)
         assert client.get(f"/v1/data/{manifest.training[0].sha256}").content == running.training.corpus.train
         for entry in (*manifest.held_out, *manifest.pooling):

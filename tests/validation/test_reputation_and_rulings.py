@@ -146,7 +146,7 @@ def evidence_of(mean: float, error: float = 0.01) -> Evidence:
     ("mean", "reason"),
     [
         (0.1, VerdictReason.ON_TIME),
-        (0.025, VerdictReason.NO_GAIN),
+        (0.018, VerdictReason.NO_GAIN),
         (0.0, VerdictReason.NO_GAIN),
         (-0.015, VerdictReason.NO_GAIN),
         (-0.1, VerdictReason.HARMFUL),
@@ -157,21 +157,35 @@ def test_evidence_is_weighed_by_its_error(mean: float, reason: VerdictReason) ->
     assert evidence_ruling(evidence_of(mean)).reason is reason
 
 
+@pytest.mark.parametrize("has_held_out", [True, False])
 @pytest.mark.parametrize(
-    ("other", "counts", "mark"),
-    [(-0.01, True, Mark.GOOD), (-0.025, False, Mark.NEUTRAL), (-0.05, False, Mark.BAD)],
+    ("unknown", "reason", "mark"),
+    [
+        (0.025, VerdictReason.ON_TIME, Mark.GOOD),
+        (0.015, VerdictReason.NO_GAIN, Mark.NEUTRAL),
+        (-0.015, VerdictReason.NO_GAIN, Mark.NEUTRAL),
+        (-0.025, VerdictReason.HARMFUL, Mark.NEUTRAL),
+        (-0.05, VerdictReason.HARMFUL, Mark.BAD),
+    ],
 )
-def test_held_out_gain_does_not_outweigh_harm_to_training_text(
-    other: float, counts: bool, mark: Mark
+def test_a_gain_on_text_that_its_worker_may_know_is_not_enough(
+    has_held_out: bool, unknown: float, reason: VerdictReason, mark: Mark
 ) -> None:
-    """Only who has the held-out text from elsewhere can have the one with the other."""
-    found = evidence_ruling(dataclasses.replace(evidence_of(0.2), other=Gain(other, 0.01, 30)))
-    assert (found.counts, found.mark) == (counts, mark)
-    assert counts or "training text it was not lent" in found.sentence
-    assert (
-        evidence_ruling(dataclasses.replace(evidence_of(0.2), other=Gain(-0.05, 0.01, 30)), late=True).mark
-        is Mark.NEUTRAL
-    )
+    """Who has the held-out text from elsewhere gains there, and hardly on training text (attack 21); where
+    the judge has private text it is the other way round."""
+    evidence, known = evidence_of(unknown), Gain(0.2, 0.01, 30)
+    held_out, other = (known, evidence.other) if has_held_out else (evidence.held_out, known)
+    evidence = dataclasses.replace(evidence, held_out=held_out, other=other)
+    found = evidence_ruling(evidence)
+    assert (found.reason, found.mark) == (reason, mark)
+    assert "training text it was not lent" in found.sentence
+    if not found.counts:
+        assert evidence_ruling(evidence, late=True).mark is Mark.NEUTRAL
+
+
+def test_both_texts_together_show_a_gain_that_each_alone_does_not() -> None:
+    assert evidence_of(0.025).gain.score == pytest.approx(2.5 * 2**0.5)
+    assert evidence_ruling(evidence_of(0.025)).counts
 
 
 def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
@@ -166,7 +167,8 @@ class Judging:
                 recent_scores(session, row.block, established=False),
                 late=row.base_version < block.version,
             )
-            row.score, row.gain = evidence.held_out.score, found.held_out.mean
+            gain = evidence.gain
+            row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None
             # The ledger speaks of clusters only where blocks have some.
             absent = {name for name in ("own", "rest") if getattr(found, name) is None}
             recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
@@ -215,8 +217,8 @@ class Judging:
         merges: Iterable[Tensors],
         sizes: Sequence[int],
     ) -> list[list[float]]:
-        """What merges of some of these updates do to held-out loss, window by window, before one of them is
-        published. `sizes` is how many updates each merge has, the largest first."""
+        """What merges of some of these updates gain on the judge's text, window by window, before one of them
+        is published. `sizes` is how many updates each merge has, the largest first."""
         assert self._scorer is not None
         resources = self._resources
         seed = evidence_seed(resources.secret, f"guard/{block}/{version}", base_hash)

@@ -49,7 +49,7 @@ class Credit:
     weight: float
     """Sum of the age weights of the merged updates."""
     gain: float
-    """Sum of their held-out gains, in nats per token."""
+    """Sum of their gains, as the judge found them, in nats per token."""
 
 
 def _credits(session: Session, worker_id: str | None = None) -> dict[str, Credit]:

@@ -95,7 +95,7 @@ class Judge:
                 raise
             self._say(f"lost update={task.update_id[:12]}: {refusal}")
             return
-        gain = evidence.held_out
+        gain = evidence.gain
         self._say(f"judged update={task.update_id[:12]} block={task.block} gain={gain.mean:+.4f}")
 
     def _snapshot(self, block: int, wanted: str) -> Weights:

@@ -2,14 +2,15 @@
 
 The same windows, noise levels and noise are scored before and after applying the update (common random
 numbers), so what is left is the update's own effect and its error is far below that of either loss. Three
-kinds of window: *held-out* text decides (for a specialised block its own cluster and the rest, each for
-itself), where *other* training text is not harmed; *assigned* text (the worker's own batches) against *other*
-text tells work from copying. The draw follows from `evidence_seed`: the commit, and a secret of the
-coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or verdicts.
+kinds of window: *held-out* text (for a specialised block its own cluster and the rest, each for itself) and
+*other* training text, which the worker was not lent, decide together; *assigned* text (the worker's own
+batches) against *other* text tells work from copying. The draw follows from `evidence_seed`: the commit, and
+a secret of the coordinator, so nobody can choose an update to fit it. Knows nothing of workers, rounds or
+verdicts.
 
 Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
 the block's range for the share of windows that a recipe trains with hints. Not covered: harm that does not
-show in mean cross entropy of this text (a backdoor), and credit for training on the held-out text.
+show in mean cross entropy of this text (a backdoor), and who has the text of both kinds.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Budget:
     assigned: int
     other: int
     guard: int
-    """Windows of held-out text for the guard of a merge, per merged update."""
+    """Windows for the guard of a merge, per merged update."""
     before: int = 0
     """Frozen blocks that run before the judged one, once for all that is compared."""
     behind: int = 0
@@ -86,7 +87,7 @@ def training_tokens(recipe: Recipe, before: int = 0, behind: int = 0) -> int:
 
 
 def evidence_budget(recipe: Recipe, before: int = 0, behind: int = 0) -> Budget:
-    """How many windows an update's compute pays for: 40 % held-out, 30 % assigned, 30 % other text."""
+    """How many windows an update's compute pays for: 40 % held-out, 20 % assigned, 40 % other text."""
     # `trust.compute_share` of the work is the judges': a tenth by default, of which a fifth is the guard's.
     length = min(recipe.model.context, max(SHORTEST_WINDOW, recipe.model.context // WINDOW_PART))
     forwards = FORWARDS_PER_WINDOW * (1 + behind) + before
@@ -96,8 +97,8 @@ def evidence_budget(recipe: Recipe, before: int = 0, behind: int = 0) -> Budget:
     return Budget(
         length=length,
         held_out=max(FEWEST_WINDOWS, int(0.4 * judged)),
-        assigned=max(FEWEST_WINDOWS, int(0.3 * judged)),
-        other=max(FEWEST_WINDOWS, int(0.3 * judged)),
+        assigned=max(FEWEST_WINDOWS, int(0.2 * judged)),
+        other=max(FEWEST_WINDOWS, int(0.4 * judged)),
         guard=max(1, int(affordable * GUARD_SHARE)),
         before=before,
         behind=behind,
@@ -162,6 +163,12 @@ class Evidence:
     """Of `held_out`, the windows of a specialised block's own cluster; None where blocks are alike."""
     rest: Gain | None = None
     """And those of other clusters."""
+
+    @property
+    def gain(self) -> Gain:
+        """What the update is worth: the mean of its gains on held-out and on other text. Half of it cannot be
+        had by knowing the held-out text."""
+        return self.held_out.plus(self.other).times(0.5)
 
     @property
     def mark(self) -> int:

@@ -1,4 +1,5 @@
-"""The guard: which updates of a merge to publish, from what merges of some of them do to held-out loss.
+"""The guard: which updates of a merge to publish, from what merges of some of them do to the loss of the
+judge's text, held-out and training text alike.
 
 Covered: a majority that hides one direction behind a little honest work. Each of its updates passes the judge
 alone; together they would take half of the merge's progress. Pure; `coordinator.rounds` makes the merges.
@@ -76,7 +77,7 @@ def guard_decision(
     good_enough = [not one.is_loss(errors) for one, errors in zip(lost, tolerances, strict=True)]
     chosen = good_enough.index(True) if any(good_enough) else 0
     merged = Gain.of(differences[chosen])
-    change = f"held-out loss changes by {-merged.mean:+.4f} +- {merged.error:.4f}"
+    change = f"the loss changes by {-merged.mean:+.4f} +- {merged.error:.4f}"
     if merged.is_loss(FINAL_STANDARD_ERRORS):
         return GuardDecision(False, choices[0][-1:], f"the merge fails its guard: {change}")
     # The choices are nested, so what is left out are the last of the first one.

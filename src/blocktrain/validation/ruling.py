@@ -33,6 +33,10 @@ GAIN_STANDARD_ERRORS = 3.0
 """Standard errors above zero that make a gain, where honest ones have twice as many. At 2, three of nine
 noise updates of honest norm passed in the first rounds, where nearly any change helps a little; honest ones
 had 5 to 14."""
+ONE_TEXT_LESS = 1.0
+"""Standard errors by which the gain on one text may be below what both together must have. With 2 an update
+of attack 21 passed that had 1.7 on training text, and fresh text lost 0.015 (seed 41); honest ones beside it
+had 4.3 or more."""
 
 
 class Mark(StrEnum):
@@ -161,9 +165,9 @@ def required_standard_errors(recent_scores: Sequence[float]) -> float:
 def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, late: bool = False) -> Ruling:
     """`recent_scores` are those of the block's last updates that counted. The harm of a `late` update says
     nothing about its worker: what others merged meanwhile may be what makes it overshoot."""
-    gain, bad = evidence.held_out, Mark.NEUTRAL if late else Mark.BAD
+    gain, bad = evidence.gain, Mark.NEUTRAL if late else Mark.BAD
     if not math.isfinite(gain.mean):
-        return Ruling.refuse(VerdictReason.HARMFUL, "held-out loss is no longer finite", bad)
+        return Ruling.refuse(VerdictReason.HARMFUL, "the loss is no longer finite", bad)
     # A poisoned cluster shows as one part that loses while the mean of both gains. At home a specialist may
     # not lose at all, elsewhere no more than it gains at home: honest ones may forget a little there.
     own, rest = evidence.own, evidence.rest
@@ -175,26 +179,33 @@ def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, 
             if part is rest and own is not None:
                 told += f", more than its own cluster gains ({own.mean:.4f})"
             return Ruling.refuse(VerdictReason.HARMFUL, told, bad)
-    sentence = f"held-out loss changes by {-gain.mean:+.4f} +- {gain.error:.4f} over {gain.windows} windows"
-    required, other = required_standard_errors(recent_scores), evidence.other
-    if gain.mean > required * gain.error:
-        if not other.is_loss(FINAL_STANDARD_ERRORS):
-            return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)
-        # Who has the held-out text from elsewhere can lower the loss there and raise it everywhere else
-        # (attack 21). Two errors speak against the update, three against its worker: where gains are near
-        # zero, one honest update in 44 is below minus two by chance.
-        sentence += (
-            f"; that of training text it was not lent changes by {-other.mean:+.4f} +- {other.error:.4f}"
-        )
-        mark = bad if other.is_loss(GAIN_STANDARD_ERRORS) else Mark.NEUTRAL
-        return Ruling.refuse(VerdictReason.HARMFUL, sentence, mark)
+    held_out, other = evidence.held_out, evidence.other
+    sentence = (
+        f"held-out loss changes by {-held_out.mean:+.4f} +- {held_out.error:.4f} over {held_out.windows} "
+        f"windows, that of training text it was not lent by {-other.mean:+.4f} +- {other.error:.4f}"
+    )
+    # Both texts together must gain, and each of them nearly as surely. Who has the held-out text from
+    # elsewhere (attack 21) gains there like honest workers and raises the loss elsewhere: on training text
+    # their updates had -4.5 to -0.9 errors where honest ones had 4.3 to 10 (seed 42, from the second such
+    # round on). Together the texts have the windows of both, so honest updates that gain little on one of
+    # them are refused less often than by held-out text alone: 0 of 30 instead of 9.
+    required, least = required_standard_errors(recent_scores), min(held_out, other, key=lambda one: one.score)
+    required_of_each = required - ONE_TEXT_LESS
+    if gain.score > required and least.score > required_of_each:
+        return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)
     # Asymmetric on purpose: three errors to count, two to be called harm. Of 36 updates of noise with the
-    # honest norm, 29 were harm and 7 no gain; none passed (attack 4).
-    if gain.is_loss(FINAL_STANDARD_ERRORS):
+    # honest norm, 29 were harm and 7 no gain; none passed (attack 4). Where gains are near zero, one honest
+    # update in 44 is below minus two on one text by chance: against its worker speaks only harm on both
+    # together, or three errors.
+    if least.is_loss(FINAL_STANDARD_ERRORS):
         others = "; others were merged since its base, so the rating stays" if late else ""
-        return Ruling.refuse(VerdictReason.HARMFUL, sentence + others, bad)
+        is_sure = gain.is_loss(FINAL_STANDARD_ERRORS) or least.is_loss(GAIN_STANDARD_ERRORS)
+        return Ruling.refuse(VerdictReason.HARMFUL, sentence + others, bad if is_sure else Mark.NEUTRAL)
     # Between the two it is noise: it does not count, and it is not held against the worker.
-    needed = f"; to count it must fall by more than {required:.1f} standard errors (longer rounds show more)"
+    needed = (
+        f"; to count their mean must fall by more than {required:.1f} standard errors, and each by more than "
+        f"{required_of_each:.1f} (longer rounds show more)"
+    )
     return Ruling.refuse(VerdictReason.NO_GAIN, sentence + needed)
 
 

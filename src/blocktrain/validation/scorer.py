@@ -171,7 +171,7 @@ class Scorer:
             old, new = self._losses(block, blocks, others, text, starts, seed)
             return [was - became for was, became in zip(old, new, strict=True)]
 
-        # Held-out text decides, so it is looked at in steps: harm is sure after few windows.
+        # In steps: harm is sure after few windows.
         text = self._held_out_of(block)
         starts, is_own = text.draw(seed, budget.held_out, self.recipe.data.own_share)
         scored: list[float] = []
@@ -202,12 +202,8 @@ class Scorer:
             own_text.starts(work.first_step + int(offset))[row]
             for offset, row in zip(offsets, rows, strict=True)
         ]
-        # Other text from two files alone: a judge elsewhere must not fetch a whole dataset for one update.
-        other_seed = derive_seed("other", seed)
-        other_text = dataclasses.replace(self._drawing, seed=other_seed).windows(self._text, *place)
-        other = other_text.anywhere(np.random.default_rng(other_seed), budget.other)
         own_gain = Gain.of(differences(own_text, np.array(assigned), seed + 1))
-        other_gain = Gain.of(differences(other_text, other, seed + 2))
+        other_gain = Gain.of(differences(*self._other_text(place, seed, budget.other), seed + 2))
 
         windows = held_out.windows + own_gain.windows + other_gain.windows
         tokens = budget.forwards * budget.length * windows
@@ -222,18 +218,30 @@ class Scorer:
         seed: int,
         frozen: FrozenBlocks = NONE_FROZEN,
     ) -> list[list[float]]:
-        """What each candidate gains over `base`, window by window of the same held-out text."""
-        text, others = self._held_out_of(block), self._beside(frozen)
-        starts, _ = text.draw(seed, windows, self.recipe.data.own_share)
+        """What each candidate gains over `base`, window by window of the same text: one half of the windows
+        is held-out text and one half training text, as updates are judged."""
+        held_out, others, half = self._held_out_of(block), self._beside(frozen), windows // 2
+        starts, _ = held_out.draw(seed, windows - half, self.recipe.data.own_share)
+        texts = ((held_out.windows, starts), self._other_text((0, 0, block), seed, half))
         before, after = self._loaded(block, base, base)
-        [old] = self._losses(block, (before,), others, text.windows, starts, seed)
-        found = []
+
+        def losses(module: Block) -> list[float]:
+            found = (self._losses(block, (module,), others, *text, seed) for text in texts)
+            return [loss for [one] in found for loss in one]
+
+        old, gains = losses(before), []
         # One at a time: a candidate is a whole block, and there are up to seven.
         for candidate in candidates:
             load_into(after, candidate)
-            [new] = self._losses(block, (after,), others, text.windows, starts, seed)
-            found.append([was - became for was, became in zip(old, new, strict=True)])
-        return found
+            gains.append([was - became for was, became in zip(old, losses(after), strict=True)])
+        return gains
+
+    def _other_text(self, place: tuple[int, int, int], seed: int, count: int) -> tuple[Windows, Tokens]:
+        """Training text that the seed chooses, and starts of windows in it; `place` is shard, step, block."""
+        # From two files alone: a judge elsewhere must not fetch a whole dataset for one update.
+        seed = derive_seed("other", seed)
+        text = dataclasses.replace(self._drawing, seed=seed).windows(self._text, *place)
+        return text, text.anywhere(np.random.default_rng(seed), count)
 
     def _loaded(self, block: int, base: Tensors, after: Tensors) -> tuple[Block, Block]:
         """The block before and after an update; blocks may differ in shape."""

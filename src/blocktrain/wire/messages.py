@@ -807,7 +807,7 @@ class WorkerSummary(BaseModel):
     merged: Count
     merged_weight: float
     gain: float
-    """Sum of the held-out gains of its merged updates."""
+    """Sum of the gains that the judge found of its merged updates."""
     tokens: Count
     """Training tokens behind its merged updates."""
 

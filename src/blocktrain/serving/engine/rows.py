@@ -7,6 +7,7 @@ among one another. Knows nothing of where the blocks are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,21 +124,37 @@ def shares_of(
 ) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
     """What each answer counts for in every row, and each block [R, B]; blocks that were left out leave their
     weight to the others."""
+    if not pooling.follows_text:
+        _, weights_B, fixed = _fixed_shares(tuple(blocks), pooling)
+        num_rows = len(log_weights[0])
+        return [np.full(num_rows, share) for share in fixed], np.broadcast_to(
+            weights_B, (num_rows, len(weights_B))
+        )
+    present = [block for part in blocks for block in part]
+    weights = np.zeros((len(log_weights[0]), len(pooling.weights)))
+    weights[:, present] = np.exp(normalised(np.concatenate(log_weights, axis=1)))
+    return [weights[:, list(part)].sum(axis=1) for part in blocks], weights
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_shares(
+    blocks: tuple[tuple[int, ...], ...], pooling: Pooling
+) -> tuple[float, NDArray[np.float64], list[float]]:
+    """Where weights are fixed: what the sum of the answers is multiplied by, each block's weight [B], and
+    what each answer counts for. Few sets of blocks ever answer, and every token asks."""
     present = [block for part in blocks for block in part]
     prior = np.array(pooling.weights)
-    weights = np.zeros((len(log_weights[0]), len(prior)))
-    if pooling.follows_text:
-        weights[:, present] = np.exp(normalised(np.concatenate(log_weights, axis=1)))
-    else:
-        served = float(prior[present].sum())
-        if served <= 0:
-            missing = sorted(set(range(len(prior))) - set(present))
-            raise StagesUnavailableError(
-                f"blocks {missing} are out of reach, and the others have no weight of their own; "
-                "start a stage that serves them"
-            )
-        weights[:, present] = prior[present] / served
-    return [weights[:, list(part)].sum(axis=1) for part in blocks], weights
+    served = float(prior[present].sum())
+    if served <= 0:
+        missing = sorted(set(range(len(prior))) - set(present))
+        raise StagesUnavailableError(
+            f"blocks {missing} are out of reach, and the others have no weight of their own; "
+            "start a stage that serves them"
+        )
+    weights = np.zeros(len(prior))
+    weights[present] = prior[present] / served
+    shares = [float(weights[list(part)].sum()) for part in blocks]
+    return float(prior.sum()) / served, weights, shares
 
 
 def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
@@ -146,9 +163,7 @@ def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
     shares, weights = shares_of(blocks, [part.said.log_weights for part in parts], pooling)
     if not pooling.follows_text:
         # Rows of fixed weights come with these weights in them.
-        prior = np.array(pooling.weights)
-        served = float(prior[[block for part in blocks for block in part]].sum())
-        shares = [np.full(1, float(prior.sum()) / served)] * len(parts)
+        shares = [np.full(1, _fixed_shares(tuple(blocks), pooling)[0])] * len(parts)
     total, tolerance = np.zeros_like(parts[0].tolerance), np.zeros_like(parts[0].tolerance)
     for part, share in zip(parts, shares, strict=True):
         total = total + share[:, None] * part.said.rows
