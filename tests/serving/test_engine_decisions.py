@@ -174,8 +174,8 @@ def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:
     assert blocks_for_drafts(tiny_objective("model.blocks=4"), 2) == [0, 1]
     assert blocks_for_drafts(tiny_objective("model.blocks=1"), 2) == [0]
     assert blocks_for_drafts(tiny_objective("model.blocks=4", "objective.kind=chain"), 2) == [0]
-    found = [len(blocks_for_drafts(tiny_objective(f"model.blocks={count}"), None)) for count in (1, 2, 3, 4, 8)]
-    assert found == [1, 2, 2, 3, 3]
+    models = [tiny_objective(f"model.blocks={count}") for count in (1, 2, 3, 4, 8)]
+    assert [len(blocks_for_drafts(model, None)) for model in models] == [1, 2, 2, 3, 3]
 
 
 @given(st.integers(2, 50), st.integers(1, 9))
