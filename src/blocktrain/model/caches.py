@@ -291,9 +291,9 @@ class PackedCache:
     def positions(self, length: int) -> Tensor:
         assert length == sum(self.lengths), "every token belongs to one of the packed texts"
         spans = zip(self.parts, self.lengths, strict=True)
-        return torch.from_numpy(
-            np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
-        )
+        found = np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
+        # On the device at once: each table that is read with it would fetch it by itself.
+        return torch.from_numpy(found).to(self.groups[0].row_P.device if self.groups else "cpu")
 
     def advance(self, length: int) -> None:
         for m in self._together:
