@@ -75,8 +75,8 @@ class EngineConfig:
     are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger."""
     kept_sessions: int = 16
     """Complete texts whose caches stay on the stages for others that begin alike; 0 for none."""
-    draft_blocks: int = 2
-    """Blocks held here to draft with: two agree with four on 95 % of bytes, one on 91 % (docs/history)."""
+    draft_blocks: int | None = None
+    """Blocks held here to draft with; None: see `drafting.blocks_for_drafts`."""
     token: str = ""
     """The secret of stages that ask for one."""
     fanout: FanoutConfig = field(default_factory=FanoutConfig)
