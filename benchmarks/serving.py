@@ -211,10 +211,11 @@ def held_out_prompts(checkpoint: Path, count: int, text: Path | None) -> list[li
 
 
 def parse_mode(entry: str) -> tuple[str, int | None, str]:
-    """`verify@16:q8` is verify with 16 drafted tokens and rows as Q8; without @ the length adapts."""
+    """`verify@16:q8` is verify with 16 drafted tokens and whole rows as Q8; without @ the length adapts, and
+    without a codec the best tokens alone travel."""
     name, _, codec = entry.partition(":")
     mode, _, draft = name.partition("@")
-    return mode, int(draft) if draft else None, codec or "q16"
+    return mode, int(draft) if draft else None, codec or "best"
 
 
 async def engine_role(arguments: argparse.Namespace) -> None:
@@ -230,7 +231,9 @@ async def engine_role(arguments: argparse.Namespace) -> None:
     rows, texts = [], []
     for entry in arguments.modes.split(","):
         mode, draft, codec = parse_mode(entry)
-        config = EngineConfig(stages=addresses, codec=Codec[codec.upper()])
+        config = EngineConfig(stages=addresses)
+        if codec != "best":
+            config = EngineConfig(stages=addresses, codec=Codec[codec.upper()], best_tokens=0)
         engine = RemoteEngine(arguments.checkpoint, config)
         await engine.start()
         await write(engine, prompts[0], 24, mode, draft, arguments.temperature)
