@@ -113,7 +113,7 @@ def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> R
         text,
         model={"blocks": 2, "width": 64},
         training={"batch": 16, "warmup_steps": 5},
-        evaluation={"max_bytes": 1000, "pooling_bytes": 500},
+        evaluation={"max_bytes": 4000, "pooling_bytes": 1000},
         swarm={
             "codec": "sign",
             "steps_per_round": 15,
