@@ -134,6 +134,11 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/serving.py", "src/blocktrain/serving"),
         {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
     ),
+    "serving-cost": Kind(
+        "serving-cost*.json",
+        ("benchmarks/clients.py", "src/blocktrain/serving"),
+        {"mode": str, "clients": int, "gateway_ms": NUMBER, "stage_ms": NUMBER, "total_ms": NUMBER},
+    ),
     "serving-clients": Kind(
         "serving-clients-*.json",
         ("benchmarks/serving.py", "benchmarks/clients.py", "src/blocktrain/serving"),

@@ -3,6 +3,7 @@
     python benchmarks/serving.py CHECKPOINT --rtt 0,20,50,100,200 --stages 1,2,3,5
     python benchmarks/serving.py CHECKPOINT --check-lossless --prompts 200 --tokens 40 --kills 20
     python benchmarks/serving.py CHECKPOINT --clients 1,8,32,64      throughput: clients.py
+    python benchmarks/serving.py --cost --clients 1,8,64             processor time per token: clients.py
     python benchmarks/serving.py --table T8          the litepaper's large shapes: large_shapes.py
 
 Blocks are dealt out over stage processes, each in a network namespace of its own; the engine runs in the
@@ -210,10 +211,11 @@ def held_out_prompts(checkpoint: Path, count: int, text: Path | None) -> list[li
 
 
 def parse_mode(entry: str) -> tuple[str, int | None, str]:
-    """`verify@16:q8` is verify with 16 drafted tokens and rows as Q8; without @ the length adapts."""
+    """`verify@16:q8` is verify with 16 drafted tokens and whole rows as Q8; without @ the length adapts, and
+    without a codec the best tokens alone travel."""
     name, _, codec = entry.partition(":")
     mode, _, draft = name.partition("@")
-    return mode, int(draft) if draft else None, codec or "q16"
+    return mode, int(draft) if draft else None, codec or "best"
 
 
 async def engine_role(arguments: argparse.Namespace) -> None:
@@ -229,7 +231,9 @@ async def engine_role(arguments: argparse.Namespace) -> None:
     rows, texts = [], []
     for entry in arguments.modes.split(","):
         mode, draft, codec = parse_mode(entry)
-        config = EngineConfig(stages=addresses, codec=Codec[codec.upper()])
+        config = EngineConfig(stages=addresses)
+        if codec != "best":
+            config = EngineConfig(stages=addresses, codec=Codec[codec.upper()], best_tokens=0)
         engine = RemoteEngine(arguments.checkpoint, config)
         await engine.start()
         await write(engine, prompts[0], 24, mode, draft, arguments.temperature)
@@ -316,6 +320,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--clients", help="numbers of clients at once, see clients.py; --rtt 0,100 then")
+    parser.add_argument("--cost", action="store_true", help="processor time per token, see clients.py")
     parser.add_argument("--segments", type=int, default=3, help="with --clients: of each mode")
     parser.add_argument("--seconds", type=float, default=3.0, help="with --clients: of a segment")
     parser.add_argument("--rate-mbit", type=float, default=100.0)
@@ -329,8 +334,12 @@ def main() -> None:
         from large_shapes import run_table
 
         return run_table(quick=arguments.quick, json_path=arguments.json, only=arguments.only)
+    if arguments.cost:
+        rows = clients.run_cost(numbers(arguments.clients or "1,8,64"), texts=2)
+        write_report(arguments.json, "serving-cost", rows)
+        sys.exit(check_claims(clients.cost_claims_of(rows)))
     if arguments.checkpoint is None:
-        parser.error("expected a checkpoint, or --table")
+        parser.error("expected a checkpoint, --cost or --table")
     if arguments.check_lossless:
         return lossless_role(arguments)
     if arguments.role == "stage":

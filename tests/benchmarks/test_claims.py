@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attacks
+import clients
 import codec
 import depth
 import large_shapes
@@ -124,6 +125,20 @@ def test_slow_stages_and_slow_drafting_fail() -> None:
     assert all(serving.claims_of([one, verify, serving_row(5, "ar", 110, 8)]).values())
     assert not all(serving.claims_of([one, serving_row(5, "ar", 130, 8)]).values())
     assert not all(serving.claims_of([one, serving_row(1, "verify", 150, 7)]).values())
+
+
+def test_a_token_that_costs_more_with_many_clients_fails() -> None:
+    def rows(one: float, some: float, many: float) -> list[dict[str, Any]]:
+        costs = {1: one, 8: some, 64: many}
+        return [
+            {"mode": mode, "clients": n, "total_ms": cost}
+            for mode in clients.MODES
+            for n, cost in costs.items()
+        ]
+
+    assert list(clients.cost_claims_of(rows(9, 2, 1)).values()) == [True, True]
+    assert list(clients.cost_claims_of(rows(9, 2, 2)).values()) == [False, False]
+    assert clients.cost_claims_of(rows(9, 2, 2)[:2]) == {}
 
 
 def test_an_attack_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

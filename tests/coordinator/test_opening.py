@@ -86,7 +86,8 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgres_url: str) -> None:
     def open_in(folder: str) -> AbstractContextManager[Any]:
-        return opened(tiny_recipe(), CORPUS, tmp_path / folder, database_url=postgres_url, scoring=False)
+        places: dict[str, Any] = {"database_url": postgres_url, "blobs_url": str(tmp_path / "shared")}
+        return opened(tiny_recipe(), CORPUS, tmp_path / folder, **places, scoring=False)
 
     with open_in("one"):
         pass
@@ -94,6 +95,29 @@ def test_a_database_of_another_coordinator_key_is_refused(tmp_path: Path, postgr
         pass
     shutil.copy(tmp_path / "one" / KEY_FILE, tmp_path / "two" / KEY_FILE)
     with open_in("two"):
+        pass
+
+
+def test_a_folder_with_a_run_on_sqlite_does_not_begin_another_in_a_database(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    with opened(tiny_recipe(), CORPUS, tmp_path, scoring=False):
+        pass
+    with (
+        pytest.raises(UserError, match=r"has a run on SQLite.*--from"),
+        opened(tiny_recipe(), CORPUS, tmp_path, database_url=postgres_url, scoring=False),
+    ):
+        pass
+
+
+def test_a_run_is_not_served_from_a_store_that_is_not_its_own(tmp_path: Path) -> None:
+    with opened(tiny_recipe(), CORPUS, tmp_path, scoring=False):
+        pass
+    other = str(tmp_path / "other")
+    with (
+        pytest.raises(UserError, match=r"newest snapshot of block 0 is not in .*other.*--blobs"),
+        opened(tiny_recipe(), CORPUS, tmp_path, blobs_url=other, scoring=False),
+    ):
         pass
 
 

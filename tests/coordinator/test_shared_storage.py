@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx2
@@ -20,7 +22,7 @@ from blocktrain.coordinator.storage import blobs
 from blocktrain.coordinator.storage.blobs import Blobs, upload_key
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
-from blocktrain.wire.messages import Assignment, CommitAnswer, CommitRequest, Outcome
+from blocktrain.wire.messages import Assignment, CommitAnswer, CommitRequest, Outcome, Verdict
 from tests.coordinator.conftest import Running, served, tiny_recipe
 from tests.coordinator.peer import Peer
 
@@ -90,6 +92,20 @@ class InParts:
     payload: bytes
     committed: CommitAnswer
 
+    def deliver(self, url: str, traffic: Traffic | None = None) -> tuple[CommitAnswer, Verdict]:
+        """The same worker after a restart: it knows its assignment and its payload, and nothing of parts."""
+        client = CoordinatorClient(
+            url, self.peer.identity, traffic or Traffic(), threading.Event(), lambda line: None
+        )
+        client.audience, client.clock = self.peer.run.run_id, self.peer.clock
+        request = CommitRequest(
+            payload_hash=content_hash(self.payload),
+            payload_bytes=len(self.payload),
+            base_hash=self.lease.base_hash,
+        )
+        with closing(client):
+            return client.commit_and_reveal(self.lease.assignment_id, request, self.payload)
+
     def put(self, index: int, payload: bytes) -> None:
         size = self.committed.upload.part_bytes
         part = payload[index * size : (index + 1) * size]
@@ -113,15 +129,8 @@ def test_an_upload_in_parts_goes_on_where_it_was_cut(shared: Running, in_parts: 
         in_parts.put(index, payload)
     answer = uploaded(peer, payload).json()["error"]
     assert (answer["reason"], answer["message"]) == ("not_uploaded", "3 of 5 parts are at the upload place")
-    # The same worker after a restart: it knows its assignment and its payload, and nothing of the parts.
     traffic = Traffic()
-    client = CoordinatorClient(shared.url, peer.identity, traffic, threading.Event(), print)
-    client.audience, client.clock = peer.run.run_id, peer.clock
-    request = CommitRequest(
-        payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=in_parts.lease.base_hash
-    )
-    with closing(client):
-        again, verdict = client.commit_and_reveal(in_parts.lease.assignment_id, request, payload)
+    again, verdict = in_parts.deliver(shared.url, traffic)
     assert [bool(address) for address in again.upload.parts] == [False, False, True, False, True]
     assert verdict.outcome == Outcome.ACCEPTED
     # Two of five, and headers.
@@ -145,16 +154,48 @@ def test_addresses_that_grow_old_are_asked_for_again(
 ) -> None:
     """A slow line: after each part the addresses of the rest are too old."""
     monkeypatch.setattr(updates, "PRESIGNED_SECONDS", 0.0)
-    peer, payload = in_parts.peer, in_parts.payload
-    client = CoordinatorClient(shared.url, peer.identity, Traffic(), threading.Event(), print)
-    client.audience, client.clock = peer.run.run_id, peer.clock
-    request = CommitRequest(
-        payload_hash=content_hash(payload), payload_bytes=len(payload), base_hash=in_parts.lease.base_hash
-    )
-    with closing(client):
-        again, verdict = client.commit_and_reveal(in_parts.lease.assignment_id, request, payload)
+    again, verdict = in_parts.deliver(shared.url)
     assert [bool(address) for address in again.upload.parts] == [False] * 4 + [True]
     assert verdict.outcome == Outcome.ACCEPTED
+
+
+def test_an_address_that_the_storage_refuses_is_replaced(
+    shared: Running, in_parts: InParts, monkeypatch: pytest.MonkeyPatch, s3: str
+) -> None:
+    """As after an outage that was longer than the addresses were good for."""
+    # The first address is that of a whole upload, and not used; the third is that of the second part.
+    signed, changed = Blobs.presigned_put, iter(["", "", f"{s3}/no-such-bucket/part"])
+    monkeypatch.setattr(Blobs, "presigned_put", lambda self, key: next(changed, "") or signed(self, key))
+    assert in_parts.deliver(shared.url)[1].outcome == Outcome.ACCEPTED
+
+
+def test_parts_that_are_listed_late_are_told_of_again(
+    shared: Running, in_parts: InParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(5):
+        in_parts.put(index, in_parts.payload)
+    # The commit sees all parts, and the word that they are there comes to where they are not seen.
+    listed, seen = Blobs.sizes, iter([True, False])
+    monkeypatch.setattr(Blobs, "sizes", lambda self, prefix: listed(self, prefix) if next(seen, True) else {})
+    assert in_parts.deliver(shared.url)[1].outcome == Outcome.ACCEPTED
+
+
+def test_the_store_is_asked_for_parts_by_a_repeated_commit_and_away_from_heartbeats(
+    shared: Running, in_parts: InParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def sizes(self: Blobs, prefix: str) -> dict[str, int]:
+        threads.append(threading.current_thread().name)
+        return {}
+
+    monkeypatch.setattr(Blobs, "sizes", sizes)
+    peer = shared.peer()
+    lease, payload = peer.lend(), in_parts.payload
+    first = peer.commit(lease, payload)
+    assert (len(first.upload.parts), threads) == (5, [])
+    peer.commit(lease, payload)
+    assert [name.startswith("store") for name in threads] == [True]
 
 
 def test_a_worker_that_knows_no_parts_sends_its_payload_whole(in_parts: InParts) -> None:
@@ -209,3 +250,13 @@ def test_an_upload_that_nobody_speaks_of_is_deleted_after_an_hour(shared: Runnin
     assert resources.blobs.size(upload_key(committed.update_id)) == len(payload)
     resources.unneeded.sweep_uploads(put + 3700)
     assert resources.blobs.size(upload_key(committed.update_id)) is None
+
+
+def test_parts_are_deleted_an_hour_after_the_last_of_them(tmp_path: Path) -> None:
+    """On a slow line the first parts are older than that before the last one comes."""
+    folder = Blobs.from_url(str(tmp_path))
+    for key, age in (("going-on/0", 9000), ("going-on/1", 60), ("left/0", 9000), ("left/1", 4000)):
+        folder.put(f"uploads/{key}", b"part")
+        os.utime(tmp_path / "uploads" / key, (time.time() - age,) * 2)
+    folder.delete_older("uploads/", datetime.now(UTC) - timedelta(hours=1))
+    assert set(folder.sizes("uploads/")) == {"uploads/going-on/0", "uploads/going-on/1"}

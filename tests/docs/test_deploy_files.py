@@ -83,6 +83,7 @@ def test_the_container_file_copies_what_the_package_is_built_from() -> None:
     assert {"pyproject.toml", "README.md", "src", "recipes"} <= set(copied)
     for source in copied:
         assert (ROOT / source).exists(), source
+    assert any("'.[data]'" in rest for name, rest in found if name == "RUN"), "a run may be on BPE tokens"
 
 
 def test_the_container_file_starts_a_coordinator_as_nobody_special() -> None:

@@ -254,6 +254,15 @@ def test_mirrors_are_asked_first_and_one_that_serves_something_else_is_left(
         assert "expected sha256" in told[0]
         assert any("did not answer" in line for line in lines)
         assert not any("downloading it again" in line for line in lines), "the coordinator was not needed"
+        # A mirror is not blamed for what was damaged here, or begun by another that broke off.
+        entry, second = manifest.training[:2]
+        text._cache.remove(f"{second.sha256}.text")
+        text._cache.partial(f"{second.sha256}.text", 0).write_bytes(b"x" * 50)
+        text._cache.put(f"{entry.sha256}.text", b"x" * 50)
+        text._checked.clear()
+        for one in (entry, second):
+            assert text.tokens(one).tobytes() == (dataset.folder / one.name).read_bytes()
+        assert [line for line in lines if "serves something else" in line] == told
         # Nobody but the coordinator: the text still comes.
         (good / manifest.training[0].name).unlink()
         again = FetchedText(client, client.run(), BlobCache(kit.folder / "other", 1 << 30), lines.append)

@@ -70,7 +70,7 @@ def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
         logs = random.standard_normal(len(rows)) if follows_text else None
         weights = np.array(POOLING.weights) if logs is None else np.exp(normalised(logs))
         parts = sent(rows, logs, sampler, position, BEST_TOKENS)
-        found = best_pooled(parts, FOLLOWING if follows_text else POOLING, vocabulary)
+        found = best_pooled(parts, FOLLOWING if follows_text else POOLING, vocabulary, temperature)
         choice = found.choose(0, sampler, [0] * position)
         expected = choose(normalised(weights @ np.array(rows)), sampler, position, EXACT_TOLERANCE)
         asked_again += not choice.settled
@@ -85,7 +85,7 @@ def test_a_row_over_32768_tokens_takes_less_than_400_bytes() -> None:
     rows = log_probs(vocabulary, np.random.default_rng(0))
     sampler = Sampler(3, 1.0)
     parts = sent(rows, None, sampler, 5, BEST_TOKENS)
-    choice = best_pooled(parts, POOLING, vocabulary).choose(0, sampler, [0] * 5)
+    choice = best_pooled(parts, POOLING, vocabulary, 1.0).choose(0, sampler, [0] * 5)
     whole = normalised(np.array(POOLING.weights) @ np.array(rows))
     assert choice.settled
     assert choice.token == choose(whole, sampler, 5, EXACT_TOLERANCE).token
@@ -100,13 +100,13 @@ def test_a_token_that_no_stage_sent_leaves_the_choice_open() -> None:
     first[1], second[2], first[3], second[3] = -0.1, -0.1, -3.0, -3.0
     rows = [normalised(first), normalised(second), normalised(second)]
     sampler = Sampler(0, 0.0)
-    open_choice = best_pooled(sent(rows, None, sampler, 0, 1), POOLING, 64).choose(0, sampler, [])
+    open_choice = best_pooled(sent(rows, None, sampler, 0, 1), POOLING, 64, 0.0).choose(0, sampler, [])
     assert not open_choice.settled
-    choice = best_pooled(sent(rows, None, sampler, 0, 4), POOLING, 64).choose(0, sampler, [])
+    choice = best_pooled(sent(rows, None, sampler, 0, 4), POOLING, 64, 0.0).choose(0, sampler, [])
     assert (choice.settled, choice.token) == (True, 3)
 
 
-@pytest.mark.parametrize("few", [4, 64])
+@pytest.mark.parametrize("few", [4, BEST_TOKENS])
 def test_text_is_the_same_with_the_best_tokens_alone(checkpoint: Path, few: int) -> None:
     async def scenario() -> None:
         local = LocalEngine(checkpoint)

@@ -157,7 +157,7 @@ def test_a_burst_leaves_the_drafts_of_a_single_request_as_they_were() -> None:
 
 
 def test_a_request_alone_drafts_on_while_it_waits() -> None:
-    far, near = taught(0.9, 0.2), taught(0.9, 0.01)
+    far, near = taught(0.9, 0.2, step_seconds=0.01), taught(0.9, 0.01)
     assert drafted(far, flying=True) > drafted(far)
     assert drafted(near, flying=True) == drafted(near), "a traversal is back before more is drafted"
     teach(far, 0.9, traversal_seconds=0.2, step_seconds=0.01, requests=8)
@@ -174,6 +174,8 @@ def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:
     assert blocks_for_drafts(tiny_objective("model.blocks=4"), 2) == [0, 1]
     assert blocks_for_drafts(tiny_objective("model.blocks=1"), 2) == [0]
     assert blocks_for_drafts(tiny_objective("model.blocks=4", "objective.kind=chain"), 2) == [0]
+    models = [tiny_objective(f"model.blocks={count}") for count in (1, 2, 3, 4, 8)]
+    assert [len(blocks_for_drafts(model, None)) for model in models] == [1, 2, 2, 3, 3]
 
 
 @given(st.integers(2, 50), st.integers(1, 9))

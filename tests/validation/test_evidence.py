@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +21,9 @@ from blocktrain.validation.evidence import (
     training_tokens,
 )
 from blocktrain.validation.ruling import evidence_ruling
+from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.messages import VerdictReason
-from tests.validation.kit import RECIPE, Weights, applied, coded, honest, scorer
+from tests.validation.kit import RECIPE, Weights, applied, coded, corpus, honest, scorer
 
 
 def evidence(delta: Weights, shard: int = 0, seed: int = 1) -> Evidence:
@@ -49,6 +53,19 @@ def test_the_same_seed_gives_the_same_evidence_and_another_seed_other_text() -> 
     update = coded(honest(0))
     assert evidence(update, seed=5) == evidence(update, seed=5)
     assert evidence(update, seed=5).held_out != evidence(update, seed=6).held_out
+
+
+def test_private_text_takes_the_place_of_held_out_text_for_judge_and_guard(tmp_path: Path) -> None:
+    """The other half of what decides is training text, for both of them."""
+    (tmp_path / "private.txt").write_text("whisper " * 1000)
+    trust = dataclasses.replace(RECIPE.trust, private_text=str(tmp_path / "private.txt"))
+    private = Scorer(dataclasses.replace(RECIPE, trust=trust), corpus())
+    one, after = honest(0), applied(honest(0).base, coded(honest(0)))
+    found, usual = (who.evidence(0, one.base, after, one.work, 1) for who in (private, scorer()))
+    assert found.held_out != usual.held_out
+    assert (found.assigned, found.other) == (usual.assigned, usual.other)
+    [merged], [known] = (who.guard(0, one.base, [after], 16, 1) for who in (private, scorer()))
+    assert [mine == theirs for mine, theirs in zip(merged, known, strict=True)] == [False] * 8 + [True] * 8
 
 
 def test_the_seed_needs_the_commit_and_the_secret() -> None:

@@ -34,6 +34,7 @@ from blocktrain.wire.messages import (
     CommitAnswer,
     CommitRequest,
     ContributionsAnswer,
+    ErrorReason,
     EvidenceReport,
     HeartbeatAnswer,
     HeartbeatRequest,
@@ -51,10 +52,11 @@ from blocktrain.wire.messages import (
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 
-# A coordinator that restarts is back within seconds, so the first tries come quickly; 15 s at most, so that a
-# swarm is together again soon after an outage of an hour.
 FRESH_SHARE = 0.8
 """Of an upload address's time: what has not begun by then gets a new address."""
+UPLOAD_TRIES = 6
+# A coordinator that restarts is back within seconds, so the first tries come quickly; 15 s at most, so that a
+# swarm is together again soon after an outage of an hour.
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
@@ -194,9 +196,22 @@ class CoordinatorClient:
     ) -> tuple[CommitAnswer, Verdict]:
         """Both may be repeated: the coordinator knows a commit and a payload by their hashes."""
         verdict: Verdict | None = None
+        tries = 0
         while verdict is None:
             answer = self.commit(assignment_id, request)
-            verdict = answer.verdict or self.reveal(request.payload_hash, payload, answer)
+            try:
+                verdict = answer.verdict or self.reveal(request.payload_hash, payload, answer)
+            except RequestRefused as refusal:
+                # The storage refuses an address that an outage has outlived, and cuts off a line that stalls.
+                # Parts may be listed late, or told of to a coordinator of before, which knows no parts.
+                from_storage = (
+                    refusal.reason.startswith("http_") or refusal.reason == ErrorReason.NOT_UPLOADED
+                )
+                tries += 1
+                if not (answer.upload.presigned and from_storage) or tries == UPLOAD_TRIES:
+                    raise
+                if self.stop.wait(backoff_seconds(tries, random.random())):
+                    raise Stopped("the program is stopping") from None
         return answer, verdict
 
     def commit(self, assignment_id: str, request: CommitRequest) -> CommitAnswer:

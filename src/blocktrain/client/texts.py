@@ -108,8 +108,12 @@ class FetchedText(RunText):
             mirrors = [*self._mirrors[first:], *self._mirrors[:first]]
             try:
                 for mirror in [*mirrors, *[None] * DOWNLOAD_ATTEMPTS]:
+                    liar = None
                     if path is None:
                         target = self._cache.partial(name, max_bytes)
+                        # Only who sent every byte: what another began and broke off may be what is wrong.
+                        if not target.exists() or not target.stat().st_size:
+                            liar = mirror
                         if mirror is None:
                             where = f"/v1/{'judge/' if self._judge else ''}data/{sha256}"
                             self._client.download(where, target, max_bytes, Kind.TEXT, signed=self._judge)
@@ -126,13 +130,13 @@ class FetchedText(RunText):
                     except DataError as error:
                         self._report(
                             f"a file of the text is damaged ({error}); downloading it again"
-                            if mirror is None
-                            else f"mirror {mirror} serves something else ({error}); not asking it again"
+                            if liar is None
+                            else f"mirror {liar} serves something else ({error}); not asking it again"
                         )
                         self._cache.remove(name)
                         path = None
-                        if mirror in self._mirrors:
-                            self._mirrors.remove(mirror)
+                        if liar in self._mirrors:
+                            self._mirrors.remove(liar)
                         continue
                     self._checked.add(sha256)
                     if path.name != name:

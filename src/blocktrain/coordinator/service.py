@@ -27,9 +27,9 @@ from blocktrain.coordinator.resources import Resources
 from blocktrain.coordinator.rounds import Rounds
 from blocktrain.coordinator.run import finish_run, open_run, refuse_another_run
 from blocktrain.coordinator.scoring import Scoring
-from blocktrain.coordinator.storage.blobs import Blobs
+from blocktrain.coordinator.storage.blobs import Blobs, snapshot_key
 from blocktrain.coordinator.storage.nonces import Nonces
-from blocktrain.coordinator.storage.store import RunRow, Store
+from blocktrain.coordinator.storage.store import BlockRow, RunRow, Store
 from blocktrain.coordinator.updates import Updates
 from blocktrain.coordinator.workers import Workers
 from blocktrain.data.dataset import RunText
@@ -174,7 +174,22 @@ def opened(
         identity = load_or_create(data_dir / KEY_FILE)
         refuse_another_run(store, identity, recipe, text)
         store.migrate()
+        with store.read() as session:
+            heads = session.execute(select(BlockRow.block, BlockRow.head_hash)).all()
+        # A host that goes from a laptop to a database would else begin from nothing and not be told.
+        if not heads and database_url is not None and (data_dir / DATABASE_FILE).exists() and start is None:
+            raise UserError(
+                f"{data_dir} has a run on SQLite, and the database has none: a run stays in the database it "
+                f"began in; to go on with its model, name another --data-dir and --from {data_dir}"
+            )
         blobs = Blobs.from_url(blobs_url or str(data_dir / "blobs"))
+        for block, head in heads:
+            # Of two processes with stores of their own, each would miss what the other has.
+            if blobs.size(snapshot_key(head)) is None:
+                raise UserError(
+                    f"the newest snapshot of block {block} is not in {blobs_url or data_dir / 'blobs'}; name "
+                    "the store of the run with --blobs, the same for all of its processes, or put it back"
+                )
         run = open_run(store, blobs, identity, recipe, text, clock(), start)
         resources = Resources(run, store, blobs, identity, clock, text=publish(text, data_dir, blobs))
         recipe = run.recipe

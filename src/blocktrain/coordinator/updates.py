@@ -196,17 +196,17 @@ class Updates:
                 deadline=resources.open_rounds.clock(session, block, now).deadline,
                 verdict=_verdict(session, row),
             )
-        # After the transaction: the store is asked, and may take its time.
-        return answer(upload=self._upload(update_id, request))
+        # After the transaction: the store may be asked, and take its time.
+        return answer(upload=self._upload(update_id, request, repeated=bool(found)))
 
-    def _upload(self, update_id: str, request: CommitRequest) -> Upload:
+    def _upload(self, update_id: str, request: CommitRequest, *, repeated: bool) -> Upload:
         blobs = self._resources.blobs
         if not blobs.shared:
             path = f"/v1/updates/{request.payload_hash}"
             return Upload(url=path, presigned=False, expires_seconds=UPLOAD_SECONDS)
         # To a shared store the worker sends the bytes itself, past the coordinator's own line.
         lengths = part_lengths(update_id, request.payload_bytes)
-        there = blobs.sizes(f"{upload_key(update_id)}/") if lengths else {}
+        there = blobs.sizes(f"{upload_key(update_id)}/") if lengths and repeated else {}
         return Upload(
             url=blobs.presigned_put(upload_key(update_id)),
             presigned=True,

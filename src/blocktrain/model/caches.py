@@ -11,6 +11,7 @@ positions of these texts in a row and W taps of a convolution.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -144,6 +145,57 @@ class Shelves:
                 shelf.put(cache)
 
 
+class Layout:
+    """Where the new positions of some texts stand: in the row of a pass, and in their slots."""
+
+    def __init__(
+        self, slots: bytes, past: bytes, first: bytes, counts: bytes, span: int, device: str
+    ) -> None:
+        slot_M, past_M, first_M, count_M = (
+            np.frombuffer(one, np.int64) for one in (slots, past, first, counts)
+        )
+        longest = int(count_M.max())
+        self.span, self.shape_MT = span, (len(slot_M), longest)
+        is_row = int(slot_M[-1]) - int(slot_M[0]) + 1 == len(slot_M)
+        self.first_slot = int(slot_M[0]) if is_row else None
+        """None where the slots do not follow one another."""
+        # Each new position: its text, and which one of that text's.
+        text_P = np.repeat(np.arange(len(slot_M)), count_M)
+        step_P = np.arange(len(text_P)) - np.repeat(np.cumsum(count_M) - count_M, count_M)
+        # Padded with the text's last one.
+        within_MT = np.minimum(np.arange(longest), count_M[:, None] - 1)
+        pieces = [
+            slot_M,
+            slot_M[text_P],
+            past_M[text_P] + step_P,
+            first_M[text_P] + step_P,
+            text_P * longest + step_P,
+            (first_M[:, None] + within_MT).ravel(),
+            (past_M[:, None] + within_MT).ravel(),
+        ]
+        # One array for all: each transfer to a GPU takes as long as a kernel.
+        whole = torch.from_numpy(np.concatenate(pieces)).to(device)
+        parts = torch.split(whole, [len(piece) for piece in pieces])
+        self.slot_M, self.slot_P, self.position_P, self.row_P, self.place_P, self.row_MT, position_MT = parts
+        """`row_P`: where each new position stands in the row of the pass; `place_P`: among padded ones."""
+        self._position_MT = position_MT.view(self.shape_MT)
+        self._mask: Tensor | None = None
+        self.least_position = int(past_M.min())
+
+    def mask(self, q: Tensor, queries: int) -> Tensor:
+        """What each position does not see, as minus infinity, for so many queries at each."""
+        if self._mask is None or self._mask.dtype != q.dtype or self._mask.shape[2] != q.shape[2]:
+            # The same in all layers, and as numbers: kernels would turn truth values into these every time.
+            later = self._position_MT[:, :, None] < torch.arange(self.span, device=q.device)
+            mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
+            self._mask = mask.repeat(1, queries, 1)[:, None]
+        return self._mask
+
+
+# The blocks of a stage hold the same texts, mostly in the same slots: one layout then serves all of them.
+_layout = functools.lru_cache(maxsize=4)(Layout)
+
+
 class Together:
     """Texts on one shelf that go on in one pass: the new positions of all are read and written at once."""
 
@@ -152,80 +204,54 @@ class Together:
         are."""
         self.shelf = shelf
         # In order of slots: where these follow one another, keys need no copy.
-        order = sorted(range(len(caches)), key=lambda m: caches[m].slot)
-        slots = np.array([caches[m].slot for m in order])
-        past = np.array([caches[m].length for m in order])
-        first = np.array([spans[m][0] for m in order])
-        counts = np.array([spans[m][1] for m in order])
-        longest = int(counts.max())
+        texts = [(cache.slot, cache.length, *span) for cache, span in zip(caches, spans, strict=True)]
+        slots, past, first, counts = np.array(sorted(texts), np.int64).T
         # Positions that the longest text has now, and a few more: kernels want masks of such widths.
-        self._span = min(shelf.capacity, -(-int((past + counts).max()) // 16) * 16)
-        is_row = int(slots[-1]) - int(slots[0]) + 1 == len(slots)
-        self._first_slot = int(slots[0]) if is_row else None
-        # Each new position: its text, and which one of that text's.
-        text_P = np.repeat(np.arange(len(slots)), counts)
-        step_P = np.arange(len(text_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Padded with the text's last one.
-        within_MT = np.minimum(np.arange(longest), counts[:, None] - 1)
-        rooms = [room for rooms in shelf.rooms for room in rooms if room is not None]
-        pieces = [
-            slots,
-            slots[text_P],
-            past[text_P] + step_P,
-            first[text_P] + step_P,
-            text_P * longest + step_P,
-            (first[:, None] + within_MT).ravel(),
-            (past[:, None] + within_MT).ravel(),
-        ]
-        # One array for all: each transfer to a GPU takes as long as a kernel.
-        whole = torch.from_numpy(np.concatenate(pieces)).to(rooms[0].device)
-        parts = torch.split(whole, [len(piece) for piece in pieces])
-        self._slot_M, self._slot_P, self._position_P, self.row_P, self._place_P, row_MT, position_MT = parts
-        """`row_P`: where each new position stands in the row of the pass."""
-        self._row_MT = row_MT.view(len(slots), longest)
-        self._position_MT = position_MT.view(len(slots), longest)
-        self._mask: Tensor | None = None
-        self._least_position = int(past.min())
+        span = min(shelf.capacity, -(-int((past + counts).max()) // 16) * 16)
+        room = next(room for rooms in shelf.rooms for room in rooms if room is not None)
+        arrays = (one.tobytes() for one in (slots, past, first, counts))
+        self.layout = _layout(*arrays, span, str(room.device))
+
+    @property
+    def row_P(self) -> Tensor:
+        """Where each new position stands in the row of the pass."""
+        return self.layout.row_P
 
     def attend(self, layer: int, q_HTK: Tensor, k_GTK: Tensor, v_GTK: Tensor) -> Tensor:
         """Attention [H, P, K] of the texts' new positions, from those of the whole pass. Several heads of
         queries may share one of keys."""
+        at = self.layout
         k_room, v_room = (room.flatten(1, 2) for room in self._rooms(layer)[:2])
-        k_room[self._slot_P, :, self._position_P] = k_GTK[:, self.row_P].transpose(0, 1)
-        v_room[self._slot_P, :, self._position_P] = v_GTK[:, self.row_P].transpose(0, 1)
-        num_texts, longest = self._row_MT.shape
-        heads = len(k_GTK)
+        k_room[at.slot_P, :, at.position_P] = k_GTK[:, at.row_P].transpose(0, 1)
+        v_room[at.slot_P, :, at.position_P] = v_GTK[:, at.row_P].transpose(0, 1)
+        num_texts, longest = at.shape_MT
+        heads, queries = len(k_GTK), len(q_HTK) // len(k_GTK)
         # Queries that share a head of keys stand one after another as if they were more positions: with a
         # mask, no fast kernel knows of shared heads.
-        q = q_HTK[:, self._row_MT].transpose(0, 1).reshape(num_texts, heads, -1, q_HTK.shape[-1])
-        if self._mask is None:
-            # The same in all layers, and as numbers: kernels would turn truth values into these every time.
-            later = self._position_MT[:, :, None] < torch.arange(self._span, device=q.device)
-            mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
-            self._mask = mask.repeat(1, len(q_HTK) // heads, 1)[:, None]
+        q_HMTK = q_HTK[:, at.row_MT].view(len(q_HTK), num_texts, longest, -1)
+        q = q_HMTK.transpose(0, 1).reshape(num_texts, heads, queries * longest, -1)
         keys, values = self._texts(k_room), self._texts(v_room)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=at.mask(q, queries))
         y_HPK = y.reshape(num_texts, len(q_HTK), longest, -1).transpose(0, 1).flatten(1, 2)
-        return y_HPK[:, self._place_P]
+        return y_HPK[:, at.place_P]
 
     def _texts(self, room: Tensor) -> Tensor:
         """The positions so far of these texts alone."""
-        seen = room.narrow(2, 0, self._span)
-        if self._first_slot is None:
-            return seen.index_select(0, self._slot_M)
-        return seen.narrow(0, self._first_slot, len(self._slot_M))
+        at = self.layout
+        seen = room.narrow(2, 0, at.span)
+        if at.first_slot is None:
+            return seen.index_select(0, at.slot_M)
+        return seen.narrow(0, at.first_slot, len(at.slot_M))
 
     def windows(self, layer: int, place: Place, x_PND: Tensor, taps: int) -> Tensor:
         """The inputs [P, W, N, D] that a convolution sees at each new position, whose own are `x_PND`."""
-        room = self._rooms(layer)[2 if place == "attention" else 3]
-        room[self._slot_P, :, self._position_P] = x_PND
-        back = torch.arange(1 - taps, 1, device=room.device)
-        position_PW = self._position_P[:, None] + back
-        windows = room[self._slot_P[:, None], :, position_PW.clamp(min=0)]
-        if self._least_position < taps - 1:
-            # Zeros where a text has not begun.
-            windows = windows * (position_PW >= 0)[:, :, None, None]
-        return windows
+        at, room = self.layout, self._rooms(layer)[2 if place == "attention" else 3]
+        room[at.slot_P, :, at.position_P] = x_PND
+        position_PW = at.position_P[:, None] + torch.arange(1 - taps, 1, device=room.device)
+        if at.least_position >= taps - 1:
+            return room[at.slot_P[:, None], :, position_PW]
+        # Zeros where a text has not begun.
+        return room[at.slot_P[:, None], :, position_PW.clamp(min=0)] * (position_PW >= 0)[:, :, None, None]
 
     def _rooms(self, layer: int) -> list[Tensor]:
         rooms = [room for room in self.shelf.rooms[layer] if room is not None]
@@ -265,9 +291,9 @@ class PackedCache:
     def positions(self, length: int) -> Tensor:
         assert length == sum(self.lengths), "every token belongs to one of the packed texts"
         spans = zip(self.parts, self.lengths, strict=True)
-        return torch.from_numpy(
-            np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
-        )
+        found = np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
+        # On the device at once: each table that is read with it would fetch it by itself.
+        return torch.from_numpy(found).to(self.groups[0].row_P.device if self.groups else "cpu")
 
     def advance(self, length: int) -> None:
         for m in self._together:

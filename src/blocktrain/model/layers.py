@@ -75,6 +75,8 @@ class LayerCache:
         # All inputs and not the last three: a rejected draft cuts the text back to any length, and the taps
         # must then see what stood before it.
         self.inputs_BSD: dict[Place, Growing] = {"attention": Growing(1), "feedforward": Growing(1)}
+        self.parts = [self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()]
+        """Keys, values, and the inputs of attention's convolution and of feed-forward's."""
 
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
         """Attention of the new positions over all positions so far."""
@@ -85,11 +87,6 @@ class LayerCache:
         y: Tensor = convolution(x_BTD, self.inputs_BSD[place].held())
         self.inputs_BSD[place].append(x_BTD)
         return y
-
-    @property
-    def parts(self) -> list[Growing]:
-        """Keys, values, and the inputs of attention's convolution and of feed-forward's."""
-        return [self.k_BHSK, self.v_BHSK, *self.inputs_BSD.values()]
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""

@@ -138,8 +138,7 @@ def best_scores(
     scores_RV = rows_RV.astype(np.float64) / (weight * (sampler.temperature or 1.0))
     if sampler.temperature:
         # The noise is known here too. Ranked without it, what only noise lifts would be missed.
-        for i, row in enumerate(scores_RV):
-            row += gumbel_noise(sampler.seed, position + i, len(row))
+        scores_RV += gumbel_noise(sampler.seed, position, scores_RV.shape[1], len(scores_RV))
     count = min(most, scores_RV.shape[1])
     ids_RK = np.argpartition(-scores_RV, count - 1, axis=1)[:, :count]
     return ids_RK, np.take_along_axis(scores_RV, ids_RK, axis=1)
@@ -214,16 +213,16 @@ def _nucleus(scores: Row, error: float, top_p: float) -> tuple[TokenSet, TokenSe
     return inside, doubtful
 
 
-def gumbel_noise(seed: int, position: int, vocabulary: int) -> Row:
-    """Standard Gumbel noise of one absolute position, the same on every machine."""
+def gumbel_noise(seed: int, position: int, vocabulary: int, positions: int = 1) -> Row:
+    """Standard Gumbel noise of absolute positions, [V] of one or [R, V], the same on every machine."""
     # A hash and not a generator: no state travels from token to token, so a retry or another machine draws
     # the same.
-    key = f"blocktrain-gumbel/{seed}/{position}".encode()
-    raw = np.frombuffer(hashlib.shake_128(key).digest(8 * vocabulary), dtype="<u8")
+    keys = (f"blocktrain-gumbel/{seed}/{position + i}".encode() for i in range(positions))
+    raw = b"".join(hashlib.shake_128(key).digest(8 * vocabulary) for key in keys)
     # Half a step off the grid: neither 0 nor 1 occurs, whose logarithms are infinite.
-    uniform = (raw.astype(np.float64) + 0.5) / 2.0**64
+    uniform = (np.frombuffer(raw, dtype="<u8").astype(np.float64) + 0.5) / 2.0**64
     noise: Row = -np.log(-np.log(uniform))
-    return noise
+    return noise if positions == 1 else noise.reshape(positions, vocabulary)
 
 
 def normalised(scores: Row) -> Row:

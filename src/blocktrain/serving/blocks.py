@@ -30,6 +30,8 @@ from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sampling import normalised
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
+from blocktrain.wire import frames
+from blocktrain.wire.frames import Codec
 
 KEPT_ROWS, KEPT_VALUES = 128, 1 << 20
 """Rows and log-probs of the last positions that a cache keeps at most where pooling follows the text. So far
@@ -56,6 +58,8 @@ class WeighedRows:
     text. [R, 0] where it does not."""
     features_TD: NDArray[Any] | None = None
     """Of all new tokens, where the work hands on; there are no rows then."""
+    encoded: tuple[Codec, bytes] | None = None
+    """Rows and log-weights as they travel, where the work asked for it and they are finite."""
 
 
 @dataclass
@@ -93,6 +97,8 @@ class RowWork:
     """What the parts before made of the ids, where another holder has them."""
     like: dict[int, BlockCache] | None = None
     """Another text's caches to begin with, which hold what stands before the ids."""
+    codec: Codec | None = None
+    """How the rows will travel: those of a pass are encoded at once."""
 
     @property
     def hands_on(self) -> bool:
@@ -214,9 +220,20 @@ class HeldBlocks:
                 for one in parts_by_block
             ]
             whole, start = self._weighed(blocks, joined), 0
+            codecs = {works[i].codec for i in members} - {None}
+            finite = bool(codecs) and np.isfinite(whole.rows).all() and np.isfinite(whole.log_weights).all()
+            travels = {
+                one: frames.encode_rows(whole.rows, one) for one in codecs if one is not None and finite
+            }
             for i in members:
-                at = slice(start, start := start + works[i].num_rows)
-                answers[i] = WeighedRows(whole.rows[at], whole.log_weights[at])
+                first, start = start, start + works[i].num_rows
+                logs, codec, encoded = whole.log_weights[first:start], works[i].codec, None
+                if codec in travels:
+                    size = frames.row_bytes(codec, self.vocabulary)
+                    rows = travels[codec][first * size : start * size]
+                    encoded = codec, rows + frames.encode_log_weights(logs)
+                # Copies: of a view, a session would keep the rows of all others for as long as its own.
+                answers[i] = WeighedRows(whole.rows[first:start].copy(), logs.copy(), encoded=encoded)
         return [answers[i] for i in range(len(works))]
 
     def _upstream(self, work: RowWork, dtype: torch.dtype) -> Tensor | None:

@@ -10,7 +10,7 @@ verdicts.
 
 Covered: an update that is harmful, empty or noise, also where a hint would hide it: sigma is stratified over
 the block's range for the share of windows that a recipe trains with hints. Not covered: harm that does not
-show in mean cross entropy of this text (a backdoor), and who has the text of both kinds.
+show in mean cross entropy of this text (a backdoor, or harm to other text by a worker who has all of this).
 """
 
 from __future__ import annotations

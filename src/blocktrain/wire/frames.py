@@ -23,6 +23,7 @@ ids inside the vocabulary, NaN and infinite rows and activations. Not covered: w
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -240,6 +241,7 @@ def decode_body(header: Header, body: bytes) -> Frame:
 # ---- token ids ----------------------------------------------------------------------------------
 
 
+@functools.cache
 def id_dtype(vocabulary: int) -> np.dtype[Any]:
     # One byte per token for a vocabulary of bytes: a request is hardly more than its ids.
     for name in ("u1", "<u2"):
@@ -423,6 +425,7 @@ def decode_activations(payload: bytes, codec: ActivationCodec, positions: int, w
     return values
 
 
+@functools.cache
 def code_range(codec: Codec) -> tuple[float, int]:
     """Nats that a quantised codec spans, and its largest code."""
     return _SPAN[codec], int(np.iinfo(_CODE[codec]).max)

@@ -29,6 +29,7 @@ from blocktrain.coordinator.http.signed_requests import (
 )
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.service import Coordinator
+from blocktrain.coordinator.storage.blobs import part_lengths
 from blocktrain.coordinator.updates import Expected
 from blocktrain.wire import messages
 from blocktrain.wire.identity import WorkerId
@@ -120,13 +121,19 @@ def delete_assignment(service: Service, assignment_id: IdPath, signed: SignedEmp
     ),
     openapi_extra=takes(messages.CommitRequest),
 )
-def post_commit(
+async def post_commit(
+    request: Request,
     service: Service,
     assignment_id: IdPath,
     signed: Annotated[Signed[messages.CommitRequest], Depends(SignedBody(messages.CommitRequest))],
 ) -> messages.CommitAnswer:
     """Promise a payload by its hash; learn where to put it."""
-    return service.updates.commit(signed.worker_id, assignment_id, signed.message)
+    work = partial(service.updates.commit, signed.worker_id, assignment_id, signed.message)
+    # Of a large payload the store is asked which parts it has.
+    in_parts = service.resources.blobs.shared and part_lengths("", signed.message.payload_bytes)
+    state = request.app.state
+    threads: Executor = state.store_threads if in_parts else state.writing_threads
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 @worker_routes.put(

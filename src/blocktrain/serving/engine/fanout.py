@@ -239,9 +239,12 @@ class Fanout:
                 question.stats.retries += 1
                 return await self._fetch(question, blocks, avoid, began)
         finally:
-            for task in tasks:
+            left = [task for task in tasks if not task.done()]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Mostly all are done, and waiting for them again costs as much as asking did.
+            if left or len(tasks) > 1:
+                await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _all(legs: Sequence[Coroutine[Any, Any, list[Part]]]) -> list[Part]:

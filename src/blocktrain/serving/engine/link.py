@@ -244,7 +244,12 @@ class StageLink:
                     link = self
                     assert self._stream is not None, "it was there a moment ago"
                     await self._stream.write(raw)
-                    await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+                    if len(replies) == 1:
+                        # Awaited as it is, a future needs no callbacks and no set.
+                        with contextlib.suppress(LinkError):
+                            await replies[0]
+                    else:
+                        await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
                     link, reply = next(pair for pair in zip(through, replies, strict=True) if pair[1].done())
                     frame = link._checked(reply.result())
                     if frame.type != FrameType.RESEND and link is not through[-1]:

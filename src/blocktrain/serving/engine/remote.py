@@ -3,9 +3,9 @@
 `ar` and `verify` compose by `consensus`: stages need nothing from each other, so all are asked at once. The
 parts of a serial model are asked as a chain in which stages hand on to one another (`pipeline`).
 `sweep` composes by `euler`, a chain, and the gateway carries its state from stage to stage (decision 0005).
-Rows travel as Q16 codes by default and as fp32 for scoring, log-probs, top-p and sweeps; of a large
-vocabulary only the best tokens travel, and whole rows where these cannot settle a choice. Near ties are
-settled in fp64 (`model.sampling`), so the text does not depend on the codec. Knows nothing of HTTP.
+Of rows only the best tokens travel, as Q16 codes, and whole rows where these cannot settle a choice; rows are
+fp32 for scoring, log-probs, top-p and sweeps. Near ties are settled in fp64 (`model.sampling`), so the text
+does not depend on the codec. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from blocktrain.wire.frame_metadata import Draw, Hello
 from blocktrain.wire.frames import ActivationCodec, Codec, FrameType
 
 BEST_TOKENS = 32
-"""With two bytes each for id and score, a row of 32,768 tokens takes 132 bytes instead of 65,540."""
-LEAST_VOCABULARY = 2048
-"""Below, whole rows of 4 kB are cheaper than now and then a second question."""
+"""With two bytes each for id and score, a row of 32,768 tokens takes 132 bytes instead of 65,540; one of 256
+takes 100 instead of 516, and of 6,144 choices between bytes none needed a second question."""
+LEAST_VOCABULARY = 8 * BEST_TOKENS
+"""Below, whole rows take little more."""
 SPARE_SECONDS = 1.0
 """How long start() waits for stages that are not needed."""
 SECONDS_PER_POSITION = 0.01
@@ -72,11 +73,12 @@ class EngineConfig:
     """How values travel between the stages of a serial model."""
     best_tokens: int | None = None
     """Tokens of each row that stages send, where a choice depends on temperature and noise alone; the others
-    are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger."""
+    are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger, as
+    one of bytes is."""
     kept_sessions: int = 16
     """Complete texts whose caches stay on the stages for others that begin alike; 0 for none."""
-    draft_blocks: int = 2
-    """Blocks held here to draft with: two agree with four on 95 % of bytes, one on 91 % (docs/history)."""
+    draft_blocks: int | None = None
+    """Blocks held here to draft with; None: see `drafting.blocks_for_drafts`."""
     token: str = ""
     """The secret of stages that ask for one."""
     fanout: FanoutConfig = field(default_factory=FanoutConfig)
@@ -281,7 +283,7 @@ class StageSession:
         parts = await self.engine.fanout.collect(question)
         if draw is None:
             return pooled(parts, self.engine.pooling)
-        return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary)
+        return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)
 
     async def exact(self, tokens: Sequence[int]) -> Row:
         window = tokens[window_start(len(tokens), self.engine.shape.context) :]

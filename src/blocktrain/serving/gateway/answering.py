@@ -206,7 +206,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
         async def emit(piece: Piece) -> None:
-            await write(self.job.format.events(piece, self.job.usage))
+            await write(self.job.format.events(piece, lambda: self.job.usage))
 
         try:
             await self.answerer.write(self.job, emit)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from blocktrain.serving.engine.requests import ModelInfo
 from blocktrain.serving.gateway import openai_messages as shapes
@@ -32,9 +33,9 @@ class AnswerFormat(ABC):
     def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
 
     @abstractmethod
-    def events(self, piece: Piece, usage: shapes.Usage) -> Iterator[str]:
-        """A piece as server-sent events, with the usage so far. The reason for the end comes in an event of
-        its own: some clients do not read the text that stands beside it."""
+    def events(self, piece: Piece, usage: Callable[[], shapes.Usage]) -> Iterator[str]:
+        """A piece as server-sent events, which may show the usage so far. The reason for the end comes in an
+        event of its own: some clients do not read the text that stands beside it."""
 
     @abstractmethod
     def ending(self, usage: shapes.Usage) -> Iterator[str]:
@@ -81,6 +82,7 @@ class ChunkFormat(AnswerFormat):
             "system_fingerprint": f"bt-{model.model_hash[:16]}",
         }
         """What every chunk of one answer repeats."""
+        self._around: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
     def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[BaseModel]: ...
@@ -88,11 +90,31 @@ class ChunkFormat(AnswerFormat):
     @abstractmethod
     def usage_chunk(self, usage: shapes.Usage) -> BaseModel: ...
 
-    def events(self, piece: Piece, usage: shapes.Usage) -> Iterator[str]:
+    def events(self, piece: Piece, usage: Callable[[], shapes.Usage]) -> Iterator[str]:
+        options = self.options
+        is_text = not piece.first and piece.finish_reason is None
+        if is_text and self.top is None and not self.block_weights and not options.continuous_usage_stats:
+            before, behind = self._around_text(piece.index)
+            yield f"{before}{to_json(piece.text).decode()}{behind}"
+            return
+        for chunk in self.chunks(piece, usage() if options.continuous_usage_stats else None):
+            yield self._event(chunk)
+
+    def _event(self, chunk: BaseModel) -> str:
         options = self.options
         hidden = set() if options.include_usage or options.continuous_usage_stats else {"usage"}
-        for chunk in self.chunks(piece, usage if options.continuous_usage_stats else None):
-            yield f"data: {chunk.model_dump_json(exclude=hidden)}\n\n"
+        return f"data: {chunk.model_dump_json(exclude=hidden)}\n\n"
+
+    def _around_text(self, index: int) -> tuple[str, str]:
+        """What stands before and behind the text of a choice's chunks, which is all that differs between
+        them. Made once: a chunk as a model and its JSON took 0.1 ms for every token."""
+        if index not in self._around:
+            # Nobody can guess it, so no name of a model holds it.
+            mark = secrets.token_hex(16)
+            (chunk,) = self.chunks(Piece(index, mark, []), None)
+            before, behind = self._event(chunk).split(f'"{mark}"')
+            self._around[index] = before, behind
+        return self._around[index]
 
     def ending(self, usage: shapes.Usage) -> Iterator[str]:
         if self.options.include_usage:

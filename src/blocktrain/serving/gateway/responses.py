@@ -6,7 +6,7 @@ earlier answer comes back as a message of `input`, never by its id.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -237,7 +237,7 @@ class ResponsesFormat(AnswerFormat):
         )
         return self._response(status, [message], cost)
 
-    def events(self, piece: Piece, usage: Usage) -> Iterator[str]:
+    def events(self, piece: Piece, usage: Callable[[], Usage]) -> Iterator[str]:
         if piece.first:
             begun = self._response("in_progress", [], None)
             message = OutputMessage(id=self._item, status="in_progress", content=[])

@@ -379,7 +379,7 @@ class Stage:
         try:
             kind, codec = FrameType.LOG_PROBS, frame.header.codec
             logs = np.empty((0, 0))
-            asked = None
+            asked = found = None
             if frame.type == FrameType.REFINE:
                 kind, rows = await self._refined(connection.model, frame)
             else:
@@ -396,11 +396,14 @@ class Stage:
                     return
                 rows, logs = found.rows, found.log_weights
                 codec = Codec.F64 if asked.kind == FrameType.EXACT else codec
+            self.metrics.rows.inc(len(rows))
+            header = Header(kind, codec, rows=len(rows))
+            if found is not None and found.encoded is not None and found.encoded[0] == codec:
+                await self._reply(connection, frame, header, "ok", payload=found.encoded[1])
+                return
             # Said here with a sentence; the engine would take such a row for a broken stage.
             if not (np.isfinite(rows).all() and np.isfinite(logs).all()):
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
-            self.metrics.rows.inc(len(rows))
-            header = Header(kind, codec, rows=len(rows))
             if codec == Codec.BEST and asked is not None:
                 # In a thread: the noise of a row over 32,768 tokens takes a millisecond.
                 encoded = await asyncio.to_thread(_best, connection.model, asked.ask, rows)
@@ -544,6 +547,7 @@ class Stage:
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
             work.like = other.caches if other is not None else None
+            work.codec = header.codec if header.codec != Codec.BEST and rows_of else None
             session.supersede(header.base)
             session.outcome = model.batcher.submit(work, asked.deadline)
             session.waiting.append((header.base, session.outcome))
@@ -644,8 +648,14 @@ class Stage:
     ) -> None:
         """A frame that names the request it answers."""
         asked = frame.header
-        named = replace(
-            header, session=asked.session, epoch=asked.epoch, traversal=asked.traversal, base=asked.base
+        named = Header(
+            header.type,
+            header.codec,
+            session=asked.session,
+            epoch=asked.epoch,
+            traversal=asked.traversal,
+            base=asked.base,
+            rows=header.rows,
         )
         self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
