@@ -104,7 +104,7 @@ def test_floats_are_written_as_python_writes_them(quiet_page: Watched) -> None:
 
 def test_any_json_has_the_canonical_form_that_python_gives_it(quiet_page: Watched) -> None:
     @given(st.lists(VALUES, max_size=8))
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def check(values: list[object]) -> None:
         texts = [json.dumps(value, indent=1, ensure_ascii=False) for value in values]
         assert quiet_page.page.evaluate(CANONICAL, texts) == [

@@ -60,7 +60,7 @@ def trained_demo(command_environment: dict[str, str], tmp_path_factory: pytest.T
 @pytest.fixture
 def runner(command_environment: dict[str, str], tmp_path: Path) -> Iterator[Runner]:
     ports = dict(zip((8420, 8000), free_ports(2), strict=True))
-    (tmp_path / "notes.txt").write_bytes(prose(3000, seed=3))
+    (tmp_path / "notes.txt").write_bytes(prose(800, seed=3))
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     runner = Runner(tmp_path, {**command_environment, "HOME": str(tmp_path)}, ports)
     yield runner

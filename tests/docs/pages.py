@@ -83,7 +83,8 @@ def commands(script: str) -> list[list[str]]:
 
 @dataclass
 class Runner:
-    """Runs the blocks of one page in one folder, with free ports in place of the documented ones."""
+    """Runs the blocks of one page in one folder, with free ports in place of the documented ones
+    and one round where a swarm is told its number."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -94,6 +95,7 @@ class Runner:
         for documented, free in self.ports.items():
             script = re.sub(rf"\b{documented}\b", str(free), script)
         script = script.replace("0.0.0.0", "127.0.0.1")
+        script = re.sub(r"swarm\.rounds=\d+", "swarm.rounds=1", script)
         return re.sub(
             r"(blocktrain (?:join|(?:worker|doctor|judge) --coordinator) \S+)", rf"\1 {self.corpus()}", script
         )

@@ -80,6 +80,13 @@ def test_a_settled_choice_survives_any_change_within_the_tolerance(
         assert choose(changed, sampler, 7, 1e-12, TEXT).token == choice.token
 
 
+def test_a_temperature_too_small_to_divide_by_takes_the_most_likely_token() -> None:
+    row = random_row(0)
+    for temperature in (5e-324, 2e-309, 1e-7):
+        chosen = choose(row, Sampler(0, temperature), 0, 0.0)
+        assert (chosen.token, chosen.settled) == (int(row.argmax()), True)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_near_tie_is_not_settled(temperature: float) -> None:
     row = normalised(np.array([1.0, 1.0 + 1e-6, -30.0]))

@@ -23,9 +23,9 @@ def same(left: Weights, right: Weights) -> bool:
 
 @pytest.mark.parametrize("policy", ["drop", "carry"])
 def test_the_same_seed_gives_the_same_report(policy: str, make_scenario: MakeScenario) -> None:
-    swarm = {"rounds": 2}
+    sections = {"model": {"blocks": 1}, "swarm": {"rounds": 2}}
     first, second, other = (
-        Simulation(make_scenario("bad-edge", policy, seed, swarm=swarm)).run() for seed in (5, 5, 6)
+        Simulation(make_scenario("bad-edge", policy, seed, **sections)).run() for seed in (5, 5, 6)
     )
     assert first == second
     assert first != other
@@ -49,8 +49,10 @@ def test_blocks_of_another_family_are_simulated(family: str, make_scenario: Make
 
 
 def test_without_delays_both_policies_do_the_same(make_scenario: MakeScenario) -> None:
-    runs = [Simulation(make_scenario("lockstep", policy)) for policy in ("drop", "carry")]
-    reports = [run.run() for run in runs]
+    reports = [
+        Simulation(make_scenario("lockstep", policy, swarm={"rounds": 2})).run()
+        for policy in ("drop", "carry")
+    ]
     assert [report["participation"] for report in reports] == [1.0, 1.0]
     assert reports[0]["final_ce"] == pytest.approx(reports[1]["final_ce"], abs=1e-3)
 
@@ -167,9 +169,13 @@ def test_carry_loses_nothing(make_scenario: MakeScenario) -> None:
 
 
 def test_compressed_updates_run_too(make_scenario: MakeScenario) -> None:
-    dense = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3})).run()
-    for codec in ("sign", "sparse:16"):
-        report = Simulation(make_scenario("wan-mid", "carry", swarm={"rounds": 3, "codec": codec})).run()
+    dense, *others = (
+        Simulation(
+            make_scenario("wan-mid", "carry", model={"blocks": 1}, swarm={"rounds": 2, "codec": codec})
+        ).run()
+        for codec in ("dense", "sign", "sparse:16")
+    )
+    for report in others:
         assert report["bytes_up"] < dense["bytes_up"] / 3
 
 

@@ -20,11 +20,13 @@ from blocktrain.training.local import Group, LocalRun, Silent
 from tests.tiny import adaptive, prose, tiny_recipe
 
 CPU = torch.device("cpu")
+SHORT = ("training.steps=1", "training.reference=false")
 SEQUENTIAL = ("training.checkpoint_seconds=1e-9",)
 TURNS = (*SEQUENTIAL, "training.order=turns", "objective.codebook=learned")
-CHAIN = (*SEQUENTIAL, "objective.kind=chain", "objective.hint_probability=0")
+# The reference trains alone, after and beside nothing: the two above resume it.
+CHAIN = (*SEQUENTIAL, "objective.kind=chain", "objective.hint_probability=0", "training.reference=false")
 
-ROUNDS = (*SEQUENTIAL, "training.order=turns", "swarm.steps_per_round=2")
+ROUNDS = (*SEQUENTIAL, "training.order=turns", "swarm.steps_per_round=2", "training.reference=false")
 CHAIN_TURNS = (*ROUNDS, "objective.kind=chain", "objective.hint_probability=0")
 CHAIN_LEARNED = (*ROUNDS, "objective.kind=chain", "model.blocks=3", "objective.codebook=learned")
 
@@ -91,7 +93,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for overrides in (SEQUENTIAL, TURNS, CHAIN, CHAIN_TURNS, CHAIN_LEARNED):
         out = tmp_path_factory.mktemp("whole")
         report = finished(local_run(text, out, *overrides))
-        results[overrides] = (comparable(report), files_of(out / "checkpoint"))
+        results[overrides] = (comparable(report), files_of(out / "checkpoint"), out)
     return results
 
 
@@ -120,7 +122,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(
         finished(local_run(text, tmp_path, *overrides, observer=StopAt(unit, step)))
     assert not (tmp_path / "report.json").exists()
     report = finished(local_run(text, tmp_path, *overrides), resume=True)
-    expected_report, expected_files = uninterrupted[overrides]
+    expected_report, expected_files, _ = uninterrupted[overrides]
     assert files_of(tmp_path / "checkpoint") == expected_files
     assert comparable(report) == expected_report
 
@@ -133,25 +135,23 @@ def test_a_resumed_run_repeats_at_most_the_step_it_was_stopped_in(text: Path, tm
     assert watcher.begun == [("block 0", 6), ("block 1", 3), ("reference", 0)]
 
 
-def test_a_finished_run_can_be_finished_again(text: Path, tmp_path: Path) -> None:
-    first = finished(local_run(text, tmp_path))
-    before = files_of(tmp_path / "checkpoint")
-    again = finished(local_run(text, tmp_path), resume=True)
-    assert comparable(again) == comparable(first)
-    assert files_of(tmp_path / "checkpoint") == before
+def test_a_finished_run_can_be_finished_again(text: Path, uninterrupted: Any) -> None:
+    report, files, out = uninterrupted[SEQUENTIAL]
+    assert comparable(finished(local_run(text, out, *SEQUENTIAL), resume=True)) == report
+    assert files_of(out / "checkpoint") == files
 
 
-def test_training_state_is_plain_safetensors(text: Path, tmp_path: Path) -> None:
-    finished(local_run(text, tmp_path, *TURNS))
-    state = safetensors.torch.load_file(tmp_path / "state" / "group-0.safetensors")
+def test_training_state_is_plain_safetensors(uninterrupted: Any) -> None:
+    _, _, out = uninterrupted[TURNS]
+    state = safetensors.torch.load_file(out / "state" / "group-0.safetensors")
     assert {"block 0/weights/embedding.weight", "block 1/weights/out.weight"} <= state.keys()
     assert {"codebook/weights/table"} <= state.keys()
     assert any(name.startswith("block 0/optimizer/") for name in state)
 
 
-def test_nothing_temporary_is_left_behind(text: Path, tmp_path: Path) -> None:
-    finished(local_run(text, tmp_path, *SEQUENTIAL))
-    assert not [name for name in files_of(tmp_path) if ".tmp" in name or Path(name).name.startswith(".")]
+def test_nothing_temporary_is_left_behind(uninterrupted: Any) -> None:
+    for _, _, out in uninterrupted.values():
+        assert not [name for name in files_of(out) if ".tmp" in name or Path(name).name.startswith(".")]
 
 
 def test_blocks_of_a_fixed_codebook_train_the_same_in_any_order(text: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_blocks_of_a_fixed_codebook_train_the_same_in_any_order(text: Path, tmp_
 
 def test_blocks_that_take_turns_have_neighbours_as_old_as_the_round(text: Path, tmp_path: Path) -> None:
     """The same weights as by hand: copies frozen at steps 0, 2 and 4, each round alone on its copies."""
-    kinds = (*ROUNDS, "objective.kind=chain", "training.reference=false", "model.blocks=3")
+    kinds = (*ROUNDS, "objective.kind=chain", "model.blocks=3")
     run, other = local_run(text, tmp_path / "a", *kinds), local_run(text, tmp_path / "b", *kinds)
     run.train(resume=False)
     trainers = [
@@ -259,13 +259,13 @@ def test_the_passes_of_frozen_blocks_are_counted_where_they_are_made(text: Path,
     """Block 1 takes the features of block 0 in all 6 steps."""
     d, tokens = 32, 4 * 32
     plain = 12 * d * d * 2 + 2 * d * 32 + 2 * d * d + 2 * 256 * d
-    chain = finished(local_run(text, tmp_path / "chain", *CHAIN, "training.reference=false"))
+    chain = finished(local_run(text, tmp_path / "chain", *CHAIN))
     upstream = 2 * d * d
     assert chain["flops"]["blocks"] == 6 * tokens * (3 * plain + plain + 3 * (plain + upstream))
 
 
 def test_a_run_without_a_reference_reports_none(text: Path, tmp_path: Path) -> None:
-    report = finished(local_run(text, tmp_path, "training.reference=false"))
+    report = finished(local_run(text, tmp_path, *SHORT))
     assert report["reference"] is None
     assert report["gap"] is None
     assert report["tokens"]["reference"] == 0
@@ -273,7 +273,7 @@ def test_a_run_without_a_reference_reports_none(text: Path, tmp_path: Path) -> N
 
 def test_a_run_without_hints_reports_no_euler(text: Path, tmp_path: Path) -> None:
     observer = StopAt()
-    report = finished(local_run(text, tmp_path, "objective.hint_probability=0", observer=observer))
+    report = finished(local_run(text, tmp_path, "objective.hint_probability=0", *SHORT, observer=observer))
     assert list(report["composed"]) == ["consensus"]
     # Scored on 200 bytes, and told that this is little.
     assert any(line.startswith("only 200 tokens of held-out text") for line in observer.said)
@@ -292,9 +292,12 @@ def test_the_loss_curve_has_some_two_hundred_points_stopped_or_not(text: Path, t
         local_run(text, tmp_path / "run", *overrides, *SEQUENTIAL, observer=StopAt("block 0", 20)).train(
             resume=False
         )
-    resumed = local_run(text, tmp_path / "run", *overrides, *SEQUENTIAL)
-    resumed.train(resume=True)
-    assert resumed.units[0].curve == curve
+    resumed = local_run(text, tmp_path / "run", *overrides, *SEQUENTIAL, observer=StopAt("block 0", 60))
+    with pytest.raises(Stopped):
+        resumed.train(resume=True)
+    points = resumed.units[0].curve
+    assert len(points) >= 29
+    assert points == curve[: len(points)]
 
 
 def test_resuming_what_was_never_started_is_refused(text: Path, tmp_path: Path) -> None:
@@ -304,10 +307,10 @@ def test_resuming_what_was_never_started_is_refused(text: Path, tmp_path: Path) 
 
 
 def test_starting_over_a_run_is_refused(text: Path, tmp_path: Path) -> None:
-    local_run(text, tmp_path).train(resume=False)
+    local_run(text, tmp_path, *SHORT).train(resume=False)
     before = files_of(tmp_path)
     with pytest.raises(UserError, match="already holds a run; add --resume"):
-        local_run(text, tmp_path).train(resume=False)
+        local_run(text, tmp_path, *SHORT).train(resume=False)
     assert files_of(tmp_path) == before
 
 
@@ -315,18 +318,18 @@ def test_starting_over_a_run_is_refused(text: Path, tmp_path: Path) -> None:
 def test_resuming_under_another_recipe_names_what_changed(
     text: Path, tmp_path: Path, override: str, named: str
 ) -> None:
-    local_run(text, tmp_path).train(resume=False)
+    local_run(text, tmp_path, *SHORT).train(resume=False)
     with pytest.raises(UserError, match=rf"other settings \({named}\)"):
-        local_run(text, tmp_path, override).train(resume=True)
+        local_run(text, tmp_path, *SHORT, override).train(resume=True)
 
 
 def test_resuming_on_changed_text_is_refused(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_bytes(prose(12_000, seed=1))
-    local_run(text, out).train(resume=False)
+    local_run(text, out, *SHORT).train(resume=False)
     text.write_bytes(prose(12_000, seed=2))
     with pytest.raises(UserError, match="corpus_sha256"):
-        local_run(text, out).train(resume=True)
+        local_run(text, out, *SHORT).train(resume=True)
 
 
 def test_a_damaged_run_file_is_refused(text: Path, tmp_path: Path) -> None:

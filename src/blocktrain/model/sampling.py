@@ -33,6 +33,8 @@ EXACT_TOLERANCE = 1e-10
 """The same of float64 rows; their noise is about 1e-13."""
 FORBIDDEN = -1e9
 """The score of a token that may not come: finite, because two infinities have no difference."""
+COLDEST = 1e-6
+"""A temperature below this is 0."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Sampler:
     end: int | None = None
     min_tokens: int = 0
     """New tokens before `end` may come."""
+
+    def __post_init__(self) -> None:
+        # Log-probs by a smaller one than 1e-307 overflow, and every token scores minus infinity. Below 1e-6
+        # noise decides only between tokens within 4e-5 nats.
+        if 0 < self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def reads_text(self) -> bool:

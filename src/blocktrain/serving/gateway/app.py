@@ -403,10 +403,18 @@ def create_app(engines: Engines, config: GatewayConfig | None = None) -> FastAPI
         Exception,
     ):
         app.add_exception_handler(kind, _error_answer)
-    # FastAPI documents its own 422 for every body; here a body that does not fit is a 400.
-    for path in app.openapi()["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        # FastAPI documents its own 422 for every body; here a body that does not fit is a 400.
+        described = describe()
+        for path in described["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return described
+
+    # Made when somebody asks: it takes longer than all the rest of a gateway's start.
+    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
