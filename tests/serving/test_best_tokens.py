@@ -160,13 +160,14 @@ def test_a_stage_refuses_best_tokens_without_a_way_to_draw(checkpoint: Path) -> 
         try:
             answer = await reply(stream, frames.encode_frame(header, encode_metadata(Ask([0])), ids))
             assert answer.type == FrameType.FAILED
-            # A temperature so low that no score is finite.
-            draw = encode_metadata(Ask([0], draw=Draw(0, 3, 1e-320, 8)))
-            answer = await reply(stream, frames.encode_frame(header, draw, ids))
-            assert answer.type == FrameType.FAILED
-            draw = encode_metadata(Ask([0], draw=Draw(0, 3, 1.0, 8)))
-            answer = await reply(stream, frames.encode_frame(header, draw, ids))
-            assert len(answer.payload) == frames.best_bytes(8, 256)
+            payloads = []
+            # With the first no score would be finite: it is none at all.
+            for temperature in (1e-320, 0.0, 1.0):
+                draw = encode_metadata(Ask([0], draw=Draw(0, 3, temperature, 8)))
+                answer = await reply(stream, frames.encode_frame(header, draw, ids))
+                payloads.append(answer.payload)
+            assert len(payloads[0]) == frames.best_bytes(8, 256)
+            assert payloads[0] == payloads[1] != payloads[2]
         finally:
             await stream.close()
             await stage.close()
