@@ -97,6 +97,16 @@ KINDS: Mapping[str, Kind] = {
         ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
         {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
     ),
+    "merge": Kind(
+        "merge-*.json",
+        (
+            "src/blocktrain/coordinator",
+            "src/blocktrain/wire/codec.py",
+            "src/blocktrain/training/merge.py",
+            "benchmarks/merge.py",
+        ),
+        {"parameters": int, "seconds": NUMBER, "processor_seconds": NUMBER, "peak_bytes": int},
+    ),
     "large_blocks": Kind(
         "large-blocks*.json",
         (*TRAINING, "src/blocktrain/training/memory.py", "benchmarks/large_blocks.py"),
