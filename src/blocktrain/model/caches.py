@@ -145,7 +145,7 @@ class Shelves:
                 shelf.put(cache)
 
 
-class Layout:
+class Placement:
     """Where the new positions of some texts stand: in the row of a pass, and in their slots."""
 
     def __init__(
@@ -192,8 +192,8 @@ class Layout:
         return self._mask
 
 
-# The blocks of a stage hold the same texts, mostly in the same slots: one layout then serves all of them.
-_layout = functools.lru_cache(maxsize=4)(Layout)
+# The blocks of a stage hold the same texts, mostly in the same slots: one placement then serves all of them.
+_placement = functools.lru_cache(maxsize=4)(Placement)
 
 
 class Together:
@@ -210,17 +210,17 @@ class Together:
         span = min(shelf.capacity, -(-int((past + counts).max()) // 16) * 16)
         room = next(room for rooms in shelf.rooms for room in rooms if room is not None)
         arrays = (one.tobytes() for one in (slots, past, first, counts))
-        self.layout = _layout(*arrays, span, str(room.device))
+        self.placement = _placement(*arrays, span, str(room.device))
 
     @property
     def row_P(self) -> Tensor:
         """Where each new position stands in the row of the pass."""
-        return self.layout.row_P
+        return self.placement.row_P
 
     def attend(self, layer: int, q_HTK: Tensor, k_GTK: Tensor, v_GTK: Tensor) -> Tensor:
         """Attention [H, P, K] of the texts' new positions, from those of the whole pass. Several heads of
         queries may share one of keys."""
-        at = self.layout
+        at = self.placement
         k_room, v_room = (room.flatten(1, 2) for room in self._rooms(layer)[:2])
         k_room[at.slot_P, :, at.position_P] = k_GTK[:, at.row_P].transpose(0, 1)
         v_room[at.slot_P, :, at.position_P] = v_GTK[:, at.row_P].transpose(0, 1)
@@ -237,7 +237,7 @@ class Together:
 
     def _texts(self, room: Tensor) -> Tensor:
         """The positions so far of these texts alone."""
-        at = self.layout
+        at = self.placement
         seen = room.narrow(2, 0, at.span)
         if at.first_slot is None:
             return seen.index_select(0, at.slot_M)
@@ -245,7 +245,7 @@ class Together:
 
     def windows(self, layer: int, place: Place, x_PND: Tensor, taps: int) -> Tensor:
         """The inputs [P, W, N, D] that a convolution sees at each new position, whose own are `x_PND`."""
-        at, room = self.layout, self._rooms(layer)[2 if place == "attention" else 3]
+        at, room = self.placement, self._rooms(layer)[2 if place == "attention" else 3]
         room[at.slot_P, :, at.position_P] = x_PND
         position_PW = at.position_P[:, None] + torch.arange(1 - taps, 1, device=room.device)
         if at.least_position >= taps - 1:
