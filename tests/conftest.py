@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.forked import quick_python
+from tests.forked import fork_the_server, quick_python
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -117,6 +117,12 @@ def pytest_collection_finish() -> None:
     """What the imports left is there to stay: the garbage collector need not look at it again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        fork_the_server()
 
 
 @pytest.fixture(autouse=True)
