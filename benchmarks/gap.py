@@ -1,21 +1,26 @@
 """How far pooled blocks end from end to end: equal operations, both sides tuned by one search, several seeds.
 
     python benchmarks/gap.py RECIPE [--set SECTION.KEY=VALUE] [--seeds 0,1,2] [--device cuda] [--jobs 6]
-                             [--tuned tune.json] [--json FILE]
+                             [--tuned tune.json] [--work FOLDER] [--json FILE]
 
 First the search of `tune.py` with the first seed, or its report (--tuned): rates are chosen on pooling text.
 Then all blocks and the reference with every seed; the reference takes the number of steps that makes its
 operations those of all blocks together. Held-out text is scored once, at the end. Prints the gap of each
-seed, the mean and its standard error. Exits 1 where a best rate lies on the edge of the grid: such a side is
-not tuned. The gap itself is a finding and no claim.
+seed, the mean and its standard error; the loss of the first 1, 2, ... blocks pooled, with the fit that an
+ensemble of equal predictors follows (limit + spread / blocks); and block 0 of the first seed trained as many
+times longer as there are blocks, which is as many operations. What is trained lies in --work, and the same
+command goes on with the rest. Exits 1 where a best rate lies on the edge of the grid: such a side is not
+tuned. The gap itself is a finding and no claim.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,13 +29,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from provenance import check_claims, write_report
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 from tune import SIDES, Trial, best_of, on_the_edge, rates, search, train_unit, tried_before, with_rates
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.data.corpora import open_text
+from blocktrain.model.block import Block
 from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator
@@ -45,16 +52,21 @@ class Work:
     index: int | None
     settings: tuple[str, ...]
 
+    def kept_in(self, folder: Path) -> Path:
+        told = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        return folder / f"seed-{self.seed}-{'reference' if self.index is None else self.index}-{told}"
 
-def run_unit(name: str, work: Work, device: str) -> tuple[Work, dict[str, Tensor], float | None]:
-    """In a process of its own: the weights of a block, or the reference's score."""
-    torch.set_num_threads(1)
-    recipe = load_recipe(find_recipe(name), [*work.settings, f"seed={work.seed}"])
-    unit = train_unit(recipe, find_device(device), work.index)
-    if work.index is None:
-        held_out = unit.text.first_tokens("held_out", recipe.evaluation.max_bytes)
-        return work, {}, unit.evaluator.score_one(unit.block, held_out).ce
-    return work, {key: tensor.cpu() for key, tensor in unit.block.state_dict().items()}, None
+
+def run_unit(name: str, work: Work, device: str, folder: Path) -> Work:
+    """In a process of its own: leaves the unit's weights in the folder."""
+    kept = work.kept_in(folder)
+    if not kept.exists():
+        torch.set_num_threads(1)
+        recipe = load_recipe(find_recipe(name), [*work.settings, f"seed={work.seed}"])
+        unit = train_unit(recipe, find_device(device), work.index)
+        save_file({key: tensor.cpu() for key, tensor in unit.block.state_dict().items()}, f"{kept}.part")
+        Path(f"{kept}.part").replace(kept)
+    return work
 
 
 def reference_steps(recipe: Recipe, vocabulary: int) -> int:
@@ -68,18 +80,31 @@ def reference_steps(recipe: Recipe, vocabulary: int) -> int:
     return round(recipe.training.steps * of_blocks / of_reference)
 
 
-def composed(recipe: Recipe, device: torch.device, weights: Sequence[dict[str, Tensor]]) -> float:
-    """The pooled blocks' cross entropy on held-out text."""
-    text = open_text(recipe)
-    setup = Setup.of(recipe, text.manifest.vocabulary)
-    blocks = [setup.initial(index).to(device).eval() for index in range(recipe.model.blocks)]
-    for block, found in zip(blocks, weights, strict=True):
-        block.load_state_dict(found)
-    table = setup.codebook().to(device)().detach()
-    evaluator = Evaluator(setup.objective, table, recipe.evaluation, seed=recipe.seed)
-    pooling = evaluator.fit_pooling(blocks, text.first_tokens("pooling", recipe.evaluation.pooling_bytes))
-    held_out = text.first_tokens("held_out", recipe.evaluation.max_bytes)
-    return evaluator.score(blocks, pooling, held_out, euler=False).consensus.ce
+class Scorer:
+    """Scores units of one seed on held-out text, alone or pooled."""
+
+    def __init__(self, name: str, work: Work, device: torch.device, folder: Path) -> None:
+        self.recipe = load_recipe(find_recipe(name), [*work.settings, f"seed={work.seed}"])
+        self.text = open_text(self.recipe)
+        self.setup = Setup.of(self.recipe, self.text.manifest.vocabulary)
+        self.device, self.folder = device, folder
+        table = self.setup.codebook().to(device)().detach()
+        self.evaluator = Evaluator(self.setup.objective, table, self.recipe.evaluation, seed=self.recipe.seed)
+        self.held_out = self.text.first_tokens("held_out", self.recipe.evaluation.max_bytes)
+
+    def trained(self, work: Work) -> Block:
+        block = self.setup.initial_reference() if work.index is None else self.setup.initial(work.index)
+        block.load_state_dict(load_file(work.kept_in(self.folder)))
+        return block.to(self.device).eval()
+
+    def alone(self, work: Work) -> float:
+        return self.evaluator.score_one(self.trained(work), self.held_out).ce
+
+    def pooled(self, work: Sequence[Work]) -> float:
+        blocks = [self.trained(one) for one in work]
+        pooling_text = self.text.first_tokens("pooling", self.recipe.evaluation.pooling_bytes)
+        pooling = self.evaluator.fit_pooling(blocks, pooling_text)
+        return self.evaluator.score(blocks, pooling, self.held_out, euler=False).consensus.ce
 
 
 @dataclass(frozen=True)
@@ -87,6 +112,8 @@ class Gap:
     seed: int
     blocks: float
     reference: float
+    pools: tuple[float, ...] = ()
+    """The first 1, 2, ... blocks pooled."""
 
     @property
     def gap(self) -> float:
@@ -106,6 +133,38 @@ def mean_and_error(gaps: Sequence[Gap]) -> tuple[float, float]:
     return statistics.mean(found), error
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Pooled loss = limit + spread / blocks, least squares on the means over seeds."""
+
+    limit: float
+    spread: float
+    largest_residual: float
+
+
+def ensemble_fit(pools: Sequence[Sequence[float]]) -> Fit:
+    """Of the pools of 1, 2, ... blocks of each seed."""
+    means = np.mean(pools, axis=0)
+    terms = np.array([[1.0, 1 / count] for count in range(1, len(means) + 1)])
+    limit, spread = np.linalg.lstsq(terms, means, rcond=None)[0]
+    residuals = means - terms @ np.array([limit, spread])
+    return Fit(float(limit), float(spread), float(np.abs(residuals).max()))
+
+
+def pool_lines(gaps: Sequence[Gap], fit: Fit, longer: float) -> list[str]:
+    return [
+        "| blocks pooled | " + " | ".join(f"seed {one.seed}" for one in gaps) + " |",
+        "|---" * (len(gaps) + 1) + "|",
+        *(
+            f"| {count} | " + " | ".join(f"{ce:.4f}" for ce in row) + " |"
+            for count, row in enumerate(zip(*(one.pools for one in gaps), strict=True), 1)
+        ),
+        "",
+        f"pooled = {fit.limit:.4f} + {fit.spread:.4f} / blocks, within {fit.largest_residual:.4f}; "
+        f"one block, as many operations as all: {longer:.4f}",
+    ]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -118,6 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tuned", type=Path, help="a report of tune.py or of this program; no new search")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path, help="folder for what is trained; default: one that goes away")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -139,33 +199,38 @@ def main() -> int:
     of_side = {
         side: tuple(with_rates(options.set, trial.matrix_lr, trial.other_lr)) for side, trial in best.items()
     }
-    longer = (*of_side["reference"], f"training.steps={steps}")
-    work = [Work(seed, None, longer) for seed in options.seeds]
+    reference = (*of_side["reference"], f"training.steps={steps}")
+    longer = (*of_side["block"], f"training.steps={base.training.steps * base.model.blocks}")
+    long_one = Work(options.seeds[0], 0, longer)
+    work = [Work(seed, None, reference) for seed in options.seeds]
+    work += [long_one]
     work += [Work(seed, i, of_side["block"]) for seed in options.seeds for i in range(base.model.blocks)]
-    references: dict[int, float] = {}
-    weights: dict[int, dict[int, dict[str, Tensor]]] = {seed: {} for seed in options.seeds}
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(run_unit, options.recipe, one, options.device) for one in work]
-        for future in as_completed(waiting):
-            one, found, ce = future.result()
-            if one.index is None:
-                assert ce is not None
-                references[one.seed] = ce
-            else:
-                weights[one.seed][one.index] = found
-            print(
-                f"{time.monotonic() - began:.0f} s seed {one.seed} {one.index}", file=sys.stderr, flush=True
-            )
-    gaps = []
-    for seed in options.seeds:
-        recipe = load_recipe(find_recipe(options.recipe), [*of_side["block"], f"seed={seed}"])
-        in_order = [weights[seed][index] for index in range(base.model.blocks)]
-        blocks = composed(recipe, find_device(options.device), in_order)
-        gaps.append(Gap(seed, blocks, references[seed]))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.work or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            waiting = [pool.submit(run_unit, options.recipe, one, options.device, folder) for one in work]
+            for future in as_completed(waiting):
+                one = future.result()
+                print(
+                    f"{time.monotonic() - began:.0f} s seed {one.seed} {one.index}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        gaps, device = [], find_device(options.device)
+        for seed in options.seeds:
+            scorer = Scorer(options.recipe, Work(seed, None, of_side["block"]), device, folder)
+            blocks = [Work(seed, index, of_side["block"]) for index in range(base.model.blocks)]
+            pools = tuple(scorer.pooled(blocks[:count]) for count in range(1, base.model.blocks + 1))
+            gaps.append(Gap(seed, pools[-1], scorer.alone(Work(seed, None, reference)), pools))
+            if seed == long_one.seed:
+                numbers["one_block_longer"] = scorer.alone(long_one)
+    fit = ensemble_fit([one.pools for one in gaps])
     mean, error = mean_and_error(gaps)
     numbers |= {"gaps": [{**asdict(one), "gap": one.gap} for one in gaps], "mean": mean, "error": error}
+    numbers["fit"] = asdict(fit)
     write_report(options.json, "gap", numbers, options.seeds)
-    print("\n".join(["", *lines_of(gaps)]))
+    print("\n".join(["", *lines_of(gaps), "", *pool_lines(gaps, fit, numbers["one_block_longer"])]))
     grid = {axis: sorted({getattr(t, axis) for t in trials}) for axis in ("matrix_lr", "other_lr")}
     edges = [e for one in best.values() for e in on_the_edge(one, grid["matrix_lr"], grid["other_lr"])]
     return check_claims(dict.fromkeys(edges, False))

@@ -37,6 +37,26 @@ def test_the_mean_gap_comes_with_its_standard_error() -> None:
     assert gap.lines_of(gaps)[-1] == "gap +0.0300, standard error 0.0058, 3 seeds"
 
 
+def test_pools_that_average_equal_predictors_are_fitted_by_limit_and_spread() -> None:
+    seeds = [[0.98 + 0.06 / count + shift for count in (1, 2, 3, 4)] for shift in (-0.001, 0.001)]
+    fit = gap.ensemble_fit(seeds)
+    assert fit.limit == pytest.approx(0.98)
+    assert fit.spread == pytest.approx(0.06)
+    assert fit.largest_residual < 1e-9
+    assert gap.ensemble_fit([[1.04, 1.0, 1.0, 1.0]]).largest_residual > 0.001
+
+
+def test_what_is_trained_is_kept_under_its_own_name(tmp_path: Path) -> None:
+    units = [
+        gap.Work(0, None, ("a",)),
+        gap.Work(0, 0, ("a",)),
+        gap.Work(0, 0, ("b",)),
+        gap.Work(1, 0, ("a",)),
+    ]
+    assert len({unit.kept_in(tmp_path) for unit in units}) == len(units)
+    assert gap.Work(0, 0, ("a",)).kept_in(tmp_path) == units[1].kept_in(tmp_path)
+
+
 def test_one_seed_has_no_error() -> None:
     assert math.isnan(gap.mean_and_error([gap.Gap(0, 1.0, 1.0)])[1])
 
