@@ -177,7 +177,7 @@ def test_a_draft_that_is_alone_has_the_tokens_that_it_has_among_others(checkpoin
         texts = [PROMPTS[1], PROMPTS[2], b"T"]
 
         def begin(text: bytes, seed: int) -> asyncio.Future[list[DraftedToken]]:
-            drafter = Drafter(engine.drafting, Sampler(seed), DraftLength(32))
+            drafter = Drafter(engine.drafting, Sampler(seed=seed), DraftLength(32))
             return engine.drafting.begin(drafter, list(text), 30, [])
 
         # Begun before the computing thread comes to the first, so that they are drafted together.
