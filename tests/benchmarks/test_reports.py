@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reach
 import reports
 from provenance import check_claims, write_report
 
@@ -123,7 +124,10 @@ def test_a_published_report_has_the_numbers_of_its_kind(path: Path) -> None:
 
 
 def test_the_code_that_a_kind_measures_exists() -> None:
-    assert [p for kind in reports.KINDS.values() for p in kind.paths if not (ROOT / p).exists()] == []
+    places = [place for kind in reports.KINDS.values() for place in (*kind.paths, *kind.programs)]
+    assert [place for place in places if not (ROOT / place.partition(":")[0]).exists()] == []
+    functions = [place.split(":") for place in places if ":" in place]
+    assert [name for file, name in functions if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
 def test_a_report_is_fresh_until_the_code_it_measures_changes(
@@ -134,28 +138,32 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
         return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *words], text=True).strip()
 
     git("init", "-q")
-    kind = reports.Kind("x.json", ("code.py",), {})
-    (tmp_path / "code.py").write_text('"""One."""\na = 1\n')
+    kind = reports.Kind("x.json", ("benchmarks/run.py",), ("benchmarks/code.py", "recipes/a.toml"), {})
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "benchmarks" / "run.py").write_text("import code\ndef main():\n    return code.a\n")
+    (tmp_path / "benchmarks" / "code.py").write_text("a = 1\n")
+    (tmp_path / "recipes" / "a.toml").write_text("steps = 1\n")
     git("add", "."), git("commit", "-qm", "first")
-    monkeypatch.setattr(reports, "ROOT", tmp_path)
+    monkeypatch.setattr(reach, "ROOT", tmp_path)
     report = {"provenance": {"commit": git("rev-parse", "HEAD"), "clean": True}}
-    (tmp_path / "other.py").write_text("1")
-    git("add", "."), git("commit", "-qm", "second")
-    assert reports.state_of(report, kind).startswith("fresh")
-    (tmp_path / "code.py").write_text('"""One, said better."""\na = 1  # still\n"""A constant."""\n')
-    git("commit", "-qam", "third")
-    reports.code_of.cache_clear()
-    assert reports.state_of(report, kind).startswith("fresh")
-    (tmp_path / "code.py").write_text("a = 2\n")
-    git("commit", "-qam", "fourth")
-    reports.code_of.cache_clear()
-    assert reports.state_of(report, kind).endswith("another code.py")
+
+    def state_after(file: str, text: str) -> str:
+        (tmp_path / file).write_text(text)
+        git("commit", "-qam", file)
+        reach.tree.cache_clear(), reach.reached.cache_clear()
+        return reports.state_of(report, kind)
+
+    assert state_after("benchmarks/code.py", '"""Said."""\na = 1  # still\nb = 2\n').startswith("fresh")
+    assert state_after("benchmarks/code.py", "a = 2\n").endswith("another a")
+    assert state_after("recipes/a.toml", "steps = 2\n").endswith("another recipes/a.toml, a")
     assert reports.state_of({"provenance": {"commit": "0" * 40, "clean": True}}, kind).startswith("unknown")
     assert (
         reports.state_of({"provenance": {**report["provenance"], "clean": False}}, kind)
         == "unknown: no commit"
     )
     assert reports.state_of([], kind) == "unknown: no commit"
+    reach.tree.cache_clear(), reach.reached.cache_clear()
 
 
 def test_a_written_report_carries_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
