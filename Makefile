@@ -10,13 +10,17 @@ COMPILE = $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || tru
 # The tests start hundreds of programs. Where this is set, as in many containers, each compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint slow docs reports audit clean
+.PHONY: demo test deploy-check lint slow docs reports audit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/blocktrain demo $(ARGS)
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Every file under deploy/, checked or started by the program that it is for.
+deploy-check: $(VENV)/.ready-dev $(VENV)/skypilot/.ready
+	$(BIN)/python -m pytest tests/deploy -m '' -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -50,6 +54,13 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(INSTALL) -e '.[dev]'
 	$(COMPILE)
+	touch $@
+
+# An environment of its own: SkyPilot needs other versions of libraries than ours.
+$(VENV)/skypilot/.ready: | $(VENV)/.ready-dev
+	$(BIN)/python -m venv --without-pip $(VENV)/skypilot
+	$(BIN)/python -m pip --python $(VENV)/skypilot/bin/python install --quiet --disable-pip-version-check --no-compile \
+	  'skypilot>=0.14,<0.15'
 	touch $@
 
 docs: $(VENV)/.ready

@@ -33,8 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = ROOT / "docs" / "frontier.md", ROOT / "docs" / "pictures" / "frontier.png"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 STEPS, STEPS_PER_ROUND, MICRO_BATCH = 4000, 30, 8
-CONTEXT_POOL = "context[0.9, 0.98, 0.998] valid"
-"""The pooling that follows the text as the product does it (docs/decisions/0017)."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +77,24 @@ def cost(layers: Sequence[int], kind: str = "denoise", family: str = "blocktrain
 
 
 def rows() -> list[Row]:
-    two, three = result("specialise-two"), result("specialise-three")
+    specialise = result("specialise-4000")
     unequal, refine = result("unequal"), result("refine")
-    ends = [unit for unit in three["units"] if unit["name"] == "e2e" and unit["steps"] == STEPS]
-    whole = tuple(unit["ce"]["valid"] for unit in sorted(ends, key=lambda unit: unit["seed"]))
+    # A unit without an index is the whole model end to end.
+    ends = [unit for unit in specialise["units"] if unit["index"] is None]
+    whole = tuple(unit["ce_per_byte"]["valid"] for unit in sorted(ends, key=lambda unit: unit["seed"]))
     small, large = ("four small", "three small, one large")
     pooled = (unequal["pools"][small]["consensus_ce"],)
     mixed = (unequal["pools"][large]["consensus_ce"],)
+    weighed = [pool for pool in specialise["pools"] if pool["decays"]]
     specialists = tuple(
-        report["pools"][str(("spec4-0.75", seed, STEPS))][CONTEXT_POOL]
-        for seed, report in ((0, two), (1, three))
+        pool["ce_per_byte"]["valid"] for pool in sorted(weighed, key=lambda pool: pool["seed"])
     )
     memory, operations, _ = cost([12])
-    found = [Row("end to end", "1", memory, operations, 0, whole, "specialise-three")]
+    found = [Row("end to end", "1", memory, operations, 0, whole, "specialise-4000")]
     blocks = cost([3] * 4)
     found.append(Row("four blocks of 3 layers, pooled", "4", *blocks, pooled, "unequal"))
     found.append(
-        Row("four blocks of 3 layers, each with its subject", "4", *blocks, specialists, "specialise-two")
+        Row("four blocks of 3 layers, each with its subject", "4", *blocks, specialists, "specialise-4000")
     )
     large_one = cost([3, 3, 3, 12])
     found.append(

@@ -17,8 +17,11 @@ by the loss on pooling text. Losses are nats per byte, whatever the tokenizer.
 
 With a large vocabulary the output maps of four blocks cost more than one: `--block-steps` gives the blocks
 fewer steps, and the report has the operations of each side. `--own-output` lets every model learn its output
-map instead of using the fixed codebook. `--stop-after SECONDS` saves what is not finished and exits 3; the
-same command goes on.
+map instead of using the fixed codebook. `--block-shape 2x448` gives blocks other layers and another width,
+`--context` gives both sides another window at as many tokens a step, and `--clusters` another number of parts
+(read when the text is prepared): what else might lower the loss, each to be measured at equal operations
+(`--block-steps`). `--stop-after SECONDS` saves what is not finished and exits 3; the
+same command goes on. A search needs its report only: trials that are in it are not made again.
 Exits 1 when the specialised pool of the best share is more than 0.012 nats per byte above end to end with any
 seed, and after `--tune` where a best rate lies on the edge of the grid.
 """
@@ -34,7 +37,7 @@ import sys
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,8 +61,10 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import autocast
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
+from blocktrain.training.source import source_commit
 
 BLOCKS = 4
+HEAD_WIDTH, TOKENS_PER_STEP = 64, 32_768
 NOT_FINISHED = 3
 POOL_BYTES = 1_500_000
 FEATURES, SKETCH = 1 << 15, 256
@@ -80,6 +85,10 @@ class Unit:
     other_lr: float
     share: float = 0.0
     own_output: bool = False
+    layers: int = 3
+    """Of one block; end to end has those of all blocks."""
+    width: int = 384
+    context: int = 512
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,12 @@ class Batches:
         everything = place.tokens("train")
         documents = load_file(Path(place.texts) / "documents")
         cluster_of_token = documents["labels"].repeat_interleave(documents["lengths"])
-        own = everything[cluster_of_token == unit.index] if unit.share else everything
+        if unit.share and unit.index is not None:
+            # With fewer clusters than blocks several blocks have one; with more, a block has several.
+            owned = unit.index % (int(documents["labels"].max()) + 1)
+            own = everything[cluster_of_token % BLOCKS == owned]
+        else:
+            own = everything
         self.everything = everything.to(device)
         self.own = own.to(device) if unit.share else self.everything
         self.seed, self.batch_size = unit.seed, recipe.training.batch
@@ -195,13 +209,14 @@ class Batches:
 
 def recipe_of(unit: Unit, quick: bool) -> Recipe:
     model: dict[str, Any] = {
-        "width": 384,
-        "heads": 6,
+        "width": unit.width,
+        "heads": unit.width // HEAD_WIDTH,
         "blocks": BLOCKS,
-        "layers_per_block": 3,
-        "context": 512,
+        "layers_per_block": unit.layers,
+        "context": unit.context,
     }
     training: dict[str, Any] = {
+        "batch": TOKENS_PER_STEP // unit.context,
         "steps": unit.steps,
         "matrix_lr": unit.matrix_lr,
         "other_lr": unit.other_lr,
@@ -387,6 +402,9 @@ def main() -> int:
     parser.add_argument(
         "--texts", type=Path, default=Path("build/specialise"), help="prepared text and weights"
     )
+    parser.add_argument("--clusters", type=int, default=BLOCKS)
+    parser.add_argument("--block-shape", default="3x384", metavar="LAYERSxWIDTH")
+    parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: bytes")
     parser.add_argument("--prepare", action="store_true", help="prepare the text and stop")
     parser.add_argument("--steps", type=int, default=4000)
@@ -413,7 +431,7 @@ def main() -> int:
     if not (arguments.texts / "text.json").exists():
         if arguments.docs is None:
             parser.error(f"{arguments.texts} is not prepared: --docs FOLDER is needed")
-        prepare_texts(arguments.docs, arguments.texts, BLOCKS, arguments.tokenizer)
+        prepare_texts(arguments.docs, arguments.texts, arguments.clusters, arguments.tokenizer)
     if arguments.prepare:
         return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -426,23 +444,36 @@ def main() -> int:
     )
     steps = 30 if arguments.quick else arguments.steps
     block_steps = steps if arguments.quick else arguments.block_steps or steps
-    own_output, units = arguments.own_output, []
-    for seed in (int(seed) for seed in arguments.seeds.split(",")):
+    units: list[Unit] = []
+    layers, width = map(int, arguments.block_shape.split("x"))
+    shared = {"own_output": arguments.own_output, "context": arguments.context}
+    end_to_end = Unit(0, steps, None, 0.0, 0.0, **shared)
+    one_block = Unit(0, block_steps, 0, 0.0, 0.0, layers=layers, width=width, **shared)
+    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    for seed in seeds:
         if arguments.tune:
             for matrix_lr, other_lr in product(rates(arguments.tune), arguments.other):
-                units.append(Unit(seed, steps, None, matrix_lr, other_lr, own_output=own_output))
-                units.append(Unit(seed, block_steps, 0, matrix_lr, other_lr, own_output=own_output))
+                units.append(replace(end_to_end, seed=seed, matrix_lr=matrix_lr, other_lr=other_lr))
+                units.append(replace(one_block, seed=seed, matrix_lr=matrix_lr, other_lr=other_lr))
             continue
         matrix_lr, other_lr = (float(rate) for rate in arguments.reference_lr.split(","))
-        units.append(Unit(seed, steps, None, matrix_lr, other_lr, own_output=own_output))
+        units.append(replace(end_to_end, seed=seed, matrix_lr=matrix_lr, other_lr=other_lr))
         matrix_lr, other_lr = (float(rate) for rate in arguments.block_lr.split(","))
-        plain = Unit(seed, block_steps, 0, matrix_lr, other_lr, own_output=own_output)
+        plain = replace(one_block, seed=seed, matrix_lr=matrix_lr, other_lr=other_lr)
         for share in (float(share) for share in arguments.shares.split(",")):
             units += [replace(plain, index=index, share=share) for index in range(BLOCKS)]
     losses: dict[Unit, dict[str, float]] = {}
     report: dict[str, Any] = {"units": [], "pools": []}
+    if arguments.tune and arguments.json is not None and arguments.json.exists():
+        # A trial is its loss: its weights, which may be on another machine, are not asked for again.
+        for row in json.loads(arguments.json.read_text(encoding="utf-8"))["units"]:
+            unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
+            if unit in units:
+                losses[unit] = row["ce_per_byte"]
+                report["units"].append(row)
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as processes:
-        for future in as_completed([processes.submit(train_unit, unit, place) for unit in units]):
+        left = [processes.submit(train_unit, unit, place) for unit in units if unit not in losses]
+        for future in as_completed(left):
             unit, found = future.result()
             if found is None:
                 print(f"{time.monotonic() - began:5.0f} s {unit} goes on with the same command", flush=True)
@@ -452,7 +483,10 @@ def main() -> int:
             tokens = unit.steps * recipe.training.batch * recipe.model.context
             flops = training_flops(forward_flops_per_token(recipe.model, block, place.vocabulary), 0, tokens)
             row = {**asdict(unit), "ce_per_byte": losses[unit], "tokens": tokens, "training_flops": flops}
+            row["commit"] = source_commit()
             report["units"].append(row)
+            if arguments.tune:
+                write_report(arguments.json, "specialise", report, seeds)
             print(f"{time.monotonic() - began:5.0f} s {row}", flush=True)
     if len(losses) < len(units):
         return NOT_FINISHED
@@ -482,7 +516,7 @@ def main() -> int:
                     f"seed {reference.seed} share {share:g} decays {decays}: "
                     f"{found['valid']:.4f}, gap {gap:+.4f}"
                 )
-    write_report(arguments.json, "specialise", report, [int(seed) for seed in arguments.seeds.split(",")])
+    write_report(arguments.json, "specialise", report, seeds)
     # The worst seed of the best share: a seed is no choice, and a share is.
     gap = min(map(max, gaps.values()), default=0.0)
     edges = []

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.forked import quick_python
-from tests.tiny import prose
+from tests.forked import fork_the_server, quick_python
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
-torch.set_num_threads(1)
 # A client reads all authorities of the system when it is made, for 25 ms. Here it reads one, whose key
 # nobody has; some libraries refuse to have none. Tests of TLS name their own.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "nobody.crt")
@@ -72,7 +69,15 @@ LONGEST = (
     "serving/gateway/test_gateway_sweep.py",
 )
 """Files that take most processor time, the longest first."""
-TOGETHER = "tests/dashboard/"
+TOGETHER = {
+    "tests/dashboard/": "dashboard",
+    "tests/model/test_llama.py": "transformers",
+    "tests/training/test_hugging_face.py": "transformers",
+    "tests/end_to_end/test_other_models_in_a_swarm.py": "transformers",
+    "tests/serving/test_serial.py": "transformers",
+}
+"""Beginnings of paths whose tests go to one process, because what they share is slow to start: a browser and
+a swarm, 10 s of processor time; transformers and its models, 4 s."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,23 +90,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """xdist's `loadfile`, but all files of the dashboard go to one process: the browser and the swarm that
-    they share take 10 s of processor time to start."""
+    """xdist's `loadfile`, but what is TOGETHER goes to one process."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class Together(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return str(TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid))
+            groups = (group for path, group in TOGETHER.items() if nodeid.startswith(path))
+            return str(next(groups, None) or super()._split_scope(nodeid))
 
     return Together(config, log)
 
 
+def pytest_collectstart() -> None:
+    """In a process that runs tests. The one that hands them out would wait 2 s for torch before it began.
+
+    Imports leave next to no garbage: looking for it takes each process 1.4 s."""
+    gc.disable()
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish() -> None:
     """What the imports left is there to stay: the garbage collector need not look at it again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        fork_the_server()
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +158,8 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture
 def unchanged_random_state() -> Iterator[None]:
+    import torch
+
     before = torch.get_rng_state()
     yield
     assert torch.equal(before, torch.get_rng_state())
@@ -145,6 +168,8 @@ def unchanged_random_state() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus that brings its own split."""
+    from tests.tiny import prose
+
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.txt").write_bytes(prose(20_000, seed=1))
     (folder / "valid.txt").write_bytes(prose(1_500, seed=2))

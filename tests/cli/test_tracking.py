@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from blocktrain.coordinator.main import watched
 from blocktrain.tracking.trackers import (
@@ -97,10 +96,12 @@ def test_a_line_cut_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_numbers(recipe_file: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+
     out = tmp_path / "run"
     outcome = run_main("train", recipe_file, "--out", out, "--device", "cpu", "--track", "tensorboard")
     assert outcome.code == 0, outcome.err
-    events = EventAccumulator(str(out / "tensorboard"))
+    events = event_accumulator.EventAccumulator(str(out / "tensorboard"))
     events.Reload()
     written = [r for r in lines(out / "metrics.jsonl") if r["event"] == "step" and r["unit"] == "block 1"]
     shown = [(event.step, event.value) for event in events.Scalars("block_1/ce")]

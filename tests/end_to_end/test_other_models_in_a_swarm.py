@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import open_text
@@ -26,6 +25,8 @@ CPU = torch.device("cpu")
 
 
 def made(folder: Path, family: str, dataset: Dataset) -> None:
+    import transformers
+
     kinds: dict[str, Any] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -74,6 +75,8 @@ async def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 def test_a_folder_is_trained_by_a_swarm_and_loads_again(
     family: str, kit: Kit, dataset: Dataset, tmp_path: Path
 ) -> None:
+    import transformers
+
     made(tmp_path / "theirs", family, dataset)
     imported = import_folder(tmp_path / "theirs", tmp_path / "begin")
     recipe = swarm_recipe(imported, dataset)

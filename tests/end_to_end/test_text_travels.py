@@ -25,7 +25,6 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import RequestRefused, public_client
@@ -58,6 +57,8 @@ def join(kit: Kit, url: str, name: str = "worker") -> Program:
 
 @contextmanager
 def moto() -> Iterator[int]:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     try:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from moto.server import ThreadedMotoServer
 
 from blocktrain.wire.identity import load_or_create
 from blocktrain.wire.messages import BlockAnswer
@@ -171,6 +170,8 @@ def test_a_worker_that_slept_for_many_rounds_goes_on_by_itself(kit: Kit, text: P
 
 @pytest.mark.slow
 def test_a_swarm_on_shared_storage_sends_payloads_straight_to_it(kit: Kit, text: Path) -> None:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

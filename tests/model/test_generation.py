@@ -24,7 +24,9 @@ def choose_token(
     log_probs: torch.Tensor, *, seed: int, position: int, temperature: float = 1.0, top_p: float = 1.0
 ) -> int:
     row = log_probs.double().numpy()
-    return choose(row, Sampler(seed, temperature, top_p), position, EXACT_TOLERANCE).token
+    return choose(
+        row, Sampler(seed=seed, temperature=temperature, top_p=top_p), position, EXACT_TOLERANCE
+    ).token
 
 
 def local_model(*overrides: str) -> LocalModel:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
 from blocktrain.config import Recipe, resolve_recipe
@@ -43,6 +42,8 @@ def built(**model: Any) -> Block:
 
 def theirs(block: Block, **settings: Any) -> Any:
     """The same weights in the class of transformers."""
+    import transformers
+
     common = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

@@ -20,7 +20,7 @@ samplers = st.builds(
     top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     top_k=st.sampled_from([None, 1, 5, 200]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
-    bias=st.sampled_from([(), ((3, 2.5), (9, -100.0))]),
+    logit_bias=st.sampled_from([(), ((3, 2.5), (9, -100.0))]),
     presence_penalty=st.sampled_from([0.0, 1.5, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.7]),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.8]),
@@ -43,7 +43,7 @@ def plainly_sampled(row: np.ndarray, sampler: Sampler, position: int) -> int:
     written = TEXT[sampler.prompt_tokens :]
     for token in set(written):
         scores[token] -= sampler.presence_penalty + sampler.frequency_penalty * written.count(token)
-    for token, nats in sampler.bias:
+    for token, nats in sampler.logit_bias:
         scores[token] += nats
     if sampler.end is not None and position < sampler.prompt_tokens + sampler.min_tokens:
         scores[sampler.end] = -math.inf
@@ -83,7 +83,7 @@ def test_a_settled_choice_survives_any_change_within_the_tolerance(
 def test_a_temperature_too_small_to_divide_by_takes_the_most_likely_token() -> None:
     row = random_row(0)
     for temperature in (5e-324, 2e-309, 1e-7):
-        chosen = choose(row, Sampler(0, temperature), 0, 0.0)
+        chosen = choose(row, Sampler(temperature=temperature), 0, 0.0)
         assert (chosen.token, chosen.settled) == (int(row.argmax()), True)
 
 
@@ -93,10 +93,10 @@ def test_a_near_tie_is_not_settled(temperature: float) -> None:
     sampler = Sampler(seed=0, temperature=temperature, top_p=1.0)
     if temperature == 0:
         assert not choose(row, sampler, 0, 1e-4).settled
-    assert choose(normalised(np.array([9.0, 0.0, 0.0])), Sampler(0, 0.0), 0, 1e-4).settled
+    assert choose(normalised(np.array([9.0, 0.0, 0.0])), Sampler(temperature=0.0), 0, 1e-4).settled
 
 
 def test_most_choices_are_settled_at_the_tolerance_of_fp32() -> None:
     rows = [random_row(i) for i in range(2000)]
-    unsettled = sum(not choose(row, Sampler(1), i, 1e-4).settled for i, row in enumerate(rows))
+    unsettled = sum(not choose(row, Sampler(seed=1), i, 1e-4).settled for i, row in enumerate(rows))
     assert unsettled <= 4

@@ -64,7 +64,7 @@ def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
     temperature: float, follows_text: bool
 ) -> None:
     vocabulary, positions, random = 1024, 400, np.random.default_rng(7)
-    sampler, asked_again = Sampler(11, temperature), 0
+    sampler, asked_again = Sampler(seed=11, temperature=temperature), 0
     for position in range(positions):
         rows = log_probs(vocabulary, random)
         logs = random.standard_normal(len(rows)) if follows_text else None
@@ -83,7 +83,7 @@ def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
 def test_a_row_over_32768_tokens_takes_less_than_400_bytes() -> None:
     vocabulary = 32_768
     rows = log_probs(vocabulary, np.random.default_rng(0))
-    sampler = Sampler(3, 1.0)
+    sampler = Sampler(seed=3)
     parts = sent(rows, None, sampler, 5, BEST_TOKENS)
     choice = best_pooled(parts, POOLING, vocabulary, 1.0).choose(0, sampler, [0] * 5)
     whole = normalised(np.array(POOLING.weights) @ np.array(rows))
@@ -99,7 +99,7 @@ def test_a_token_that_no_stage_sent_leaves_the_choice_open() -> None:
     first, second = np.full(64, -20.0), np.full(64, -20.0)
     first[1], second[2], first[3], second[3] = -0.1, -0.1, -3.0, -3.0
     rows = [normalised(first), normalised(second), normalised(second)]
-    sampler = Sampler(0, 0.0)
+    sampler = Sampler(temperature=0.0)
     open_choice = best_pooled(sent(rows, None, sampler, 0, 1), POOLING, 64, 0.0).choose(0, sampler, [])
     assert not open_choice.settled
     choice = best_pooled(sent(rows, None, sampler, 0, 4), POOLING, 64, 0.0).choose(0, sampler, [])

@@ -135,7 +135,7 @@ def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -
         order: list[str] = []
 
         def begin(name: str, text: bytes, most: int) -> asyncio.Future[list[DraftedToken]]:
-            drafter = Drafter(engine.drafting, Sampler(0, 1.0), DraftLength(most))
+            drafter = Drafter(engine.drafting, Sampler(), DraftLength(most))
             done = engine.drafting.begin(drafter, list(text), most, [])
             done.add_done_callback(lambda _: order.append(name))
             return done

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
@@ -158,6 +157,8 @@ def test_shorter_activations_change_scores_a_little(serial: Path, activations: A
 
 
 def test_an_imported_model_writes_what_transformers_writes(tmp_path: Path) -> None:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=300,
         hidden_size=32,

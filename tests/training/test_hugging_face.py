@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor
 
 import blocktrain
@@ -66,6 +65,8 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made(folder: Path, tokenizer_file: Path, family: str = "llama", **settings: Any) -> Any:
     """A random model as transformers writes it; the model."""
+    import transformers
+
     sharded = settings.pop("sharded", False)
     common = {**SHAPE, "vocab_size": 300, **settings}
     config = (transformers.LlamaConfig if family == "llama" else transformers.Qwen3Config)(**common)
@@ -109,6 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
     case: str, parts: int, tokenizer_file: Path, tmp_path: Path
 ) -> None:
+    import transformers
+
     theirs = made(tmp_path / "in", tokenizer_file, **CASES[case])
     assert is_importable(tmp_path / "in")
     import_folder(tmp_path / "in", tmp_path / "checkpoint", parts)
@@ -136,6 +139,8 @@ def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
 def test_an_imported_model_begins_a_text_as_transformers_does_and_one_trained_here_does_not(
     tokenizer_file: Path, tmp_path: Path
 ) -> None:
+    import transformers
+
     described = json.loads(tokenizer_file.read_text())
     ((name, number),) = ((one["content"], one["id"]) for one in described["added_tokens"])
     text = {"Sequence": {"id": "A", "type_id": 0}}
@@ -183,6 +188,8 @@ def test_greedy_text_equals_that_of_transformers(tokenizer_file: Path, tmp_path:
 
 @torch.no_grad()
 def test_a_folder_in_two_bytes_comes_in(tokenizer_file: Path, tmp_path: Path) -> None:
+    import transformers
+
     made(tmp_path / "in", tokenizer_file).bfloat16().save_pretrained(tmp_path / "in")
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
     import_folder(tmp_path / "in", tmp_path / "checkpoint")
@@ -208,6 +215,8 @@ def pooled(folder: Path) -> Checkpoint:
 
 @torch.no_grad()
 def test_independent_blocks_go_out_as_folders_of_their_own_and_come_back(tmp_path: Path) -> None:
+    import transformers
+
     ours, tokens = pooled(tmp_path / "checkpoint"), some_tokens() % 256
     export_folder(tmp_path / "checkpoint", tmp_path / "out", "card")
     described = json.loads((tmp_path / "out" / "pool.json").read_text())
@@ -236,6 +245,8 @@ def test_independent_blocks_go_out_as_folders_of_their_own_and_come_back(tmp_pat
 def test_large_models_go_out_in_several_files(
     tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import transformers
+
     made(tmp_path / "in", tokenizer_file)
     import_folder(tmp_path / "in", tmp_path / "checkpoint")
     monkeypatch.setattr(hugging_face, "MAX_SHARD_BYTES", 40_000)

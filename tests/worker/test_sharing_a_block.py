@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from tests.tiny import tiny_recipe
 
 SIZE = 2
 SETUP = Setup.of(tiny_recipe("model.width=128", "model.layers_per_block=4"))
-COPY, PART = (
-    max(block_needs(SETUP.recipe, SETUP.objective, ranks=SIZE, sharded=sharded)) for sharded in (False, True)
-)
+
+
+@functools.cache
+def needed(*, sharded: bool) -> int:
+    return max(block_needs(SETUP.recipe, SETUP.objective, ranks=SIZE, sharded=sharded))
 
 
 def options(bytes_each: int, shard: bool | None = None) -> WorkerOptions:
@@ -27,19 +30,19 @@ def options(bytes_each: int, shard: bool | None = None) -> WorkerOptions:
 
 
 def test_a_part_needs_less_than_a_copy_and_a_copy_less_than_one_process() -> None:
-    assert PART < COPY < max(block_needs(SETUP.recipe, SETUP.objective))
+    assert needed(sharded=True) < needed(sharded=False) < max(block_needs(SETUP.recipe, SETUP.objective))
 
 
 def test_ranks_share_a_block_only_where_it_does_not_fit_one_device() -> None:
     whole = max(block_needs(SETUP.recipe, SETUP.objective, "cuda"))
-    assert memory_to_tell(options(COPY), SETUP) == (whole, False)
+    assert memory_to_tell(options(needed(sharded=False)), SETUP) == (whole, False)
     # The coordinator lends by what one GPU would need: together the ranks have as much.
-    assert memory_to_tell(options(COPY - 1), SETUP) == (whole, True)
-    assert memory_to_tell(options(COPY, shard=True), SETUP) == (whole, True)
+    assert memory_to_tell(options(needed(sharded=False) - 1), SETUP) == (whole, True)
+    assert memory_to_tell(options(needed(sharded=False), shard=True), SETUP) == (whole, True)
     with pytest.raises(DeviceError, match="needs about"):
-        memory_to_tell(options(COPY - 1, shard=False), SETUP)
+        memory_to_tell(options(needed(sharded=False) - 1, shard=False), SETUP)
     with pytest.raises(DeviceError, match="needs about"):
-        memory_to_tell(options(PART - 1), SETUP)
+        memory_to_tell(options(needed(sharded=True) - 1), SETUP)
 
 
 def test_blocks_beside_frozen_ones_are_not_shared() -> None:

@@ -92,7 +92,7 @@ def generate(
     top_p: float = 1.0,
 ) -> Iterator[int]:
     """Yields tokens after the prompt, one at a time."""
-    sampler, tokens = Sampler(seed, temperature, top_p), list(prompt)
+    sampler, tokens = Sampler(seed=seed, temperature=temperature, top_p=top_p), list(prompt)
     for _ in range(max_tokens):
         row = model.next_log_probs(tokens).double().cpu().numpy()
         tokens.append(choose(row, sampler, len(tokens), EXACT_TOLERANCE).token)

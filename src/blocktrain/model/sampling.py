@@ -37,18 +37,20 @@ COLDEST = 1e-6
 """A temperature below this is 0."""
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """How a request samples; the noise of a position depends on (seed, position) alone."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request wants its tokens to be chosen."""
 
-    seed: int
+    seed: int = 0
+    """The noise of a position depends on (seed, position) alone."""
     temperature: float = 1.0
     top_p: float = 1.0
+    """Sample among the fewest tokens that have this share of the probability together."""
     top_k: int | None = None
     """Sample among this many of the most likely tokens."""
     min_p: float = 0.0
     """Sample among the tokens that are at least this share as likely as the most likely one."""
-    bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
     """Nats to add to the log-prob of a token."""
     presence_penalty: float = 0.0
     """Nats to take from each token that the new text has."""
@@ -56,11 +58,8 @@ class Sampler:
     """Nats to take from a token for each time that the new text has it."""
     repetition_penalty: float = 1.0
     """Factor on the log-prob of each token that the prompt or the new text has."""
-    prompt_tokens: int = 0
-    """Where the new text begins."""
-    end: int | None = None
     min_tokens: int = 0
-    """New tokens before `end` may come."""
+    """New tokens before the text may end by the model's own choice."""
 
     def __post_init__(self) -> None:
         # Log-probs by a smaller one than 1e-307 overflow, and every token scores minus infinity. Below 1e-6
@@ -74,15 +73,25 @@ class Sampler:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
-    def plain(self) -> bool:
-        """True if a choice depends on temperature and noise alone."""
-        may_end = self.end is None or not self.min_tokens
-        return may_end and not (self.reads_text or self.filters or self.bias)
-
-    @property
     def filters(self) -> bool:
         """True if some tokens may be left out for being unlikely."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(Sampling):
+    """The same for one text of one model."""
+
+    prompt_tokens: int = 0
+    """Where the new text begins."""
+    end: int | None = None
+    """The token by which the model ends a text."""
+
+    @property
+    def plain(self) -> bool:
+        """True if a choice depends on temperature and noise alone."""
+        may_end = self.end is None or not self.min_tokens
+        return may_end and not (self.reads_text or self.filters or self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ def _wished(
         tolerance[seen] *= sampler.repetition_penalty
         counts = np.bincount(tokens[sampler.prompt_tokens :], minlength=len(row))
         row -= sampler.presence_penalty * (counts > 0) + sampler.frequency_penalty * counts
-    for token, nats in sampler.bias:
+    for token, nats in sampler.logit_bias:
         row[token] += nats
     if sampler.end is not None and position < sampler.prompt_tokens + sampler.min_tokens:
         row[sampler.end] = FORBIDDEN

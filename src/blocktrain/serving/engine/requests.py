@@ -6,12 +6,12 @@ Knows nothing of HTTP, sockets or torch. Every engine gives the same tokens for 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.errors import BlocktrainError, UserError
-from blocktrain.model.sampling import Sampler
+from blocktrain.model.sampling import Sampler, Sampling
 from blocktrain.wire.frame_metadata import MAX_PASSES
 
 Mode = Literal["ar", "verify", "sweep"]
@@ -38,24 +38,13 @@ class DeadlineError(ServingError):
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(Sampling):
+    """Same seed, same text: in `ar` and `verify`, any draft length, any retry or failover; in `sweep` for the
+    same number of passes."""
+
     prompt: list[int]
     """Token ids, at least one; a prompt longer than the context is seen from its tail."""
     max_tokens: int
-    seed: int = 0
-    """Same seed, same text: in `ar` and `verify`, any draft length, any retry or failover; in `sweep` for the
-    same number of passes."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    """What these do is said where they are done, in `model.sampling`."""
-    min_tokens: int = 0
-    """Tokens before the text may end by the model's own choice."""
     mode: Mode = "verify"
     draft_tokens: int | None = None
     """Tokens drafted per traversal in `verify`; None lets the engine adapt it."""
@@ -67,20 +56,8 @@ class GenerationRequest:
     """Counted from when the first chunk is asked for."""
 
     def sampler(self, model: ModelInfo) -> Sampler:
-        return Sampler(
-            self.seed,
-            self.temperature,
-            self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            bias=self.logit_bias,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            prompt_tokens=len(self.prompt),
-            end=model.tokenizer.end,
-            min_tokens=self.min_tokens,
-        )
+        wishes = {wish.name: getattr(self, wish.name) for wish in fields(Sampling)}
+        return Sampler(**wishes, prompt_tokens=len(self.prompt), end=model.tokenizer.end)
 
     def check(self, model: ModelInfo) -> None:
         """Raise RequestError with a sentence for the first thing that is wrong."""
@@ -106,7 +83,7 @@ class GenerationRequest:
         nats = [self.presence_penalty, self.frequency_penalty, *(value for _, value in self.logit_bias)]
         if not all(map(math.isfinite, nats)) or not 0 < self.repetition_penalty < math.inf:
             raise RequestError("penalties and biases must be finite, and repetition_penalty above 0")
-        if self.mode == "sweep" and self.sampler(model).reads_text:
+        if self.mode == "sweep" and self.reads_text:
             raise RequestError(
                 "penalties look at the text so far, and sweep chooses all tokens at once; use ar or verify"
             )

@@ -672,7 +672,7 @@ def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:
     draw = ask.draw
     assert draw is not None, "checked when the rows were asked for"
     weight = max(model.held.weight_of(ask.blocks), LEAST_WEIGHT)
-    sampler = Sampler(draw.seed, draw.temperature)
+    sampler = Sampler(seed=draw.seed, temperature=draw.temperature)
     ids, scores = best_scores(rows, sampler, draw.position, weight, draw.tokens)
     if not np.isfinite(scores).all():
         raise RequestRefusedError(

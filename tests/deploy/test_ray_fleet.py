@@ -27,7 +27,7 @@ def actors(mark: str) -> set[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deploy
 def test_a_killed_actor_is_started_again_and_the_run_finishes(kit: Kit, text: Path) -> None:
     recipe = tiny_recipe(text, swarm={"rounds": 10_000, "replicas": 2, "lease_seconds": 3.0})
     coordinator = Coordinator(kit, recipe).start()

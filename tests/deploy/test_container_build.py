@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deploy.test_deploy_files import instructions
 from tests.docs.pages import ROOT
-from tests.docs.test_deploy_files import instructions
 
 MOUNTS = r"""
 set -eu
@@ -82,7 +82,7 @@ def script() -> str:
     return "\n".join([*lines, start])
 
 
-@pytest.mark.slow
+@pytest.mark.deploy
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, for its mounts")
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no namespaces here")
 def test_every_line_of_the_container_file_runs_and_the_image_starts_a_healthy_coordinator(
