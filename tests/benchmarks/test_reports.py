@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,15 +42,6 @@ def leaves(value: Any, key: str = "") -> Iterator[float]:
         yield float(value)
 
 
-def means_over_seeds(report: Any) -> Iterator[float]:
-    """What the row on depth shows: means of its seeds, and their differences."""
-    rows = report.get("depth", []) if isinstance(report, dict) else []
-    for count in sorted({row["blocks"] for row in rows}):
-        same = [row for row in rows if row["blocks"] == count]
-        composed, whole = (statistics.mean(row[key] for row in same) for key in ("composed", "end_to_end"))
-        yield from (composed, whole, composed - whole)
-
-
 def operators_bytes(report: Any) -> Iterator[float]:
     """What a run of T7 moved in all: the workers' traffic and the operator's download."""
     if isinstance(report, dict) and "coordinator" in report:
@@ -75,7 +65,7 @@ def test_numbers_of_a_row_are_in_the_reports_it_links_to(place: str, row: str, l
     known: list[float] = []
     for path in linked:
         report = json.loads(path.read_text(encoding="utf-8"))
-        known += [*leaves(report), *means_over_seeds(report), *operators_bytes(report)]
+        known += [*leaves(report), *operators_bytes(report)]
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", row)
     strange = []
     for text in re.findall(r"(?<![\w.])[-+]?\d+(?:,\d{3})*\.\d{2,}(?!\w)", prose):
@@ -168,13 +158,13 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
 
 def test_a_written_report_carries_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKTRAIN_COMMIT", "c" * 40)
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/depth.py", "--seeds", "0,1"])
-    write_report(tmp_path / "a.json", "depth", [{"ce": 1.0}], [0, 1])
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/gap.py", "--seeds", "0,1"])
+    write_report(tmp_path / "a.json", "gap", [{"ce": 1.0}], [0, 1])
     report = json.loads((tmp_path / "a.json").read_text())
     made = report.pop("provenance")
     assert report == {"rows": [{"ce": 1.0}]}
-    assert (made["kind"], made["commit"], made["clean"], made["seeds"]) == ("depth", "c" * 40, True, [0, 1])
-    assert made["command"] == "python benchmarks/depth.py --seeds 0,1"
+    assert (made["kind"], made["commit"], made["clean"], made["seeds"]) == ("gap", "c" * 40, True, [0, 1])
+    assert made["command"] == "python benchmarks/gap.py --seeds 0,1"
     assert "CPU cores" in made["hardware"]
     assert made["versions"].keys() == {"python", "torch", "numpy"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"])
