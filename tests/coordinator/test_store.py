@@ -12,14 +12,17 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import bindparam, insert, select
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.states import UpdateState
 from blocktrain.coordinator.storage.store import (
     MIGRATIONS,
     BanRow,
+    BlockRow,
     Prepared,
     Store,
     Table,
+    UpdateRow,
     after_commit,
     migrations,
 )
@@ -110,3 +113,43 @@ def test_what_follows_a_transaction_is_told_only_if_it_holds(tmp_path: Path) -> 
         raise KeyError
     store.close()
     assert told == ["held"]
+
+
+def test_rows_are_written_as_sqlalchemy_writes_them(database: str) -> None:
+    """New rows with defaults, changed ones, a state, a boolean, bytes, and what is rolled back."""
+    store = Store(database)
+    store.migrate()
+
+    def work(session: Session, number: int) -> None:
+        block = BlockRow(block=number, version=1, head_hash="0" * 64)
+        update = UpdateRow(
+            **{"update_id": f"{number:064}", "assignment_id": f"{number:032}", "worker_id": "1" * 32},
+            **{"block": 0, "round": 1, "base_version": 1, "base_hash": "0" * 64, "payload_hash": "2" * 64},
+            **{"payload_bytes": 7, "committed": 1.5, "commit_sequence": 3, "state": UpdateState.COMMITTED},
+        )
+        session.add_all([block, update])
+        session.flush()
+        assert (block.revision, update.weight, update.held_against) == (0, 0.0, False)
+        found = session.get(UpdateRow, update.update_id)
+        assert found is update
+        update.state, update.sketch, update.held_against, update.norm = UpdateState.JUDGING, b"\0x", True, 0.1
+        block.revision += 1
+        block.begun = None
+        session.flush()
+        assert not session.dirty
+
+    with store.write() as session:
+        work(session, 1)
+    with Session(store.engine) as ordinary, ordinary.begin():
+        work(ordinary, 2)
+    with contextlib.suppress(ZeroDivisionError), store.write() as session:
+        work(session, 3)
+        raise ZeroDivisionError
+    own = {"update_id", "assignment_id"}
+    names = [column.name for column in UpdateRow.__table__.columns if column.name not in own]
+    with Session(store.engine) as session:
+        first, second = session.scalars(select(UpdateRow).order_by(UpdateRow.update_id)).all()
+        assert [getattr(first, name) for name in names] == [getattr(second, name) for name in names]
+        assert (first.state, first.sketch, first.held_against) == ("judging", b"\0x", True)
+        assert [row.revision for row in session.scalars(select(BlockRow))] == [1, 1]
+    store.close()

@@ -98,9 +98,10 @@ class OpenRounds:
         self._run = run
         self._arrivals: dict[int, tuple[tuple[int, int, int | None], Arrivals]] = {}
         """Block to a moment of its row and what had arrived then."""
-        self._paces: dict[int, BlockPace] = {}
         self._heads: tuple[Any, list[Any]] = (), []
         """Sums of the blocks' rows, and the rows of then."""
+        self._paces: tuple[list[Any], list[BlockPace]] = [], []
+        """Rows of the blocks, and how fast their rounds close."""
 
     def state(self, session: Session, row: BlockRow, now: float) -> OpenRound:
         """The block's open round as it stands: who it waits for, until when, and whether it closes now."""
@@ -141,15 +142,20 @@ class OpenRounds:
 
     def seconds_left(self, session: Session, now: float) -> float | None:
         """Until the run is finished, at the pace of the last rounds."""
-        paces = []
-        for block, version, begun in self.heads(session):
-            pace = self._paces.get(block)
-            if pace is None or pace.version != version:
-                merges = _MERGES(session, block=block, version=version)
-                first = next((end - start for start, end in merges[:1] if start is not None), None)
-                closed = tuple(end for _, end in merges)
-                pace = self._paces[block] = BlockPace(version=version, closed=closed, first_seconds=first)
-            paces.append(replace(pace, begun=begun))
+        heads = self.heads(session)
+        paced, paces = self._paces
+        if paced is not heads:
+            known = {block: pace for (block, *_), pace in zip(paced, paces, strict=True)}
+            paces = []
+            for block, version, begun in heads:
+                pace = known.get(block)
+                if pace is None or pace.version != version:
+                    merges = _MERGES(session, block=block, version=version)
+                    first = next((end - start for start, end in merges[:1] if start is not None), None)
+                    closed = tuple(end for _, end in merges)
+                    pace = BlockPace(version=version, closed=closed, first_seconds=first)
+                paces.append(replace(pace, begun=begun))
+            self._paces = heads, paces
         return run_seconds_left(paces, self._run.swarm.rounds, now)
 
 

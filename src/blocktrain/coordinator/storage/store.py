@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
@@ -40,15 +40,19 @@ from sqlalchemy import (
     event,
     false,
     func,
+    insert,
     inspect,
     select,
     text,
+    update,
 )
+from sqlalchemy import Table as SqlTable
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import (
     DeclarativeBase,
+    InstanceState,
     Mapped,
     Session,
     make_transient_to_detached,
@@ -363,37 +367,95 @@ class Prepared:
         }
 
 
+_BEGIN, _BEGIN_WRITING, _COMMIT = map(Prepared, map(text, ("BEGIN", "BEGIN IMMEDIATE", "COMMIT")))
+
+
 class QuickSession(Session):
-    """Reads a row by its key with a prepared statement: 0.15 ms instead of 0.35, nine times in an update."""
+    """Reads rows by their keys and writes them with prepared statements, for the tables that every request
+    uses: 0.15 ms instead of 0.35 for a row that is read, nine times in an update, and 0.12 instead of 0.46
+    for one that is changed, eight times."""
 
     def get(self, entity: Any, ident: Any, **options: Any) -> Any:
-        if entity not in _BY_KEY or self.identity_map.has_key(
+        if entity not in _QUICK or self.identity_map.has_key(
             entity.__mapper__.identity_key_from_primary_key((ident,))
         ):
             return super().get(entity, ident, **options)
         if self.autoflush:
             self.flush()
-        plain, locking, names, booleans = _BY_KEY[entity]
-        found = (locking if options.get("with_for_update") else plain)(self, key=ident)
+        table = _QUICK[entity]
+        found = (table.locking if options.get("with_for_update") else table.plain)(self, key=ident)
         if not found:
             return None
-        values = dict(zip(names, found[0], strict=True))
-        for name in booleans:  # of which SQLite has none
-            values[name] = bool(values[name])
-        row = entity(**values)
+        # Not by the constructor, which takes 0.04 ms for what SQLAlchemy itself does for a row that it loads.
+        row = entity.__mapper__.class_manager.new_instance()
+        row.__dict__.update(zip(table.names, found[0], strict=True))
+        for name in table.booleans:  # of which SQLite has none
+            row.__dict__[name] = bool(row.__dict__[name])
+        return self._kept(row)
+
+    def flush(self, objects: Any = None) -> None:
+        # What was changed before what is new, as SQLAlchemy does it: a refused assignment makes room in the
+        # unique index for the one that is lent in its place.
+        for row in self.dirty:
+            if (table := _QUICK.get(type(row))) is not None:
+                state: InstanceState[Any] = inspect(row)
+                values = row.__dict__
+                changed = {
+                    name: values[name] for name, old in state.committed_state.items() if values[name] != old
+                }
+                if changed:
+                    table.update(self, values[table.key], changed)
+                state._commit_all(values, self.identity_map)  # as after SQLAlchemy's own flush
+        for row in self.new:
+            if (table := _QUICK.get(type(row))) is not None:
+                for name, value in table.defaults.items():
+                    if name not in row.__dict__:
+                        setattr(row, name, value)
+                table.insert(self, **_plain(row.__dict__, table.names))
+                self.expunge(row)
+                self._kept(row)
+        super().flush(objects)
+
+    def _kept(self, row: Table) -> Any:
         make_transient_to_detached(row)  # as if it had been loaded, and with nothing to write
         self.add(row)
         return row
 
 
-def _by_key(table: type[Table]) -> tuple[Prepared, Prepared, list[str], list[str]]:
-    [key] = table.__table__.primary_key
-    query, columns = select(table.__table__).where(key == bindparam("key")), table.__table__.columns
-    booleans = [column.key for column in columns if isinstance(column.type, Boolean)]
-    return Prepared(query), Prepared(query.with_for_update()), columns.keys(), booleans
+class _QuickTable:
+    """The statements for one row of a table that has a key of one column."""
+
+    def __init__(self, table: type[Table]) -> None:
+        assert isinstance(table.__table__, SqlTable)
+        self._table = table.__table__
+        [key] = self._table.primary_key
+        query, columns = select(self._table).where(key == bindparam("key")), self._table.columns
+        self.key, self.names = key.key, columns.keys()
+        self.plain, self.locking = Prepared(query), Prepared(query.with_for_update())
+        self.insert = Prepared(insert(self._table))
+        self.booleans = [column.key for column in columns if isinstance(column.type, Boolean)]
+        self.defaults = {column.key: getattr(column.default, "arg", None) for column in columns}
+        self._updates: dict[frozenset[str], Prepared] = {}
+        """By the columns that they change."""
+
+    def update(self, session: Session, key: Any, changed: Mapping[str, Any]) -> None:
+        names = frozenset(changed)
+        if (statement := self._updates.get(names)) is None:
+            values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in sorted(names)}
+            chosen = self._table.c[self.key] == bindparam("key")
+            statement = self._updates[names] = Prepared(update(self._table).where(chosen).values(values))
+        statement(
+            session, key=key, **{f"new_{name}": value for name, value in _plain(changed, changed).items()}
+        )
 
 
-_BY_KEY = {table: _by_key(table) for table in (WorkerRow, AssignmentRow, UpdateRow, BlockRow)}
+def _plain(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """As drivers know them: a state is text."""
+    found = ((name, values[name]) for name in names)
+    return {name: value.value if isinstance(value, StrEnum) else value for name, value in found}
+
+
+_QUICK = {table: _QuickTable(table) for table in (WorkerRow, AssignmentRow, UpdateRow, BlockRow)}
 
 
 class SharedSync:
@@ -452,7 +514,7 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        with _translated(), self._sessions() as session:
+        with _translated(), self._begun(_BEGIN) as session:
             yield session
 
     @contextmanager
@@ -460,14 +522,18 @@ class Store:
         """One transaction: committed at the end, rolled back on any exception. Any survives `kill -9`; one
         that must also survive a power cut says so with `must_last`, and waits for the disk."""
         with _translated():
-            with self._writing, self._sessions() as session, session.begin():
-                connection = session.connection(execution_options={"sqlite_begin": "IMMEDIATE"})
-                with self._written_along(connection):
+            # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then
+            # finds another writer would fail at its first write instead of waiting for BUSY_SECONDS.
+            with self._writing, self._begun(_BEGIN_WRITING) as session:
+                with self._written_along(session.info[CONNECTION]):
                     yield session
                     session.flush()
                 lasts = session.info.get(LASTS, False)
-                if not self.is_sqlite:
+                if self.is_sqlite:
+                    _COMMIT.run(session.info[CONNECTION], {})
+                else:
                     session.execute(_TELL if lasts else _NOT_SYNCED, {"name": self._name} if lasts else {})
+                    session.commit()
             # Outside the lock. With a sync of 6 ms inside it no more than 160 transactions a second were
             # possible, and 1,000 workers need more.
             if lasts and self._log is not None:
@@ -476,6 +542,21 @@ class Store:
                 tell()
             if lasts:
                 self.tell_watchers()
+
+    @contextmanager
+    def _begun(self, begin: Prepared) -> Iterator[Session]:
+        """A transaction that is rolled back unless somebody commits it."""
+        if not self.is_sqlite:
+            with self._sessions() as session:
+                session.info[CONNECTION] = session.connection()
+                yield session
+            return
+        # By the driver's own statements: SQLAlchemy takes 0.17 ms for an empty transaction, this 0.10, and an
+        # update takes ten. What is not committed is rolled back when the connection goes back to its pool.
+        with self.engine.connect() as connection:
+            begin.run(connection, {})
+            with self._sessions(bind=connection, info={CONNECTION: connection}) as session:
+                yield session
 
     def write_later(self, statement: Prepared, row: Mapping[str, Any]) -> None:
         """Write a row along with the next transaction of this process."""
@@ -598,11 +679,11 @@ def _engine(url: str) -> Engine:
         for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}").close()
 
-    # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then finds
-    # another writer would fail at its first write instead of waiting for BUSY_SECONDS.
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', '')}")
+        driver = connection.connection.driver_connection
+        if driver is not None and not driver.in_transaction:  # as in `Store._begun`
+            connection.exec_driver_sql("BEGIN")
 
     return engine
 
