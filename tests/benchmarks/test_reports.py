@@ -141,7 +141,8 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
     def state_after(file: str, text: str) -> str:
         (tmp_path / file).write_text(text)
         git("commit", "-qam", file)
-        reach.tree.cache_clear(), reach.reached.cache_clear()
+        reach.tree.cache_clear()
+        reach.reached.cache_clear()
         return reports.state_of(report, kind)
 
     assert state_after("benchmarks/code.py", '"""Said."""\na = 1  # still\nb = 2\n').startswith("fresh")
@@ -153,7 +154,8 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
         == "unknown: no commit"
     )
     assert reports.state_of([], kind) == "unknown: no commit"
-    reach.tree.cache_clear(), reach.reached.cache_clear()
+    reach.tree.cache_clear()
+    reach.reached.cache_clear()
 
 
 def test_a_written_report_carries_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
