@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.data.shards import scoring_windows
 from blocktrain.model.block import Hint, num_parameters
-from blocktrain.model.noise import NORMAL, edges, owner
+from blocktrain.model.noise import NORMAL, levels, owner
 from blocktrain.training.device import autocast, find_device
 from blocktrain.training.local import LocalRun, Silent
 
@@ -118,7 +118,7 @@ def train_row(row: Row, settings: Sequence[str], device_name: str) -> Trained:
             block_parameters=num_parameters(run.blocks[0]),
             block_peak_bytes=max(run.peaks[unit.name] for unit in run.units if unit.index is not None),
             seconds=seconds,
-            edges=tuple(edges(recipe.objective, recipe.model.blocks)),
+            edges=tuple(levels(recipe.objective, recipe.model.blocks + 1)[::-1]),
             noise_curve=tuple(_noise_curve(run)),
         )
 
