@@ -437,7 +437,7 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     max_bytes: int | None = None
-    """Score only the first bytes of the held-out text; None for all of it."""
+    """Score only the first bytes of the held-out text, of each cluster its share; None for all of it."""
     noise_draws: int = 4
     """Independent noise draws for compositions that use noise."""
     batch: int = 64

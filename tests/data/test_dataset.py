@@ -169,6 +169,14 @@ def test_a_large_vocabulary_has_four_bytes_a_token(tmp_path: Path) -> None:
     assert len(dataset.first_tokens("held_out", 10**9)) == 400
 
 
+def test_the_beginning_of_a_split_has_text_of_every_cluster(tmp_path: Path) -> None:
+    # Of five training shards of 400 tokens, three are of cluster 0 and two of cluster 1.
+    found = write_dataset(tmp_path).first_tokens("training", 30)
+    assert found.tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103]
+    whole = write_dataset(tmp_path).first_tokens("training")
+    assert whole[::400].tolist() == [0, 100, 200, 300, 400]
+
+
 # --- batches ----------------------------------------------------------------------------------------------
 
 

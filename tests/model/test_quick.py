@@ -88,6 +88,26 @@ def test_several_texts_in_one_step_get_the_rows_they_get_alone(steps: type[Quick
     assert [cache.length for cache in together] == [1, 9, 24]
 
 
+@pytest.mark.parametrize("convolution", [0, 4])
+def test_the_first_block_and_the_others_read_a_text_apart_as_they_do_together(convolution: int) -> None:
+    blocks, codebook = two_blocks(f"model.convolution={convolution}")
+    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
+    text = some_tokens(1, LENGTH)[0].tolist()
+    one_by_one, apart = quick.new_cache(), quick.new_cache()
+    expected = torch.cat([quick.step([token], [one_by_one]) for token in text], dim=1)
+    # From an empty cache on, in stretches of other lengths, behind positions that are written twice.
+    first, others = quick.leading
+    quick.reserve(apart, LENGTH)
+    ahead = torch.cat([first.read(text[:1], apart, 0), first.read(text[1:], apart, 1)], dim=1)
+    others.read([3, 3, 3, 3], apart, 2)
+    behind = [others.read(text[at : at + 4], apart, at) for at in range(0, LENGTH, 4)]
+    # Rows of 8 bits and bf16 differ by the kernel that a number of rows gets.
+    assert is_near(torch.cat([ahead, torch.cat(behind, dim=1)]), expected)
+    apart.wrote(LENGTH)
+    assert is_near(quick.step([5], [apart]), quick.step([5], [one_by_one]))
+    assert apart.length == one_by_one.length == LENGTH + 1
+
+
 def test_a_block_with_parts_unknown_to_the_quick_path_is_not_for_it() -> None:
     objective = tiny_objective()
     block = objective.build(0, seed=0)

@@ -200,7 +200,8 @@ def test_stats_count_what_crossed_the_wire(checkpoint: Path) -> None:
 
 def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
     async def served() -> None:
-        async with cluster(checkpoint) as c:
+        # Text and drafts may be long enough to be kept for others.
+        async with cluster(checkpoint, kept_sessions=0) as c:
             generation = c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500))
             await anext(generation)
             assert all(len(stage.sessions) == 1 for stage in c.stages)
@@ -218,7 +219,8 @@ def test_cancellation_and_completion_free_the_caches(checkpoint: Path) -> None:
 
 def test_a_forgotten_generation_frees_its_caches(checkpoint: Path) -> None:
     async def served() -> None:
-        async with cluster(checkpoint) as c:
+        # Text and drafts may be long enough to be kept for others.
+        async with cluster(checkpoint, kept_sessions=0) as c:
 
             async def forget() -> None:
                 async for _ in c.engine.generate(GenerationRequest(list(PROMPTS[0]), 500)):

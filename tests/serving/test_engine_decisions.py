@@ -138,7 +138,12 @@ def teach(
 def drafted(
     length: AdaptiveLength, margin: float = 2.5, requests: int = 1, now: float = 0.0, flying: bool = False
 ) -> int:
-    return next((k for k in range(99) if not length.go_on([margin] * k, requests, now, flying=flying)), 99)
+    """Tokens of the next traversal, behind none or behind others that are under way."""
+
+    def goes_on(k: int) -> bool:
+        return length.go_on([margin] * k, requests, now, flying=flying, unsent=k)
+
+    return next((k for k in range(99) if not goes_on(k)), 99)
 
 
 def test_drafts_grow_with_latency_acceptance_and_margins() -> None:
@@ -159,7 +164,7 @@ def test_a_burst_leaves_the_drafts_of_a_single_request_as_they_were() -> None:
 def test_a_request_alone_drafts_on_while_it_waits() -> None:
     far, near = taught(0.9, 0.2, step_seconds=0.01), taught(0.9, 0.01)
     assert drafted(far, flying=True) > drafted(far)
-    assert drafted(near, flying=True) == drafted(near), "a traversal is back before more is drafted"
+    assert drafted(near, flying=True) == drafted(near), "no token waits longer than a traversal takes"
     teach(far, 0.9, traversal_seconds=0.2, step_seconds=0.01, requests=8)
     assert drafted(far, requests=8, flying=True) == drafted(far, requests=8)
 

@@ -219,16 +219,22 @@ class RunText(ABC):
     def tokenizer(self) -> Tokenizer: ...
 
     def first_tokens(self, split: SplitName, max_bytes: int | None = None) -> Tokens:
-        """Tokens from the beginning of a split, in memory: all, or as many as about `max_bytes` have."""
-        limit = self.manifest.tokens(split)
+        """Tokens from the beginning of a split, in memory: all, or as many as about `max_bytes` have, of each
+        cluster in proportion to what the split has of it."""
+        total = limit = self.manifest.tokens(split)
         if max_bytes is not None:
             limit = min(limit, math.ceil(max_bytes / self.manifest.bytes_per_token(split)))
+        # A shard holds one cluster: the first bytes alone would be text of the first cluster, and pooling
+        # weights fitted on that would hardly hear the specialists of the others (3 of 100 for one of three).
+        entries, left = self.manifest.split(split), [0] * self.manifest.clusters
+        for entry in entries:
+            left[entry.cluster] += entry.tokens
+        left = [-(-limit * tokens // total) for tokens in left]
         parts: list[Tokens] = []
-        for entry in self.manifest.split(split):
-            if limit <= 0:
-                break
-            parts.append(self.tokens(entry)[:limit].astype(np.int64))
-            limit -= len(parts[-1])
+        for entry in entries:
+            if left[entry.cluster] > 0:
+                parts.append(self.tokens(entry)[: left[entry.cluster]].astype(np.int64))
+                left[entry.cluster] -= len(parts[-1])
         return np.concatenate(parts)
 
 

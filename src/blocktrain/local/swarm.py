@@ -227,7 +227,7 @@ def _run(swarm: LocalSwarm, record: Callable[[StatusAnswer], None]) -> dict[str,
         # Taken before the workers end: the time to the result, not the time to put everything away.
         seconds = time.monotonic() - started
         swarm.end_workers()
-        console.print("all rounds are done; scoring the final model on all held-out text", highlight=False)
+        console.print("all rounds are done; scoring the final model on held-out text", highlight=False)
         with open_source(swarm.url) as source:
             final = save_final_checkpoint(source, options.out / "checkpoint")
         # Once more: the last verdicts and byte counts come in while workers end.

@@ -62,6 +62,12 @@ class Cache:
     def advance(self, length: int) -> None:
         self.length += length
 
+    def wrote(self, length: int) -> None:
+        """So many positions were written into the memory of the layers from elsewhere."""
+        for layer in self.layers:
+            layer.advance(length)
+        self.advance(length)
+
     def leave_shelf(self) -> None:
         """Give the slot away. The layers still see it, until they grow or are put elsewhere."""
         if self.shelf is not None:

@@ -47,11 +47,16 @@ class Growing:
     def append(self, x: Tensor) -> Tensor:
         """Everything so far, `x` last."""
         end = self.length + x.shape[self.dim]
-        if self.room is None or self.room.shape[self.dim] < end:
-            self.room = self._larger(x, end)
-        self.room.narrow(self.dim, self.length, x.shape[self.dim]).copy_(x)
+        room = self.reserve(x, end)
+        room.narrow(self.dim, self.length, x.shape[self.dim]).copy_(x)
         self.length = end
-        return self.room.narrow(self.dim, 0, end)
+        return room.narrow(self.dim, 0, end)
+
+    def reserve(self, like: Tensor, end: int) -> Tensor:
+        """The memory, of the shape of `like` but for its length, which is `end` at least."""
+        if self.room is None or self.room.shape[self.dim] < end:
+            self.room = self._larger(like, end)
+        return self.room
 
     def _larger(self, x: Tensor, needed: int) -> Tensor:
         # Twice the length, so that a text of n tokens copies its cache log n times and not n times.

@@ -3,14 +3,16 @@
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
 small operations: matrices are 8-bit integers with a scale for each row, norms' gains are worked out
 beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
-is one operation for all texts together. What it costs: docs/history. Longer stretches go through
-`Block.forward`, over the same cache.
+is one operation for all texts together. What it costs: docs/history. Of one text, a few tokens can be read
+at once, by some of the blocks only. Longer stretches go through `Block.forward`, over the same cache.
 
 Shapes as in layers.py, plus N blocks and M texts.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -27,6 +29,7 @@ from blocktrain.model.layers import (
     Layer,
     LayerCache,
     Place,
+    causal_attention,
 )
 
 # A part that is added to Block and not here would be left out in silence, and drafts would get worse without
@@ -55,14 +58,45 @@ class _Norms:
         # RMS norm is sqrt(D) times the vector of length 1; the root goes into the gain, one operation less.
         self.gain_N1D = (1 + gain_N1D) * gain_N1D.shape[-1] ** 0.5
 
+    def of(self, rows: slice) -> _Norms:
+        part = copy.copy(self)
+        part.gain_N1D, part.shift_N1D = self.gain_N1D[rows], self.shift_N1D[rows]
+        return part
+
     def __call__(self, x_NMD: Tensor) -> Tensor:
-        return torch.addcmul(self.shift_N1D, F.normalize(x_NMD, dim=-1), self.gain_N1D)
+        return torch.addcmul(self.shift_N1D, _unit(x_NMD), self.gain_N1D)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """`F.normalize` over the last dimension, in 9 instead of 13 us."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.clamp_min_(1e-12)
 
 
 class _Convolutions:
     def __init__(self, convolutions: Sequence[CausalConvolution]) -> None:
         self.weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
         self.weight[:, -1] += 1  # the position itself is added too
+
+    def of(self, rows: slice) -> _Convolutions:
+        part = copy.copy(self)
+        part.weight = self.weight[rows]
+        return part
+
+    def read(self, y_NTD: Tensor, room_NSD: Tensor, at: int) -> Tensor:
+        """The same for positions of one text from `at` on, whose inputs are written into the memory."""
+        taps, length = self.weight.shape[1], y_NTD.shape[1]
+        room_NSD.narrow(1, at, length).copy_(y_NTD)
+        begin = max(0, at - taps + 1)
+        seen = room_NSD.narrow(1, begin, at + length - begin)
+        missing = length + taps - 1 - seen.shape[1]
+        seen = F.pad(seen, (0, 0, missing, 0)) if missing else seen
+        if length == 1:
+            return (seen * self.weight).sum(1, keepdim=True)
+        mixed_NTD = seen.narrow(1, 0, length) * self.weight[:, :1]
+        for i in range(1, taps):
+            mixed_NTD.addcmul_(seen.narrow(1, i, length), self.weight[:, i : i + 1])
+        return mixed_NTD
 
     def __call__(self, place: Place, y_NMD: Tensor, cache: PackedCache, index: int) -> Tensor:
         taps, alone = self.weight.shape[1], []
@@ -108,9 +142,15 @@ class _Product:
             scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
             self.parts.append(((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()))
 
+    def of(self, rows: slice) -> _Product:
+        part = copy.copy(self)
+        part.parts = self.parts[rows]
+        return part
+
     def __call__(self, x_NMD: Tensor) -> Tensor:
         pairs = zip(x_NMD.bfloat16(), self.parts, strict=True)
-        return torch.stack([torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in pairs])
+        found = [torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in pairs]
+        return torch.stack(found) if len(found) > 1 else found[0][None]
 
 
 class _QuickLayers:
@@ -131,17 +171,52 @@ class _QuickLayers:
         self.attention_convolution = _Convolutions(before) if before else None
         self.feedforward_convolution = _Convolutions(between) if between else None
 
+    def of(self, rows: slice) -> _QuickLayers:
+        """Those of some of the blocks, over the same matrices."""
+        part = copy.copy(self)
+        part.attention_norm, part.feedforward_norm = (
+            self.attention_norm.of(rows),
+            self.feedforward_norm.of(rows),
+        )
+        part.qkv, part.attention_out = self.qkv.of(rows), self.attention_out.of(rows)
+        part.up, part.down = self.up.of(rows), self.down.of(rows)
+        if self.attention_convolution is not None and self.feedforward_convolution is not None:
+            part.attention_convolution = self.attention_convolution.of(rows)
+            part.feedforward_convolution = self.feedforward_convolution.of(rows)
+        return part
+
+    def read(self, x_NTD: Tensor, rotary: tuple[Tensor, Tensor], rooms: Sequence[Tensor], at: int) -> Tensor:
+        """Positions of one text from `at` on; what they leave is written into the memory."""
+        k_room, v_room, *inputs = rooms
+        length, y_NTD = x_NTD.shape[1], self.attention_norm(x_NTD)
+        if self.attention_convolution is not None:
+            y_NTD = self.attention_convolution.read(y_NTD, inputs[0], at)
+        q, k, v = self._attended(y_NTD, rotary)
+        k_room.narrow(2, at, length).copy_(k[..., 0, :].transpose(1, 2))
+        v_room.narrow(2, at, length).copy_(v[..., 0, :].transpose(1, 2))
+        keys, values = (room.narrow(2, 0, at + length) for room in (k_room, v_room))
+        found = causal_attention(q[..., 0, :].transpose(1, 2), keys, values)
+        x_NTD = x_NTD + self.attention_out(found.transpose(1, 2).flatten(2))
+        y_NTD = self.feedforward_norm(x_NTD)
+        if self.feedforward_convolution is not None:
+            y_NTD = self.feedforward_convolution.read(y_NTD, inputs[1], at)
+        return x_NTD + self.down(self.up(y_NTD).relu_().square_())
+
+    def _attended(self, y_NMD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; one position each, so that a text's slice has the shape of its cache:
+        [N, heads, 1, K]."""
+        qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
+        # Query and key are normed and rotated as one tensor; see `QuickBlocks.rotary`.
+        q_k = _unit(qkv[:, :, :2])
+        swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
+        q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
+        return q_k[:, :, 0], q_k[:, :, 1], qkv[:, :, 2]
+
     def step(self, x_NMD: Tensor, rotary: tuple[Tensor, Tensor], cache: PackedCache, index: int) -> Tensor:
         y_NMD = self.attention_norm(x_NMD)
         if self.attention_convolution is not None:
             y_NMD = self.attention_convolution("attention", y_NMD, cache, index)
-        # One position of each text, so that a text's slice has the shape of its cache: [N, heads, 1, K].
-        qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
-        # Query and key are normed and rotated as one tensor; see `QuickBlocks.rotary`.
-        q_k = F.normalize(qkv[:, :, :2], dim=-1)
-        swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
-        q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
-        q, k, v = q_k[:, :, 0], q_k[:, :, 1], qkv[:, :, 2]
+        q, k, v = self._attended(y_NMD, rotary)
         alone = []
         for m in cache.alone:
             layer = cache.parts[m].layers[index]
@@ -170,6 +245,8 @@ class QuickBlocks:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
         self.shelves = Shelves()
+        self.rows = slice(None)
+        """Which rows of a cache are these blocks'."""
         conditions = [block.condition.null for block in blocks]
         self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks])
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
@@ -178,6 +255,12 @@ class QuickBlocks:
         self.rotary = scale * torch.cat([cos, cos], dim=1), scale * torch.cat([-sin, sin], dim=1)
         depths = zip(*(block.layers for block in blocks), strict=True)
         self.layers = [_QuickLayers(layers, conditions) for layers in depths]
+        heads, width = self.layers[0].heads, self.embedding_NVD.shape[2]
+        keys = torch.empty(len(blocks), heads, 0, width // heads)
+        convolves = self.layers[0].attention_convolution is not None
+        inputs = torch.empty(len(blocks), 0, width) if convolves else None
+        self.like = [keys, keys, inputs, inputs]
+        """Of what shape the parts of a layer's cache are."""
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
         # Without a hint z_hat = sigma_data * F is linear in the last features: one matrix gives the logits.
         self.logits_VD = [
@@ -187,6 +270,40 @@ class QuickBlocks:
 
     def new_cache(self) -> Cache:
         return self.blocks[0].new_cache()
+
+    @functools.cached_property
+    def leading(self) -> tuple[QuickBlocks, QuickBlocks]:
+        """The first block, and all others, over the same matrices; their caches are rows of these blocks'."""
+        return self._of(slice(0, 1)), self._of(slice(1, None))
+
+    def _of(self, rows: slice) -> QuickBlocks:
+        part = copy.copy(self)
+        part.blocks, part.rows = self.blocks[rows], rows
+        part.embedding_NVD, part.logits_VD = self.embedding_NVD[rows], self.logits_VD[rows]
+        part.layers, part.out_norm = [layer.of(rows) for layer in self.layers], self.out_norm.of(rows)
+        return part
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int], cache: Cache, at: int) -> Tensor:
+        """Logits [N, T, V] of what follows each of these tokens of one text, the first of which stands at
+        `at`. The cache has memory for them, and its length stays."""
+        x_NTD = self.embedding_NVD[:, list(tokens)]
+        rotary = self.rotary[0].narrow(0, at, len(tokens)), self.rotary[1].narrow(0, at, len(tokens))
+        cos, sin = (table[:, None, None, None] for table in rotary)
+        for layers, layer in zip(self.layers, cache.layers, strict=True):
+            rooms = [part.room[self.rows] for part in layer.parts if part.room is not None]
+            x_NTD = layers.read(x_NTD, (cos, sin), rooms, at)
+        pairs = zip(self.logits_VD, self.out_norm(x_NTD), strict=True)
+        return torch.stack([F.linear(y_TD, logits_VD) for logits_VD, y_TD in pairs])
+
+    @torch.inference_mode()
+    def reserve(self, cache: Cache, length: int) -> None:
+        """Have memory for so many positions more."""
+        end = cache.positions(length).stop
+        for layer in cache.layers:
+            for part, like in zip(layer.parts, self.like, strict=True):
+                if like is not None:
+                    part.reserve(like, end)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], caches: Sequence[Cache]) -> Tensor:

@@ -95,7 +95,7 @@ async def decode(
                 # Never past the point where the visible context slides: a traversal has one window.
                 room = min(window_start(len(text), context) + context, end - 1) - len(text)
                 room = min(room, MOST_AHEAD - len(guess), drafter.length.most_of(most))
-                draft = drafter.draft(text, room, guess, wait=bool(flights))
+                draft = drafter.draft(text, room, guess, flying=bool(flights))
                 drafting, drafted_from = tasks.start(draft), len(text)
             waited = [task for task in (drafting, flights[0].rows if flights else None) if task is not None]
             if waited and not again:

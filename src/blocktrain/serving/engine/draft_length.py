@@ -27,8 +27,12 @@ FLIGHTS_OF_ALL = 16
 FLIGHT_TOKENS = 12
 """Drafted for each traversal, where several may be under way. A stage's pass takes 15 ms and 0.5 for each
 token: with 8, text came as fast (a simulation over recorded drafts), for a quarter more passes."""
-LEAST_CHANCE = 0.1
+LEAST_CHANCE = 0.05
 """That the next token holds, where a draft costs its request nothing: stages compute what is void, too."""
+FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
+"""That a token of each class of margins holds, before any was seen: so many of one block's do, of four."""
+FIRST_COUNT = 4.0
+"""Tokens of each class that this counts for."""
 
 
 def most_flights(requests: int) -> int:
@@ -61,9 +65,12 @@ class DraftLength:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
 
-    def go_on(self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False) -> bool:
+    def go_on(
+        self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False, unsent: int = 0
+    ) -> bool:
         """Whether to draft one more token behind unverified tokens that won by these margins, while so many
-        requests are under way. `flying`: some of those tokens are, and the text waits for them anyhow."""
+        requests are under way. `flying`: the text waits for a traversal anyhow. `unsent`: so many of those
+        tokens wait to be sent with the next one."""
         return True
 
     def stepped(self, seconds: float, requests: int, now: float) -> None:
@@ -105,10 +112,8 @@ class AdaptiveLength(DraftLength):
 
     def __init__(self) -> None:
         super().__init__(MAX_DRAFT_TOKENS)
-        # As if two tokens of each class had been seen, 50 % accepted in the narrowest and 98 % in the widest.
-        classes = len(MARGINS) + 1
-        self.tries = [2.0] * classes
-        self.hits = [2.0 * (0.5 + 0.48 * i / (classes - 1)) for i in range(classes)]
+        self.tries = [FIRST_COUNT] * len(FIRST_CHANCES)
+        self.hits = [FIRST_COUNT * chance for chance in FIRST_CHANCES]
         self.by_load: dict[int, Costs] = {}
 
     def most_of(self, flights: int) -> int:
@@ -117,7 +122,9 @@ class AdaptiveLength(DraftLength):
     def costs(self, requests: int) -> Costs:
         return self.by_load.setdefault(requests.bit_length(), Costs())
 
-    def go_on(self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False) -> bool:
+    def go_on(
+        self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False, unsent: int = 0
+    ) -> bool:
         costs = self.costs(requests)
         gain = sum(self.hits) / sum(self.tries)
         for margin in margins:
@@ -128,8 +135,9 @@ class AdaptiveLength(DraftLength):
         # traversal brings a token.
         alone = costs.traversal_seconds
         rate = max(costs.tokens / costs.seconds, 1 / alone if alone else 0.0)
-        # One request alone waits for its first traversal: what can be drafted in that time costs it nothing.
-        idle = flying and requests == 1 and len(margins) * step_seconds < alone
+        # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
+        # tokens wait longer to be sent than a traversal takes.
+        idle = flying and requests == 1 and unsent * step_seconds < alone
         cost = rate * step_seconds
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 

@@ -2,7 +2,8 @@
 
 A draft is sampled with the noise the real choice will use, so it is accepted wherever these blocks and the
 consensus agree on the winner. The drafts of all requests are made together, a token of each at a time, in the
-computing thread; one that comes joins at the next token. A wrong draft costs time, never a different text.
+computing thread; one that comes joins at the next token. For a draft that is alone the first block runs
+ahead, and the others read its guesses at once. A wrong draft costs time, never a different text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from blocktrain.model.generation import shared_length, window_start
 from blocktrain.model.objective import Objective
+from blocktrain.model.quick import QuickBlocks
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
@@ -28,6 +30,12 @@ STEPS_AT_MOST = 4
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
 
+
+READ_AT_ONCE = 4
+"""Tokens that the other blocks read in one pass behind the first: four rows take 1.4 times as long as one,
+five 2.2 times (two blocks of width 384, the kernel's rows come in fours)."""
+LEAST_LEAD_MARGIN = 0.5
+"""A token that the first block alone chose by less is left to all: 59 of 100 such hold, 96 of the others."""
 
 MOST_DRAFT_BLOCKS = 3
 """Blocks that draft where nothing else was asked for: of four, one agrees with all on 91 % of bytes, two on
@@ -69,6 +77,8 @@ class Draft:
     margins: list[float]
     """Of all tokens that are not verified, those of this draft last."""
     done: asyncio.Future[list[DraftedToken]]
+    flying: bool = False
+    """A traversal of the text is under way."""
     due: list[int] = field(default_factory=list)
     """What the cache still has to read before a row says what follows the text; the last token at least."""
     tokens: list[DraftedToken] = field(default_factory=list)
@@ -98,10 +108,16 @@ class Drafting:
         return shares
 
     def begin(
-        self, drafter: Drafter, text: Sequence[int], most: int, margins: Sequence[float]
+        self,
+        drafter: Drafter,
+        text: Sequence[int],
+        most: int,
+        margins: Sequence[float],
+        *,
+        flying: bool = False,
     ) -> asyncio.Future[list[DraftedToken]]:
         loop = asyncio.get_running_loop()
-        draft = Draft(drafter, list(text), most, list(margins), loop.create_future())
+        draft = Draft(drafter, list(text), most, list(margins), loop.create_future(), flying)
         with self._lock:
             self._waiting.append(draft)
             starts, self._running = not self._running, True
@@ -148,6 +164,18 @@ class Drafting:
                 loop.call_soon_threadsafe(_finish, draft.done, draft.tokens)
         if not going:
             return []
+        written, blocks = 1, self.steps
+        if len(going) == 1 and len(self.blocks) > 1 and isinstance(blocks, QuickBlocks):
+            written = self._run_ahead(going[0], blocks)
+        else:
+            self._step_together(going)
+        seconds = (time.monotonic() - now) / written
+        for length in {id(draft.drafter.length): draft.drafter.length for draft in going}.values():
+            length.stepped(seconds, self.num_open, time.monotonic())
+        return going
+
+    def _step_together(self, going: Sequence[Draft]) -> None:
+        """A token of each."""
         logits_NMV = self.steps.step(
             [draft.due.pop(0) for draft in going], [draft.drafter.cache for draft in going]
         ).numpy()
@@ -159,10 +187,37 @@ class Drafting:
             rows_MV = np.einsum("mn,nmv->mv", weights_MN, logs_NMV)
             for m, row in zip(asked, rows_MV, strict=True):
                 going[m].drafter.append(going[m], row)
-        seconds = time.monotonic() - now
-        for length in {id(draft.drafter.length): draft.drafter.length for draft in going}.values():
-            length.stepped(seconds, self.num_open, now + seconds)
-        return going
+
+    def _run_ahead(self, draft: Draft, blocks: QuickBlocks) -> int:
+        """Some tokens of one draft, the same as one by one; gives how many. The first block guesses them for
+        itself, and the others read its guesses in one pass: reading the matrices is most of a step, and it
+        is right nine times of ten. Three blocks of width 384: 0.72 of the time of a token (decision 0023)."""
+        first, others = blocks.leading
+        cache, due, text = draft.drafter.cache, draft.due, list(draft.text)
+        at, most = cache.length, max(1, min(READ_AT_ONCE + 1 - len(due), draft.most - len(draft.tokens)))
+        blocks.reserve(cache, len(due) + most)
+        guessed: list[int] = []
+        logits_RV = [first.read(due, cache, at)[0, -1].numpy()]
+        while len(logits_RV) < most and not draft.done.cancelled():
+            row = normalised(logits_RV[-1].astype(np.float64))
+            choice = choose(row, draft.drafter.sampler, len(text), EXACT_TOLERANCE, text)
+            if choice.margin < LEAST_LEAD_MARGIN:
+                break
+            guessed.append(choice.token)
+            text.append(choice.token)
+            logits_RV.append(first.read(guessed[-1:], cache, at + len(due) + len(guessed) - 1)[0, 0].numpy())
+        rest_NRV = others.read(due + guessed, cache, at)[:, -len(logits_RV) :].numpy()
+        logs_NRV = normalised(np.concatenate([np.stack(logits_RV)[None], rest_NRV]).astype(np.float64))
+        rows_RV = np.einsum("n,nrv->rv", draft.drafter.weights, logs_NRV)
+        # Each row counts while all guesses before it were those of all blocks.
+        written = 0
+        for row, guess in zip(rows_RV, [*guessed, None], strict=True):
+            draft.drafter.append(draft, row)
+            written += 1
+            if draft.tokens[-1].token != guess:
+                break
+        cache.wrote(len(due) + written - 1)
+        return written
 
 
 def _finish(done: asyncio.Future[list[DraftedToken]], tokens: list[DraftedToken]) -> None:
@@ -206,13 +261,13 @@ class Drafter:
         return most_flights(self.drafting.num_open)
 
     async def draft(
-        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, wait: bool
+        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, flying: bool
     ) -> list[DraftedToken]:
         """Up to `most` tokens, as many as seem worth it; the last of `tokens`, those `ahead`, are drafts
-        themselves. A long text is waited for until it is read here only if asked to `wait`."""
+        themselves. A long text is waited for until it is read here only if a traversal is `flying`."""
         margins = [one.margin for one in ahead]
         # Asked here too: where no token is worth its time, the computing thread is left alone.
-        num_open, now, flying = self.drafting.num_open, time.monotonic(), bool(ahead)
+        num_open, now = self.drafting.num_open, time.monotonic()
         if most <= 0 or not self.length.go_on(margins, num_open, now, flying=flying):
             return []
         if self._reading is None or self._reading.done():
@@ -223,11 +278,11 @@ class Drafter:
             is_long = len(tokens) - start - known > READ_FIRST
             self._reading = self.drafting.begin(self, tokens, 0, []) if is_long else None
         if self._reading is not None:
-            if not wait:
+            if not flying:
                 return []
             # Shielded: a draft that is called off leaves the reading to the next one.
             await asyncio.shield(self._reading)
-        return await self.drafting.begin(self, tokens, most, margins)
+        return await self.drafting.begin(self, tokens, most, margins, flying=flying)
 
     def observe(self, found: Traversed, weights: Row) -> None:
         """What came of a traversal, and all blocks' weights at its end: those of the next few tokens are
@@ -252,9 +307,10 @@ class Drafter:
         self.seen, self.start = window, start
 
     def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
-        enough = len(draft.tokens) >= draft.most
-        flying = len(draft.margins) > len(draft.tokens)
-        return not enough and self.length.go_on(draft.margins, requests, now, flying=flying)
+        drafted = len(draft.tokens)
+        return drafted < draft.most and self.length.go_on(
+            draft.margins, requests, now, flying=draft.flying, unsent=drafted
+        )
 
     def append(self, draft: Draft, row: Row) -> None:
         # The tolerance does not matter here: a token that is not settled is drafted all the same.

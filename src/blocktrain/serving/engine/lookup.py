@@ -57,7 +57,7 @@ class LookupDrafter:
         self.drafting.num_open -= 1
 
     async def draft(
-        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, wait: bool
+        self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, flying: bool
     ) -> list[DraftedToken]:
         most = min(most, self.most)
         guess = looked_up(tokens, most) if most > 0 else []
