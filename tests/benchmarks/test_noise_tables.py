@@ -8,7 +8,7 @@ import noise_tables
 import pytest
 
 from blocktrain.config import ObjectiveConfig
-from blocktrain.model.noise import edges
+from blocktrain.model.noise import levels
 
 
 def trained(row: noise_tables.Row, ce: float, peak: int = 1) -> noise_tables.Trained:
@@ -35,7 +35,7 @@ def test_a_recipe_can_be_given_the_edges_by_its_noise(inner: tuple[float, float]
     assert found is not None
     mean, deviation = found
     config = dataclasses.replace(ObjectiveConfig(), p_mean=mean, p_std=deviation)
-    assert edges(config, 3) == pytest.approx([1.0, *inner, 10.0], rel=noise_tables.EDGE)
+    assert levels(config, 4)[::-1] == pytest.approx([1.0, *inner, 10.0], rel=noise_tables.EDGE)
 
 
 def test_edges_that_no_noise_gives_are_said_to_be_so() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from blocktrain.config import ObjectiveConfig
 from blocktrain.model.noise import (
-    edges,
     interval,
     levels,
     loss_weight,
@@ -39,7 +38,7 @@ block_counts = st.integers(1, 12)
     [(3, [1, 1.3436, 2.0711, 10]), (4, [1, 1.2379, 1.6232, 2.4285, 10])],
 )
 def test_partition_edges_are_the_published_ones(num_blocks: int, expected: list[float]) -> None:
-    assert edges(PUBLISHED, num_blocks) == pytest.approx(expected, abs=FOUR_DIGITS)
+    assert levels(PUBLISHED, num_blocks + 1)[::-1] == pytest.approx(expected, abs=FOUR_DIGITS)
 
 
 def test_euler_levels_of_three_blocks_are_the_published_ones() -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blocktrain.data.tokenizer import Tokens, token_dtype
 from blocktrain.data.tokenizer_files import byte_letters
@@ -139,12 +138,6 @@ class FileTokenizer:
         if self._bytes_of is None:
             return self._library.decode([int(one) for one in tokens]).encode()
         return b"".join(self._bytes_of[int(one)] for one in tokens)
-
-    def token_bytes(self) -> NDArray[np.int64] | None:
-        """The length in bytes of each token, 0 for special ones; None where tokens do not stand for bytes."""
-        return (
-            None if self._bytes_of is None else np.array([len(piece) for piece in self._bytes_of], np.int64)
-        )
 
 
 def read_tokenizer_file(path: Path) -> bytes:

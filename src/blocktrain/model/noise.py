@@ -65,16 +65,11 @@ def levels(config: ObjectiveConfig, count: int) -> list[float]:
     return [config.sigma_max, *inner, config.sigma_min]
 
 
-def edges(config: ObjectiveConfig, num_blocks: int) -> list[float]:
-    """Ascending block edges of equal probability mass: sigma_b = exp(P_mean + P_std Phi^-1(q_b))."""
-    return levels(config, num_blocks + 1)[::-1]
-
-
 def interval(config: ObjectiveConfig, num_blocks: int, block: int) -> tuple[float, float]:
     """The noise range block `block` owns; block 0 owns the highest."""
     # Block 0 comes first in the Euler chain, which goes from much noise to little.
-    ascending = edges(config, num_blocks)
-    return ascending[num_blocks - 1 - block], ascending[num_blocks - block]
+    edges = levels(config, num_blocks + 1)
+    return edges[block + 1], edges[block]
 
 
 def training_interval(config: ObjectiveConfig, num_blocks: int, block: int) -> tuple[float, float]:
@@ -100,7 +95,6 @@ def sample_sigma(
     """`count` draws of ln sigma ~ N(P_mean, P_std^2) truncated to the block's training interval."""
     # (2), by the inverse of Phi: no rejected draws, so the same number of random numbers on every machine. In
     # float64, as sigma_max lies at a quantile of 0.998, where fp32 leaves few digits.
-    # owns.
     low, high = training_interval(config, num_blocks, block)
     q_low, q_high = _quantile(config, low), _quantile(config, high)
     uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)

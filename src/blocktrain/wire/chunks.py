@@ -125,7 +125,8 @@ class SparseChunks:
         _require(low_high[:, 0] <= low_high[:, 1], FrameReason.BAD_MAGNITUDE, "magnitudes are not in order")
         kept_values = np.where(codes[:, 1::2], low_high[:, 1:], low_high[:, :1])
         values = np.zeros((len(records), num_values), np.float32)
-        np.put_along_axis(values, index, _signed(kept_values, codes[:, ::2]), axis=1)
+        signed = np.where(codes[:, ::2], -kept_values, kept_values)
+        np.put_along_axis(values, index, signed, axis=1)
         return values
 
 
@@ -200,10 +201,6 @@ def _in_groups(values: Floats) -> Floats:
 
 def _bytes_of(num_bits: int) -> int:
     return (num_bits + 7) // 8
-
-
-def _signed(magnitude: Floats, negative: Bits) -> Floats:
-    return np.where(negative, -magnitude, magnitude)
 
 
 def _ordered_sum(values: Floats) -> Floats:
