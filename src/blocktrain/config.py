@@ -29,8 +29,8 @@ MAX_CONTEXT = 1 << 20
 MAX_WIDTH = 1 << 24
 """Of every side of a layer's matrices: their sizes then fit into 64 bits, whatever a recipe says."""
 MAX_BLOCKS, MAX_LAYERS = 1 << 16, 1 << 12
-"""Of a run, and of one block. A recipe may be a stranger's; with 10^8 layers, building ran for ten minutes
-and did not end."""
+"""Of a run, and of one block. A recipe may be a stranger's; with 10^8 layers `train` had not begun after
+eight minutes, and SIGTERM did not end it."""
 MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
