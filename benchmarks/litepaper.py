@@ -15,8 +15,8 @@ counted on the workers' sockets, both directions, headers included.
 
 Progress goes to stderr, the table and the line for docs/experiments.md to stdout, all numbers to
 OUT/TABLE-*.json. --quick is a tiny shape that ends within a minute on two idle cores, to see that it works;
-it claims nothing. Without it the exit code is 1 where a claim of the table fails: T1 to T3, the litepaper's
-order of the rows; T4 and T5, `carry` within
+it claims nothing. T1 to T5 that were cut off go on with the same command. Without --quick the exit code is 1
+where a claim of the table fails: T1 to T3, the litepaper's order of the rows; T4 and T5, `carry` within
 NEAR_LOCKSTEP of lockstep and sooner than `drop`; T6, six workers within NEAR_ONE_PROCESS of one process; T7,
 less traffic than the litepaper for every codec, and a lower loss by its own composition with `sign`.
 """
@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Policy, Scenario, Simulation
 from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun, Silent
+from blocktrain.training.source import source_commit
 
 Table = tuple[list[str], dict[str, bool]]
 """Lines to print, and what they claim."""
@@ -98,7 +100,6 @@ def progression(options: Options) -> Table:
     # Only after the first run is known what it found hard.
     row = noise_tables.adapted(published)
     adapted = [] if row is None else _train_rows(options, [row])
-    _write(options, "one-process", noise_tables.numbers_of([*found, *adapted]))
     lines = [
         *noise_tables.progression_lines([*found, *adapted]),
         "",
@@ -116,9 +117,18 @@ def cuts(options: Options) -> Table:
 
 def _train_rows(options: Options, rows: Sequence[noise_tables.Row]) -> list[noise_tables.Trained]:
     settings = options.overrides(*(QUICK_BLOCKS if options.quick else ()))
-    found = noise_tables.train_all(rows, settings, options.device, options.jobs, CONSOLE.print)
-    _write(options, "one-process", noise_tables.numbers_of(found))
-    return found
+    began = time.monotonic()
+
+    def write(found: list[noise_tables.Trained]) -> None:
+        _write(options, "one-process", noise_tables.numbers_of(found), settings)
+        one = found[-1]
+        CONSOLE.print(
+            f"{time.monotonic() - began:.0f} s {one.row.name}: ce={one.ce:.4f} "
+            f"consensus={one.consensus:.4f} {one.seconds:.0f}s"
+        )
+
+    known = [noise_tables.trained_of(row) for row in _rows_before(options, "one-process", settings)]
+    return noise_tables.train_all(rows, settings, options.device, options.jobs, known, write)
 
 
 def _numbers(values: Sequence[float]) -> str:
@@ -188,9 +198,8 @@ def asynchrony(options: Options) -> Table:
     ]
     settings = options.overrides(*(QUICK_SIMULATION if options.quick else ()))
     distinct = list(dict.fromkeys(map(_as_simulated, runs)))
-    found = dict(zip(distinct, _simulate_all(distinct, settings, options), strict=True))
+    found = _simulate_all(distinct, settings, options)
     reports = {run: found[_as_simulated(run)] for run in runs}
-    _write(options, "simulations", list(found.values()))
     return _asynchrony_table(options.table, seeds, reports), _asynchrony_claims(options.table, seeds, reports)
 
 
@@ -223,16 +232,23 @@ def _without_deadline(name: str) -> Network:
     return dataclasses.replace(NETWORKS[name], name="", sentence="", deadline_seconds=1.0)
 
 
-def _simulate_all(runs: Sequence[Run], settings: Sequence[str], options: Options) -> list[dict[str, Any]]:
-    reports = []
+def _simulate_all(
+    runs: Sequence[Run], settings: Sequence[str], options: Options
+) -> dict[Run, dict[str, Any]]:
+    before = _rows_before(options, "simulations", settings)
+    reports = {(row["network"], row["policy"], row["codec"], row["seed"]): row for row in before}
+    started = time.monotonic()
     with ProcessPoolExecutor(options.jobs) as pool:
-        started = time.monotonic()
-        waiting = [pool.submit(simulate, run, settings, options.device) for run in runs]
-        for done, (run, future) in enumerate(zip(runs, waiting, strict=True), start=1):
-            report = future.result()
-            reports.append(report)
+        waiting = {
+            pool.submit(simulate, run, settings, options.device): run for run in runs if run not in reports
+        }
+        for future in as_completed(waiting):
+            run, report = waiting[future], future.result()
+            reports[run] = report
+            # After each: a call that is cut off leaves what it has, and the same call goes on with the rest.
+            _write(options, "simulations", list(reports.values()), settings)
             CONSOLE.print(
-                f"{done}/{len(runs)} {' '.join(map(str, run))} ce={report['final_ce']:.4f} "
+                f"{len(reports)}/{len(runs)} {' '.join(map(str, run))} ce={report['final_ce']:.4f} "
                 f"participation={report['participation']:.0%} virtual={report['wall_seconds']:.0f}s "
                 f"after {time.monotonic() - started:.0f}s"
             )
@@ -418,9 +434,22 @@ TABLES: dict[str, Callable[[Options], Table]] = {
 }
 
 
-def _write(options: Options, name: str, numbers: dict[str, Any] | list[Any]) -> None:
+def _write(
+    options: Options, name: str, numbers: dict[str, Any] | list[Any], settings: Sequence[str] = ()
+) -> None:
     seeds = options.seeds if options.table in NETWORKS_OF else ()
+    if isinstance(numbers, list):
+        numbers = {"settings": list(settings), "rows": numbers}
     write_report(options.out / f"{options.table}-{name}.json", options.table.lower(), numbers, seeds)
+
+
+def _rows_before(options: Options, name: str, settings: Sequence[str]) -> list[Any]:
+    """What an earlier call of the same code and settings left; none where it was another."""
+    path = options.out / f"{options.table}-{name}.json"
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if report.get("settings") != list(settings):
+        return []
+    return list(report["rows"]) if report["provenance"]["commit"] == source_commit() else []
 
 
 def _fresh(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -213,16 +213,30 @@ def adapted(trained: Trained) -> Row | None:
 
 
 def train_all(
-    rows: Sequence[Row], settings: Sequence[str], device: str, jobs: int, said: Callable[[str], None]
+    rows: Sequence[Row],
+    settings: Sequence[str],
+    device: str,
+    jobs: int,
+    known: Sequence[Trained],
+    said: Callable[[list[Trained]], None],
 ) -> list[Trained]:
+    """In the order of the rows. `said` hears of all that is trained, each time that one more is."""
+    found = {one.row: one for one in known}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(train_row, row, settings, device) for row in rows]
-        found = []
-        for row, future in zip(rows, waiting, strict=True):
-            trained = future.result()
-            found.append(trained)
-            said(f"{row.name}: ce={trained.ce:.4f} consensus={trained.consensus:.4f} {trained.seconds:.0f}s")
-    return found
+        left = [row for row in rows if row not in found]
+        for future in as_completed([pool.submit(train_row, row, settings, device) for row in left]):
+            found[future.result().row] = future.result()
+            said(list(found.values()))
+    return [found[row] for row in rows]
+
+
+def trained_of(numbers: Mapping[str, Any]) -> Trained:
+    """What `numbers_of` wrote down of a row."""
+    row = Row(**{**numbers["row"], "settings": tuple(numbers["row"]["settings"])})
+    curve = tuple((noise, loss) for noise, loss in numbers["noise_curve"])
+    kept = {key: numbers[key] for key in ("euler", "consensus", "reference", "seconds")}
+    kept |= {key: numbers[key] for key in ("block_parameters", "block_peak_bytes")}
+    return Trained(row=row, edges=tuple(numbers["edges"]), noise_curve=curve, **kept)
 
 
 def numbers_of(found: Sequence[Trained]) -> list[dict[str, Any]]:

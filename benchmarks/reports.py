@@ -3,25 +3,25 @@
     make reports
     python benchmarks/reports.py [--strict]
 
-`fresh`: no code under the kind's paths changed since the commit in the report; comments and docstrings are no
-code. `stale`: some did, in the files named. `unknown`: the report names no commit (all of before 2026-11-16),
-a tree with changes, or one that is not in this history. Exits 1 when a file is of no kind or lacks numbers of
-its kind, and with --strict also when one is not fresh.
+`fresh`: since the commit in the report no definition changed that the kind's programs can come to run
+(`reach.py`) and that lies under the kind's paths, nor a recipe among them. `stale`: those named did.
+`unknown`: the report names no commit, a tree with changes, or a commit that is not in this history. Exits 1
+when a file is of no kind or lacks numbers of its kind, and with --strict also when one is not fresh.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+import reach
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -33,21 +33,30 @@ TRAINING = (
     *(f"src/blocktrain/training/{name}.py" for name in ("optimizer", "setup")),
 )
 """What a loss after so many steps depends on. Not: how weights are stored, exchanged, exported or planned."""
-PREPARE = ("src/blocktrain/data", "benchmarks/data.py")
 SWARM = (
     *TRAINING,
     *(f"src/blocktrain/training/{name}.py" for name in ("exchange", "merge", "update")),
     *(f"src/blocktrain/{room}" for room in ("wire", "coordinator", "worker")),
 )
 TRUST = (*SWARM, "src/blocktrain/validation", "src/blocktrain/judge")
+SERVING = ("src/blocktrain/serving", "src/blocktrain/model", "src/blocktrain/wire/frames.py")
+
+
+def verbs(*names: str) -> tuple[str, ...]:
+    return tuple(f"src/blocktrain/cli/{name}.py:{name}" for name in names)
+
+
+PROGRAMS_OF_A_SWARM = verbs("coordinator", "worker")
 
 
 @dataclass(frozen=True)
 class Kind:
     files: str
     """Which files of docs/results are of this kind."""
+    programs: tuple[str, ...]
+    """What runs to make them: `file.py`, whose `main` it is, or `file.py:function`."""
     paths: tuple[str, ...]
-    """The code that the numbers depend on."""
+    """Where the code lies that the numbers depend on."""
     schema: Mapping[str, type | tuple[type, ...]]
     """What a report (or each of its rows) must have."""
     by_hand: str = ""
@@ -61,44 +70,48 @@ TRAIN_SCHEMA: Mapping[str, type | tuple[type, ...]] = {
 KINDS: Mapping[str, Kind] = {
     "equal operations": Kind(
         "wikitext-2-equal-flops.json",
+        verbs("train"),
         (*TRAINING, "recipes/wikitext-2.toml"),
         {"seed 0": dict, "seed 1": dict},
         by_hand="joined from the reports of four runs",
     ),
-    "train": Kind("wikitext-2*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
-    "train, litepaper": Kind("litepaper.json", (*TRAINING, "recipes/litepaper.toml"), TRAIN_SCHEMA),
-    "train, memory": Kind("memory-*.json", (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
-    "data, prepare": Kind(
-        "data-prepare*.json",
-        PREPARE,
-        {"ratio": NUMBER, "prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
-    ),
-    "data, synthetic": Kind(
-        "data-synthetic.json", PREPARE, {"prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER}
+    "train": Kind("wikitext-2*.json", verbs("train"), (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
+    "train, litepaper": Kind(
+        "litepaper.json", verbs("train"), (*TRAINING, "recipes/litepaper.toml"), TRAIN_SCHEMA
     ),
     "data, throughput": Kind(
         "data-throughput*.json",
+        ("benchmarks/data.py:throughput",),
         ("src/blocktrain/data", "src/blocktrain/training/inner.py", "benchmarks/data.py"),
         {"ratio": NUMBER, "ratios": list, "device": str},
     ),
+    "data, prepare": Kind(
+        "data-prepare*.json",
+        ("benchmarks/data.py:prepare_rate", "src/blocktrain/cli/data.py:prepare"),
+        ("src/blocktrain/data", "benchmarks/data.py"),
+        {"ratio": NUMBER, "prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
+    ),
+    "data, synthetic": Kind(
+        "data-synthetic.json",
+        ("benchmarks/data.py:synthetic_rate", "src/blocktrain/cli/data.py:prepare"),
+        ("src/blocktrain/data", "benchmarks/data.py"),
+        {"prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
+    ),
     "demo": Kind(
         "demo.json",
+        (*verbs("demo", "gateway", "stage"), *PROGRAMS_OF_A_SWARM),
         (*TRUST, "src/blocktrain/local", "recipes/demo.toml"),
         {"ce_per_round": list, "reference_ce": NUMBER, "bytes_moved": int, "seconds": NUMBER},
     ),
-    "depth": Kind(
-        "depth.json",
-        (*TRAINING, "benchmarks/depth.py"),
-        {"depth": list, "units": list},
-        by_hand="seed 0 is of two runs, and its end-to-end column was typed with four digits",
-    ),
     "fleet": Kind(
         "fleet*.json",
+        ("benchmarks/fleet.py", *verbs("coordinator")),
         ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
         {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
     ),
     "merge": Kind(
         "merge-*.json",
+        ("benchmarks/merge.py", *verbs("coordinator")),
         (
             "src/blocktrain/coordinator",
             "src/blocktrain/wire/codec.py",
@@ -109,78 +122,112 @@ KINDS: Mapping[str, Kind] = {
     ),
     "large_blocks": Kind(
         "large-blocks*.json",
+        ("benchmarks/large_blocks.py",),
         (*TRAINING, "src/blocktrain/training/memory.py", "benchmarks/large_blocks.py"),
         {"results": list},
     ),
     "one_billion": Kind(
         "one-billion.json",
+        ("benchmarks/one_billion.py", *PROGRAMS_OF_A_SWARM),
         (*SWARM, "benchmarks/one_billion.py", "recipes/one-billion.toml"),
         {"training_loss": list, "final": dict, "greedy": list, "versions": list},
     ),
     "specialise": Kind(
-        "specialise-*.json", (*TRAINING, "benchmarks/specialise.py"), {"units": list, "pools": (list, dict)}
+        "specialise-*.json",
+        ("benchmarks/specialise.py",),
+        (*TRAINING, "benchmarks/specialise.py"),
+        {"units": list, "pools": (list, dict)},
     ),
-    "sweep": Kind("sweep.json", (*TRAINING, "benchmarks/sweep.py"), {"rows": list, "recipe": dict}),
-    "t4": Kind("t4.json", (*SWARM, "src/blocktrain/simulation"), {"network": str, "final_ce": NUMBER}),
-    "t5": Kind("t5.json", (*SWARM, "src/blocktrain/simulation"), {"network": str, "final_ce": NUMBER}),
+    **{
+        name: Kind(
+            f"{name}.json",
+            ("benchmarks/litepaper.py:simulate",),
+            (*SWARM, "src/blocktrain/simulation", "recipes/asynchrony.toml"),
+            {"network": str, "final_ce": NUMBER},
+        )
+        for name in ("t4", "t5")
+    },
     "t6": Kind(
-        "t6.json",
+        "t6*.json",
+        ("benchmarks/litepaper.py:six_workers", *PROGRAMS_OF_A_SWARM),
         (*SWARM, "recipes/swarm-t6.toml"),
         {"one_process": dict, "six_workers": dict, "six_workers_32_rounds": dict},
         by_hand="joined from three runs",
     ),
     "t7": Kind(
         "t7-*.json",
+        ("benchmarks/litepaper.py:over_http", *PROGRAMS_OF_A_SWARM),
         (*SWARM, "recipes/swarm-t7.toml"),
         {"final": dict, "bytes_total": int, "coordinator": dict},
     ),
     "activations": Kind(
         "activations.json",
-        ("benchmarks/activations.py", "src/blocktrain/wire/frames.py"),
+        ("benchmarks/activations.py",),
+        ("benchmarks/activations.py", *SERVING),
         {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
     ),
     "serving": Kind(
         "serving-one-client.json",
-        ("benchmarks/serving.py", "src/blocktrain/serving"),
+        ("benchmarks/serving.py:run_benchmark", "benchmarks/serving.py:stage_role"),
+        ("benchmarks/serving.py", *SERVING),
         {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
     ),
     "serving-cost": Kind(
         "serving-cost*.json",
-        ("benchmarks/clients.py", "src/blocktrain/serving"),
+        ("benchmarks/clients.py:run_cost", *verbs("gateway", "stage")),
+        ("benchmarks/clients.py", *SERVING),
         {"mode": str, "clients": int, "gateway_ms": NUMBER, "stage_ms": NUMBER, "total_ms": NUMBER},
     ),
     "serving-clients": Kind(
         "serving-clients-*.json",
-        ("benchmarks/serving.py", "benchmarks/clients.py", "src/blocktrain/serving"),
+        (
+            "benchmarks/serving.py:run_load",
+            "benchmarks/serving.py:stage_role",
+            "benchmarks/clients.py:load_role",
+        ),
+        ("benchmarks/serving.py", "benchmarks/clients.py", *SERVING),
         {"rtt_ms": int, "ratio": NUMBER},
     ),
     "serving-gpu": Kind(
         "serving-gpu.json",
-        ("benchmarks/serving_gpu.py", "src/blocktrain/serving"),
+        ("benchmarks/serving_gpu.py",),
+        ("benchmarks/serving_gpu.py", *SERVING),
         {"shape": str, "clients": int, "ours": NUMBER},
     ),
     "lossless": Kind(
         "lossless.json",
-        ("benchmarks/lossless.py", "src/blocktrain/serving"),
+        ("benchmarks/serving.py:lossless_role", *verbs("stage")),
+        ("benchmarks/lossless.py", *SERVING),
         {"texts": int, "bytes": int, "kills": int, "retries": int},
     ),
     "t8": Kind(
         "t8.json",
-        ("benchmarks/large_shapes.py", "src/blocktrain/wire/frames.py", "src/blocktrain/serving"),
+        ("benchmarks/large_shapes.py",),
+        ("benchmarks/large_shapes.py", *SERVING),
         {"shape": str, "p50_seconds": NUMBER, "ar_p50_seconds": NUMBER, "litepaper_seconds": NUMBER},
     ),
     "refine": Kind(
-        "refine*.json", (*TRAINING, "benchmarks/refine.py"), {"gap": NUMBER, "end_to_end": NUMBER}
+        "refine*.json",
+        ("benchmarks/refine.py", *PROGRAMS_OF_A_SWARM),
+        (*SWARM, "benchmarks/refine.py"),
+        {"gap": NUMBER, "end_to_end": NUMBER},
     ),
     "unequal": Kind(
-        "unequal*.json", (*TRAINING, "benchmarks/unequal.py"), {"pools": dict, "gain": NUMBER, "blocks": list}
+        "unequal*.json",
+        ("benchmarks/unequal.py",),
+        (*TRAINING, "benchmarks/unequal.py"),
+        {"pools": dict, "gain": NUMBER, "blocks": list},
     ),
     "gap": Kind(
-        "gap-*.json", (*TRAINING, "benchmarks/gap.py"), {"gaps": list, "trials": list, "steps": dict}
+        "gap-*.json",
+        ("benchmarks/gap.py",),
+        (*TRAINING, "benchmarks/gap.py", "benchmarks/tune.py"),
+        {"gaps": list, "trials": list, "steps": dict},
     ),
     **{
         name: Kind(
             f"{name}.json",
+            ("benchmarks/noise_tables.py:train_row",),
             (*TRAINING, "benchmarks/noise_tables.py", "recipes/litepaper.toml"),
             {"row": dict, "ce": NUMBER, "consensus": NUMBER},
         )
@@ -188,16 +235,22 @@ KINDS: Mapping[str, Kind] = {
     },
     "attacks": Kind(
         "attack-*.json",
-        (
-            "src/blocktrain/validation",
-            "src/blocktrain/coordinator",
-            "tests/adversaries",
-            "benchmarks/attacks.py",
-        ),
+        ("benchmarks/attacks.py:lasting_row", "benchmarks/attacks.py:poisoned_row", *verbs("coordinator")),
+        (*TRUST, "tests/adversaries", "benchmarks/attacks.py"),
         {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
     ),
-    "rules": Kind("rules.json", (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"), {"rises": dict}),
-    "tune": Kind("tune-*.json", (*TRAINING, "benchmarks/tune.py"), {"trials": list, "best": dict}),
+    "rules": Kind(
+        "rules.json",
+        ("benchmarks/attacks.py:rule_rows",),
+        (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"),
+        {"rises": dict},
+    ),
+    "tune": Kind(
+        "tune-*.json",
+        ("benchmarks/tune.py",),
+        (*TRAINING, "benchmarks/tune.py"),
+        {"trials": list, "best": dict},
+    ),
 }
 """First match wins. Kinds that benchmarks can write and nobody has published yet need no line here."""
 
@@ -231,50 +284,33 @@ def commit_of(report: Any) -> str | None:
     return commit if commit and not commit.endswith("-dirty") else None
 
 
-@cache
-def code_of(commit: str, file: str) -> str | None:
-    """What of a file can change a number; None where the commit does not have it."""
-    command = ["git", "-C", str(ROOT), "show", f"{commit}:{file}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+def changed_since(commit: str, kind: Kind) -> list[str] | None:
+    """Definitions and recipes that are others now; None if the commit is not in this history."""
+    try:
+        before, now = reach.tree(commit), reach.tree("HEAD")
+    except subprocess.CalledProcessError:
         return None
-    if not file.endswith(".py"):
-        return done.stdout
-    tree = ast.parse(done.stdout)
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            # Strings that stand alone: docstrings, also those below a constant or field.
-            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
-
-
-def changed_since(commit: str, paths: tuple[str, ...]) -> list[str] | None:
-    """Files whose code is another now; None if the commit is not in this history."""
-    command = ["git", "-C", str(ROOT), "diff", "--name-only", "--no-renames", f"{commit}..HEAD", "--", *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    return [file for file in done.stdout.splitlines() if code_of(commit, file) != code_of("HEAD", file)]
+    if any(program.partition(":")[0] not in before.files for program in kind.programs):
+        return ["programs of another name"]
+    recipes = [path for path in kind.paths if before.files.get(path) != now.files.get(path)]
+    return [
+        *(path for path in recipes if not path.endswith(".py") and path in now.files),
+        *reach.changed(
+            reach.reached(commit, kind.programs), reach.reached("HEAD", kind.programs), kind.paths
+        ),
+    ]
 
 
 def state_of(report: Any, kind: Kind) -> str:
     commit = commit_of(report)
     if commit is None:
         return "unknown: no commit" + (f" ({kind.by_hand})" if kind.by_hand else "")
-    changed = changed_since(commit, kind.paths)
+    changed = changed_since(commit, kind)
     if changed is None:
         return f"unknown: commit {commit[:7]} is not in this history"
     if not changed:
         return f"fresh: {commit[:7]}"
-    names = ", ".join(file.removeprefix("src/blocktrain/") for file in changed[:4])
+    names = ", ".join(changed[:4])
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     return f"stale: since {commit[:7]} another {names}{more}"
 

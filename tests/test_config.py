@@ -139,6 +139,8 @@ BAD_FLAGS = {
     "model.block_layers=1,2": r"model\.block_layers must be a list of integers such as .*, found '1,2'",
     "model.block_layers=[1, true]": "must be a list of integers",
     "model.block_layers=[1, 0]": r"block 1 of model\.block_layers: model\.layers_per_block must",
+    "model.block_layers=[1, 100_000_000]": r"block 1 of .*layers_per_block must be at most 4096, found 10{8}",
+    "model.blocks=100_000_000": "at most 65536",
     "model.block_heads=[2, 5]": r"block 1 of model\.block_heads: model\.width \(32\) must be a multiple",
     "model.block_widths=[32, 64]": 'set objective.codebook = "own"',
     "model.convolution=-1": "between 0 and 16",

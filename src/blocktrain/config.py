@@ -28,6 +28,9 @@ MAX_CONTEXT = 1 << 20
 """A block's tables grow with the context, and a recipe may come from a stranger."""
 MAX_WIDTH = 1 << 24
 """Of every side of a layer's matrices: their sizes then fit into 64 bits, whatever a recipe says."""
+MAX_BLOCKS, MAX_LAYERS = 1 << 16, 1 << 12
+"""Of a run, and of one block. A recipe may be a stranger's; with 10^8 layers, building ran for ten minutes
+and did not end."""
 MAX_MIRRORS = 16
 REMOVED_CHOICES = {
     (
@@ -193,6 +196,9 @@ class ModelConfig:
             ("feed-forward width", self.feedforward_width or self.feedforward * self.width),
         ):
             _require(value <= MAX_WIDTH, f"model: {told} must be at most {MAX_WIDTH}, found {value}")
+        for key, most in (("blocks", MAX_BLOCKS), ("layers_per_block", MAX_LAYERS)):
+            value = getattr(self, key)
+            _require(value <= most, f"model.{key} must be at most {most}, found {value}")
         _require(self.rope_theta > 1, f"model.rope_theta must be above 1, found {self.rope_theta}")
         _require(0 < self.norm_eps < 1, f"model.norm_eps must be between 0 and 1, found {self.norm_eps}")
         if self.rope_scaling is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reach
 import reports
 from provenance import check_claims, write_report
 
@@ -42,15 +42,6 @@ def leaves(value: Any, key: str = "") -> Iterator[float]:
         yield float(value)
 
 
-def means_over_seeds(report: Any) -> Iterator[float]:
-    """What the row on depth shows: means of its seeds, and their differences."""
-    rows = report.get("depth", []) if isinstance(report, dict) else []
-    for count in sorted({row["blocks"] for row in rows}):
-        same = [row for row in rows if row["blocks"] == count]
-        composed, whole = (statistics.mean(row[key] for row in same) for key in ("composed", "end_to_end"))
-        yield from (composed, whole, composed - whole)
-
-
 def operators_bytes(report: Any) -> Iterator[float]:
     """What a run of T7 moved in all: the workers' traffic and the operator's download."""
     if isinstance(report, dict) and "coordinator" in report:
@@ -74,7 +65,7 @@ def test_numbers_of_a_row_are_in_the_reports_it_links_to(place: str, row: str, l
     known: list[float] = []
     for path in linked:
         report = json.loads(path.read_text(encoding="utf-8"))
-        known += [*leaves(report), *means_over_seeds(report), *operators_bytes(report)]
+        known += [*leaves(report), *operators_bytes(report)]
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", row)
     strange = []
     for text in re.findall(r"(?<![\w.])[-+]?\d+(?:,\d{3})*\.\d{2,}(?!\w)", prose):
@@ -123,7 +114,10 @@ def test_a_published_report_has_the_numbers_of_its_kind(path: Path) -> None:
 
 
 def test_the_code_that_a_kind_measures_exists() -> None:
-    assert [p for kind in reports.KINDS.values() for p in kind.paths if not (ROOT / p).exists()] == []
+    places = [place for kind in reports.KINDS.values() for place in (*kind.paths, *kind.programs)]
+    assert [place for place in places if not (ROOT / place.partition(":")[0]).exists()] == []
+    functions = [place.split(":") for place in places if ":" in place]
+    assert [name for file, name in functions if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
 def test_a_report_is_fresh_until_the_code_it_measures_changes(
@@ -134,39 +128,45 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
         return subprocess.check_output(["git", "-C", str(tmp_path), *identity, *words], text=True).strip()
 
     git("init", "-q")
-    kind = reports.Kind("x.json", ("code.py",), {})
-    (tmp_path / "code.py").write_text('"""One."""\na = 1\n')
+    kind = reports.Kind("x.json", ("benchmarks/run.py",), ("benchmarks/code.py", "recipes/a.toml"), {})
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "benchmarks" / "run.py").write_text("import code\ndef main():\n    return code.a\n")
+    (tmp_path / "benchmarks" / "code.py").write_text("a = 1\n")
+    (tmp_path / "recipes" / "a.toml").write_text("steps = 1\n")
     git("add", "."), git("commit", "-qm", "first")
-    monkeypatch.setattr(reports, "ROOT", tmp_path)
+    monkeypatch.setattr(reach, "ROOT", tmp_path)
     report = {"provenance": {"commit": git("rev-parse", "HEAD"), "clean": True}}
-    (tmp_path / "other.py").write_text("1")
-    git("add", "."), git("commit", "-qm", "second")
-    assert reports.state_of(report, kind).startswith("fresh")
-    (tmp_path / "code.py").write_text('"""One, said better."""\na = 1  # still\n"""A constant."""\n')
-    git("commit", "-qam", "third")
-    reports.code_of.cache_clear()
-    assert reports.state_of(report, kind).startswith("fresh")
-    (tmp_path / "code.py").write_text("a = 2\n")
-    git("commit", "-qam", "fourth")
-    reports.code_of.cache_clear()
-    assert reports.state_of(report, kind).endswith("another code.py")
+
+    def state_after(file: str, text: str) -> str:
+        (tmp_path / file).write_text(text)
+        git("commit", "-qam", file)
+        reach.tree.cache_clear()
+        reach.reached.cache_clear()
+        return reports.state_of(report, kind)
+
+    assert state_after("benchmarks/code.py", '"""Said."""\na = 1  # still\nb = 2\n').startswith("fresh")
+    assert state_after("benchmarks/code.py", "a = 2\n").endswith("another a")
+    assert state_after("recipes/a.toml", "steps = 2\n").endswith("another recipes/a.toml, a")
     assert reports.state_of({"provenance": {"commit": "0" * 40, "clean": True}}, kind).startswith("unknown")
     assert (
         reports.state_of({"provenance": {**report["provenance"], "clean": False}}, kind)
         == "unknown: no commit"
     )
     assert reports.state_of([], kind) == "unknown: no commit"
+    reach.tree.cache_clear()
+    reach.reached.cache_clear()
 
 
 def test_a_written_report_carries_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKTRAIN_COMMIT", "c" * 40)
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/depth.py", "--seeds", "0,1"])
-    write_report(tmp_path / "a.json", "depth", [{"ce": 1.0}], [0, 1])
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/gap.py", "--seeds", "0,1"])
+    write_report(tmp_path / "a.json", "gap", [{"ce": 1.0}], [0, 1])
     report = json.loads((tmp_path / "a.json").read_text())
     made = report.pop("provenance")
     assert report == {"rows": [{"ce": 1.0}]}
-    assert (made["kind"], made["commit"], made["clean"], made["seeds"]) == ("depth", "c" * 40, True, [0, 1])
-    assert made["command"] == "python benchmarks/depth.py --seeds 0,1"
+    assert (made["kind"], made["commit"], made["clean"], made["seeds"]) == ("gap", "c" * 40, True, [0, 1])
+    assert made["command"] == "python benchmarks/gap.py --seeds 0,1"
     assert "CPU cores" in made["hardware"]
     assert made["versions"].keys() == {"python", "torch", "numpy"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"])

@@ -153,7 +153,7 @@ def check_kills_lose_nothing(
 
 
 def test_kill_nine_of_either_of_two_processes_loses_nothing(tmp_path: Path, postgres_url: str) -> None:
-    check_kills_lose_nothing(tmp_path, postgres_url, workers=8, kills=2, every_seconds=0.0)
+    check_kills_lose_nothing(tmp_path, postgres_url, workers=8, kills=4, every_seconds=0.0)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from blocktrain.cli.options import (
     to_stderr,
 )
 from blocktrain.errors import UserError
-from blocktrain.listening import lan_address
+from blocktrain.listening import lan_address, open_port
 from blocktrain.local.processes import stopping
 
 
@@ -86,6 +86,8 @@ def serve(
     # A mistake is told here, not in a child's log.
     gateway_config(keys, limit, overflow, origin)
     find_device(device)
+    # Before the stages: they take seconds, and the gateway would find the port taken behind them.
+    open_port(host, port).close()
     if roll_back is not None and versions is None:
         raise UserError("--roll-back needs --versions, the folder that an earlier `serve --follow` kept")
     if follow and "://" not in checkpoint:

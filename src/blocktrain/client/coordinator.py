@@ -61,6 +61,9 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 15.0
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
+READ_BYTES_PER_SECOND = 10_000_000
+"""How slowly a coordinator may read a payload from its store, hash and decode it: a large one was told of
+twice while it was still being read."""
 MAX_CONNECTIONS = 8
 # A stranger's coordinator must not fill our memory; the longest true answer, a page of the ledger, is far
 # below.
@@ -235,7 +238,8 @@ class CoordinatorClient:
                     return None
                 part = payload[index * upload.part_bytes : (index + 1) * upload.part_bytes]
                 self._request("PUT", address, part, signed=False)
-            content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded")
+            reading = ANSWER_SECONDS + len(payload) / READ_BYTES_PER_SECOND
+            content = self._request("POST", f"/v1/updates/{payload_hash}/uploaded", answer_seconds=reading)
         return _parsed(Verdict.model_validate_json, content)
 
     def verdict(self, payload_hash: str) -> Verdict:
@@ -346,10 +350,12 @@ class CoordinatorClient:
         attempts: int | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
         target: Path | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> bytes:
         """The answer, tried for until there is one; with a `target` it goes into that file instead."""
         url = path if "://" in path else self.url + path
         attempts, attempt = attempts or self.attempts, 0
+        timeout = httpx2.Timeout(answer_seconds, connect=CONNECT_SECONDS)
         while True:
             headers: dict[str, str] = {} if method == "PUT" or not body else JSON_CONTENT
             have = target.stat().st_size if target is not None and target.exists() else 0
@@ -369,7 +375,9 @@ class CoordinatorClient:
                 )
                 headers = headers | signature
             try:
-                with self._http.stream(method, url, content=body or None, headers=headers) as response:
+                with self._http.stream(
+                    method, url, content=body or None, headers=headers, timeout=timeout
+                ) as response:
                     place = self._place(str(response.url))
                     if target is not None and (response.is_success or response.status_code == 416):
                         self._write(response, target, path, max_bytes)

@@ -88,6 +88,8 @@ def test_logprobs_come_where_they_are_asked_for(client: openai.OpenAI) -> None:
     rows = respond(client, **fields).output[0].content[0].logprobs
     assert len(rows) == 24
     assert all(len(row.top_logprobs) == 2 for row in rows)
+    # Agents ask for it with every request; there is no reasoning to include.
+    assert respond(client, include=["reasoning.encrypted_content"]).output[0].content[0].logprobs == []
     deltas = [event for event in respond(client, stream=True, **fields) if event.type.endswith("text.delta")]
     assert [row.logprob for event in deltas for row in event.logprobs] == [row.logprob for row in rows]
 
@@ -104,6 +106,7 @@ def test_logprobs_come_where_they_are_asked_for(client: openai.OpenAI) -> None:
         ({"input": "x" * 2000, "truncation": "disabled"}, "input", "maximum context length"),
         ({"max_output_tokens": 10**9}, "max_output_tokens", "max_output_tokens must be at most"),
         ({"top_logprobs": 21}, "top_logprobs", "at most 20 log-probs"),
+        ({"include": ["message.output_text.logits"]}, "include", "message.output_text.logprobs"),
         ({"colour": "red"}, "colour", "unrecognized"),
     ],
 )

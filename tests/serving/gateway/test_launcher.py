@@ -192,6 +192,23 @@ def test_serve_that_is_ended_while_it_starts_leaves_no_folder_behind(
     assert list(tmp_path.glob("blocktrain-serve-*")) == []
 
 
+def test_serve_finds_its_port_taken_before_it_starts_a_stage(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with open_port("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        failure = CliRunner().invoke(app, ["serve", str(checkpoint), "--port", port]).exception
+    assert isinstance(failure, UserError)
+    assert f"cannot listen on 127.0.0.1:{port}" in str(failure)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["serve", "chat", "generate"])
 def test_a_device_that_is_not_here_is_misuse_and_leaves_no_folder(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -32,6 +32,18 @@ from blocktrain.serving.gateway.openai_messages import (
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for log-probs with."""
+Include = Literal[
+    "message.output_text.logprobs",
+    # OpenAI's others add to tool calls, images and reasoning, of which our answers have none. Clients send
+    # some of them with every request, so these change nothing; a word that OpenAI does not know is refused.
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -80,8 +92,9 @@ class ResponsesRequest(SamplingRequest):
     """Tokens to generate."""
     n: Literal[1] | None = None
     """Only 1: this API knows one answer."""
-    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    """`message.output_text.logprobs` reports the log-probability of each token; others are ignored."""
+    include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
+    """`message.output_text.logprobs` reports the log-probability of each token. OpenAI's other values are for
+    tools, images and reasoning, of which answers have none."""
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     """Report log-probabilities, and this many alternatives."""
     truncation: Literal["auto", "disabled"] | None = None
