@@ -5,7 +5,7 @@ for each start. The fork server of `multiprocessing` is one for the whole proces
 it imports first: everything that is forked comes through here.
 
 One of several processes that run tests has imported nearly all of it itself when it begins. Its fork server
-is a fork of its own, which saves 5 s of processor time each.
+is a fork of its own, which need not import torch and the rest again.
 """
 
 from __future__ import annotations

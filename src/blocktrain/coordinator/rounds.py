@@ -237,13 +237,14 @@ class Rounds:
             base_hash=row.head_hash,
             result_hash=UNKNOWN_HASH,
             codec=str(self._resources.run.codec),
-            alpha=self._weight(session),
+            alpha=self._step_size(session),
             inputs=tuple(
                 _input_record(update, update.scale) for update in inputs_of_merge(session, row.block, version)
             ),
         )
 
-    def _weight(self, session: Session) -> float:
+    def _step_size(self, session: Session) -> float:
+        """Of the merge: how far the block goes along the mean of its updates."""
         run = self._resources.run
         if not run.objective.is_serial:
             return run.swarm.outer_lr
