@@ -137,12 +137,13 @@ class Coordinator:
     port: int = 0
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    name: str = "coordinator"
     program: Program | None = None
     _client: CoordinatorClient | None = None
 
     @property
     def data_dir(self) -> Path:
-        return self.kit.folder / "coordinator"
+        return self.kit.folder / self.name
 
     @property
     def url(self) -> str:
@@ -153,7 +154,7 @@ class Coordinator:
         self.kit.corpus = self.recipe.data.corpus
         arguments = ["coordinator", str(recipe), "--data-dir", str(self.data_dir), "--port", str(self.port)]
         arguments += self.options
-        program = self.kit.start("coordinator-program", arguments, self.environment)
+        program = self.kit.start(f"{self.name}-program", arguments, self.environment)
         self.program = program
 
         def listening() -> str:
