@@ -184,7 +184,7 @@ def test_what_no_machine_holds_is_an_error_with_a_remedy() -> None:
         plan_run(one_billion(), [machines(memory_gb=1)], VOCABULARY)
     with pytest.raises(UserError, match="no machines"):
         plan_run(one_billion(), [], VOCABULARY)
-    deep = replace(one_billion().model, blocks=1, layers_per_block=10**9)
+    deep = replace(one_billion().model, blocks=1, layers_per_block=4096)
     with pytest.raises(UserError, match="at most 2048 layers"):
         plan_run(replace(one_billion(), model=deep), [machines()], VOCABULARY)
 

@@ -202,7 +202,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pickle among the files": (
         lambda f: reconfig(f, lambda own: own["files"].update({"pytorch_model.bin": {}})), "names a file"),
     "more blocks than files": (
-        lambda f: reconfig(f, lambda own: (model_of(own).update(blocks=10**12),)), "pooling weights"),
+        lambda f: reconfig(f, lambda own: (model_of(own).update(blocks=1 << 16),)), "pooling weights"),
     "blocks without files": (
         lambda f: reconfig(
             f, lambda own: (model_of(own).update(blocks=3), own["checkpoint"].update(pooling=[0.3] * 3))),
@@ -210,7 +210,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a width that no machine holds": (
         lambda f: reconfig(f, lambda own: model_of(own).update(width=2**24)), "16777216"),
     "layers without end": (
-        lambda f: reconfig(f, lambda own: model_of(own).update(layers_per_block=10**12)), "too few"),
+        lambda f: reconfig(f, lambda own: model_of(own).update(layers_per_block=4096)), "too few"),
     "no index": (lambda f: (f / INDEX).unlink(), f"{INDEX} is missing"),
     "an index that lies": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"blocks.0.out.weight": "x"}}'), "weight_map"),

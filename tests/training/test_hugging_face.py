@@ -298,7 +298,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "tensor model.layers.1.self_attn.q_proj.bias: expected none",
     ),
     "more layers than named": (changed("num_hidden_layers", 3), "beyond the 3 layers"),
-    "fewer tensors than layers": (changed("num_hidden_layers", 1 << 30), "too few for the recipe's"),
+    "fewer tensors than layers": (changed("num_hidden_layers", 4096), "too few for the recipe's"),
     "another width": (changed("hidden_size", 64), "expected float32"),
     "quantised": (changed("quantization_config", {"bits": 4}), "quantization_config must be null"),
     "yarn": (changed("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}), "default or llama3"),
