@@ -124,7 +124,7 @@ def worker_script(service: str, folder: Path) -> str:
             f"HOME={folder}\n" + yaml.safe_load((ROOT / "deploy/skypilot/worker.yaml").read_text())["run"]
         )
     else:
-        (folder / "env").write_text("DEVICE=cpu CACHE_GB=1")
+        (folder / "env").write_text("DEVICE=cpu CACHE_GB=1 ARGS=")  # make has ARGS of its own
         script = unit_script("blocktrain-worker.service", folder)
     return script.replace("--devices all", "--devices cpu")  # there is no GPU here
 
@@ -135,7 +135,12 @@ def test_a_worker_joins_and_leaves_when_it_is_told(
 ) -> None:
     coordinator, log = Coordinator(kit, tiny_recipe(text, swarm=LONG)).start(), tmp_path / "log"
     with started(worker_script(service, tmp_path), log, COORDINATOR=coordinator.url) as worker:
-        until("an update counts", lambda: any(one.accepted for one in coordinator.status().workers))
+
+        def counted() -> bool:
+            assert worker.poll() is None, log.read_text()
+            return any(one.accepted for one in coordinator.status().workers)
+
+        until("an update counts", counted)
         worker.send_signal(signal.SIGTERM)
         until("it has ended", lambda: worker.poll() is not None)
     assert coordinator.version() > 0
