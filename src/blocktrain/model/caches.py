@@ -92,8 +92,11 @@ class Shelf:
 
     def put(self, cache: Cache) -> None:
         """Give the cache a slot, with what it holds."""
+        # Nobody is here any more: the memory of the busiest moment goes, and the shelf begins small again.
         if not self.texts:
             self.num_slots, self.rooms = 0, []
+        # The lowest that is free: texts stay close together, and slots that follow one another are read
+        # without a copy.
         slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
         if slot == self.num_slots:
             self._add_slots(cache)
@@ -143,9 +146,12 @@ class Shelves:
         for cache, length in zip(caches, lengths, strict=True):
             end = cache.length + length
             begun = cache.length > 0 and any(part.room is not None for part in cache.layers[0].parts)
+            # A stretch this long keeps the processor busy by itself, and a text that has not begun holds
+            # nothing yet whose shape a slot could take.
             if length > MOST_TOGETHER or not begun:
                 continue
             if cache.shelf is None or cache.shelf.capacity < end:
+                # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
                 capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
                 shelf = self._shelves.setdefault(capacity, Shelf(capacity))
                 shelf.put(cache)
@@ -252,6 +258,7 @@ class Together:
     def windows(self, layer: int, place: Place, x_PND: Tensor, taps: int) -> Tensor:
         """The inputs [P, W, N, D] that a convolution sees at each new position, whose own are `x_PND`."""
         at, room = self.placement, self._rooms(layer)[2 if place == "attention" else 3]
+        # Written first: a convolution sees the position itself too.
         room[at.slot_P, :, at.position_P] = x_PND
         position_PW = at.position_P[:, None] + torch.arange(1 - taps, 1, device=room.device)
         if at.least_position >= taps - 1:
@@ -302,6 +309,7 @@ class PackedCache:
         return torch.from_numpy(found).to(self.groups[0].row_P.device if self.groups else "cpu")
 
     def advance(self, length: int) -> None:
+        # The layers of texts that go alone have counted for themselves when they grew.
         for m in self._together:
             for layer in self.parts[m].layers:
                 layer.advance(self.lengths[m])

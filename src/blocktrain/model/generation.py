@@ -47,6 +47,7 @@ class LocalModel:
         log_probs = block_log_probs(self.objective, self.blocks, self.codebook, fresh_1T, self.caches)
         self.seen = visible
         rows = [part[0, -1] for part in log_probs]
+        # The records of how well each block did cost a pass over all rows; equal blocks need none.
         if not self.pooling.follows_text:
             return pool(rows, self.pooling.weights)
         logs = [
@@ -94,6 +95,7 @@ def generate(
     """Yields tokens after the prompt, one at a time."""
     sampler, tokens = Sampler(seed=seed, temperature=temperature, top_p=top_p), list(prompt)
     for _ in range(max_tokens):
+        # In float64, as engines choose: a near tie must fall the same way for all of them.
         row = model.next_log_probs(tokens).double().cpu().numpy()
         tokens.append(choose(row, sampler, len(tokens), EXACT_TOLERANCE).token)
         yield tokens[-1]

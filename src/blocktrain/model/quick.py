@@ -89,8 +89,11 @@ class _Convolutions:
         room_NSD.narrow(1, at, length).copy_(y_NTD)
         begin = max(0, at - taps + 1)
         seen = room_NSD.narrow(1, begin, at + length - begin)
+        # Zeros where the text has not begun, as in `CausalConvolution`.
         missing = length + taps - 1 - seen.shape[1]
         seen = F.pad(seen, (0, 0, missing, 0)) if missing else seen
+        # Most reads are of one position, for which one product and one sum do. For several, a product for
+        # each tap needs no copies of windows that overlap.
         if length == 1:
             return (seen * self.weight).sum(1, keepdim=True)
         mixed_NTD = seen.narrow(1, 0, length) * self.weight[:, :1]
@@ -148,8 +151,10 @@ class _Product:
         return part
 
     def __call__(self, x_NMD: Tensor) -> Tensor:
+        # The kernel knows one matrix at a time, and each block has its own.
         pairs = zip(x_NMD.bfloat16(), self.parts, strict=True)
         found = [torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in pairs]
+        # Of one block a view does; `stack` would copy.
         return torch.stack(found) if len(found) > 1 else found[0][None]
 
 
@@ -192,6 +197,7 @@ class _QuickLayers:
         if self.attention_convolution is not None:
             y_NTD = self.attention_convolution.read(y_NTD, inputs[0], at)
         q, k, v = self._attended(y_NTD, rotary)
+        # Written before anything is attended to: a position sees itself and those before it in this stretch.
         k_room.narrow(2, at, length).copy_(k[..., 0, :].transpose(1, 2))
         v_room.narrow(2, at, length).copy_(v[..., 0, :].transpose(1, 2))
         keys, values = (room.narrow(2, 0, at + length) for room in (k_room, v_room))
@@ -288,6 +294,7 @@ class QuickBlocks:
         """Logits [N, T, V] of what follows each of these tokens of one text, the first of which stands at
         `at`. The cache has memory for them, and its length stays."""
         x_NTD = self.embedding_NVD[:, list(tokens)]
+        # The length of the cache stays: these are guesses, and one that is wrong is written over.
         rotary = self.rotary[0].narrow(0, at, len(tokens)), self.rotary[1].narrow(0, at, len(tokens))
         cos, sin = (table[:, None, None, None] for table in rotary)
         for layers, layer in zip(self.layers, cache.layers, strict=True):
@@ -299,6 +306,7 @@ class QuickBlocks:
     @torch.inference_mode()
     def reserve(self, cache: Cache, length: int) -> None:
         """Have memory for so many positions more."""
+        # `read` writes into memory and never lets it grow.
         end = cache.positions(length).stop
         for layer in cache.layers:
             for part, like in zip(layer.parts, self.like, strict=True):
@@ -361,6 +369,7 @@ class PlainBlocks:
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], caches: Sequence[PlainCache]) -> Tensor:
         outputs = self._run(tokens, caches, [1] * len(caches))
+        # To the processor, where the rows of all blocks of a draft are pooled.
         return torch.stack([output.logits_BTV[0].float().cpu() for output in outputs])
 
     @torch.inference_mode()

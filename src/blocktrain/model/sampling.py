@@ -161,12 +161,15 @@ def _wished(
     row = row.copy()
     if sampler.reads_text:
         tokens = np.asarray(text, dtype=np.int64)
+        # Log-probs are below zero, so that a penalty above 1 makes a token less likely whatever its score.
         seen = np.unique(tokens)
         row[seen] *= sampler.repetition_penalty
         tolerance = tolerance.copy()
         tolerance[seen] *= sampler.repetition_penalty
+        # Of what was written only, as OpenAI counts them; repetition counts the prompt too.
         counts = np.bincount(tokens[sampler.prompt_tokens :], minlength=len(row))
         row -= sampler.presence_penalty * (counts > 0) + sampler.frequency_penalty * counts
+    # A shift by a constant that everybody knows adds no error.
     for token, nats in sampler.logit_bias:
         row[token] += nats
     if sampler.end is not None and position < sampler.prompt_tokens + sampler.min_tokens:
