@@ -10,7 +10,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import bindparam, insert, select
+from sqlalchemy import bindparam, insert, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -19,6 +19,7 @@ from blocktrain.coordinator.storage.store import (
     MIGRATIONS,
     BanRow,
     BlockRow,
+    NonceRow,
     Prepared,
     Store,
     Table,
@@ -152,4 +153,24 @@ def test_rows_are_written_as_sqlalchemy_writes_them(database: str) -> None:
         assert [getattr(first, name) for name in names] == [getattr(second, name) for name in names]
         assert (first.state, first.sketch, first.held_against) == ("judging", b"\0x", True)
         assert [row.revision for row in session.scalars(select(BlockRow))] == [1, 1]
+    store.close()
+
+
+def test_rows_that_came_along_are_not_lost_when_a_transaction_cannot_end(database: str) -> None:
+    store = Store(database)
+    store.migrate()
+    with store.write() as session:
+        session.execute(text("CREATE TABLE parents (id INTEGER PRIMARY KEY)"))
+        session.execute(
+            text(
+                "CREATE TABLE children (parent INTEGER REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED)"
+            )
+        )
+    store.write_later(Prepared(insert(NonceRow)), {"replay_key": "n", "forget_after": 9.0})
+    with pytest.raises((IntegrityError, StorageError)), store.write() as session:
+        session.execute(text("INSERT INTO children VALUES (1)"))  # found out by COMMIT alone
+    with store.write():
+        pass
+    with store.read() as session:
+        assert session.scalars(select(NonceRow.replay_key)).all() == ["n"]
     store.close()

@@ -1,8 +1,8 @@
 """The next rows of some blocks, quickly and roughly: one token of each text at a time, weights in 8 bits.
 
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
-small operations: matrices are 8-bit integers with a scale for each row, norms' gains are worked out
-beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
+small operations: the layers' matrices are 8-bit integers with a scale for each row, norms' gains are worked
+out beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
 is one operation for all texts together. What it costs: docs/history. Of one text, a few tokens can be read
 at once, by some of the blocks only. Longer stretches go through `Block.forward`, over the same cache.
 
@@ -84,7 +84,7 @@ class _Convolutions:
         return part
 
     def read(self, y_NTD: Tensor, room_NSD: Tensor, at: int) -> Tensor:
-        """The same for positions of one text from `at` on, whose inputs are written into the memory."""
+        """Mixed inputs of positions of one text from `at` on, which are written into its memory first."""
         taps, length = self.weight.shape[1], y_NTD.shape[1]
         room_NSD.narrow(1, at, length).copy_(y_NTD)
         begin = max(0, at - taps + 1)

@@ -524,10 +524,14 @@ class Store:
         with _translated():
             # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then
             # finds another writer would fail at its first write instead of waiting for BUSY_SECONDS.
-            with self._writing, self._begun(_BEGIN_WRITING) as session:
-                with self._written_along(session.info[CONNECTION]):
-                    yield session
-                    session.flush()
+            # The commit lies within `_written_along`: where it fails (a full disk), what came along is not lost.
+            with (
+                self._writing,
+                self._begun(_BEGIN_WRITING) as session,
+                self._written_along(session.info[CONNECTION]),
+            ):
+                yield session
+                session.flush()
                 lasts = session.info.get(LASTS, False)
                 if self.is_sqlite:
                     _COMMIT.run(session.info[CONNECTION], {})
