@@ -524,7 +524,7 @@ class Store:
         with _translated():
             # A transaction that will write says so at once (IMMEDIATE): one that began by reading and then
             # finds another writer would fail at its first write instead of waiting for BUSY_SECONDS.
-            # The commit lies within `_written_along`: where it fails (a full disk), what came along is not lost.
+            # The commit lies within `_written_along`: where it fails (a full disk), what came along stays.
             with (
                 self._writing,
                 self._begun(_BEGIN_WRITING) as session,
