@@ -179,14 +179,13 @@ class _QuickLayers:
     def of(self, rows: slice) -> _QuickLayers:
         """Those of some of the blocks, over the same matrices."""
         part = copy.copy(self)
-        part.attention_norm, part.feedforward_norm = (
-            self.attention_norm.of(rows),
-            self.feedforward_norm.of(rows),
-        )
+        part.attention_norm = self.attention_norm.of(rows)
+        part.feedforward_norm = self.feedforward_norm.of(rows)
         part.qkv, part.attention_out = self.qkv.of(rows), self.attention_out.of(rows)
         part.up, part.down = self.up.of(rows), self.down.of(rows)
-        if self.attention_convolution is not None and self.feedforward_convolution is not None:
+        if self.attention_convolution is not None:
             part.attention_convolution = self.attention_convolution.of(rows)
+        if self.feedforward_convolution is not None:
             part.feedforward_convolution = self.feedforward_convolution.of(rows)
         return part
 
@@ -196,7 +195,7 @@ class _QuickLayers:
         length, y_NTD = x_NTD.shape[1], self.attention_norm(x_NTD)
         if self.attention_convolution is not None:
             y_NTD = self.attention_convolution.read(y_NTD, inputs[0], at)
-        q, k, v = self._attended(y_NTD, rotary)
+        q, k, v = self._queries_keys_values(y_NTD, rotary)
         # Written before anything is attended to: a position sees itself and those before it in this stretch.
         k_room.narrow(2, at, length).copy_(k[..., 0, :].transpose(1, 2))
         v_room.narrow(2, at, length).copy_(v[..., 0, :].transpose(1, 2))
@@ -208,7 +207,9 @@ class _QuickLayers:
             y_NTD = self.feedforward_convolution.read(y_NTD, inputs[1], at)
         return x_NTD + self.down(self.up(y_NTD).relu_().square_())
 
-    def _attended(self, y_NMD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_keys_values(
+        self, y_NMD: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values; one position each, so that a text's slice has the shape of its cache:
         [N, heads, 1, K]."""
         qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
@@ -222,7 +223,7 @@ class _QuickLayers:
         y_NMD = self.attention_norm(x_NMD)
         if self.attention_convolution is not None:
             y_NMD = self.attention_convolution("attention", y_NMD, cache, index)
-        q, k, v = self._attended(y_NMD, rotary)
+        q, k, v = self._queries_keys_values(y_NMD, rotary)
         alone = []
         for m in cache.alone:
             layer = cache.parts[m].layers[index]
