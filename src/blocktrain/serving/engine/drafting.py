@@ -92,6 +92,8 @@ class Drafting:
         self.batcher, self.blocks = batcher, list(blocks)
         self.num_open = 0
         """Requests under way that draft."""
+        self.num_unread = 0
+        """Texts that wait to be read, and the one that is."""
         self._lock = threading.Lock()
         self._waiting: list[Draft] = []
         self._running = False
@@ -121,6 +123,9 @@ class Drafting:
     ) -> asyncio.Future[list[DraftedToken]]:
         loop = asyncio.get_running_loop()
         draft = Draft(drafter, list(text), most, list(margins), loop.create_future(), flying)
+        if not most:
+            self.num_unread += 1
+            draft.done.add_done_callback(self._was_read)
         with self._lock:
             self._waiting.append(draft)
             starts, self._running = not self._running, True
@@ -128,6 +133,9 @@ class Drafting:
             # Not awaited: it ends when nobody's draft is left, and tells each when its own is done.
             loop.run_in_executor(self.batcher.executor, self._run, loop)
         return draft.done
+
+    def _was_read(self, done: asyncio.Future[list[DraftedToken]]) -> None:
+        self.num_unread -= 1
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in the computing thread until no draft is left."""
@@ -141,7 +149,11 @@ class Drafting:
                 return
             # One text is read for every step of the drafts. Of 64 that come at once the first get drafts
             # while the others are read, which takes a second; before, they all waited for the last.
-            unread += [draft for draft in came if not draft.most]
+            now, asked = time.monotonic(), unread + [draft for draft in came if not draft.most]
+            unread = [one for one in asked if one.drafter.length.go_on([], self.num_open, now)]
+            for draft in set(asked) - set(unread):
+                # No drafts for now; what is not read by then is asked for again.
+                loop.call_soon_threadsafe(_finish, draft.done, [])
             came = [draft for draft in came if draft.most] + unread[:1]
             del unread[:1]
             try:
@@ -298,13 +310,16 @@ class Drafter:
                 return []
             # Shielded: a draft that is called off leaves the reading to the next one.
             await asyncio.shield(self._reading)
+            if not self.length.go_on(margins, self.drafting.num_open, time.monotonic(), flying=flying):
+                return []
         return await self.drafting.begin(self, tokens, most, margins, flying=flying)
 
     def observe(self, found: Traversed, weights: Row) -> None:
         """What came of a traversal, and all blocks' weights at its end: those of the next few tokens are
         about the same."""
         self.weights = self.drafting.own_shares(weights)
-        self.length.observe(found, self.drafting.num_open)
+        reading = self.drafting.num_unread > 0
+        self.length.observe(found, self.drafting.num_open, time.monotonic(), reading=reading)
 
     # ---- in the computing thread ----
 
