@@ -195,7 +195,7 @@ class AdaptiveLength(DraftLength):
     Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught says
     nothing about the one request after it. And a cost that nobody measured lately is believed less and
     less: before, one burst of 32 ended drafting until the gateway was started again. Whether to draft at all
-    is left to a `Comparison` of the two.
+    is left to a `Comparison`.
     """
 
     def __init__(self) -> None:
@@ -219,8 +219,9 @@ class AdaptiveLength(DraftLength):
         self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False, unsent: int = 0
     ) -> bool:
         costs = self.costs(requests)
-        if not costs.comparison.drafts:
-            return False
+        # The first token is what the comparison is about: where drafts seemed too dear, both ways were alike.
+        if not (costs.comparison.drafts and margins):
+            return costs.comparison.drafts
         gain = sum(self.hits) / sum(self.tries)
         for margin in margins:
             bucket = bisect(MARGINS, margin)

@@ -185,6 +185,12 @@ class Drafting:
         else:
             self._step_together(going)
         seconds = (time.monotonic() - now) / written
+        # Caches that were just read move together first: of 32, that took 0.5 s once and a step 0.1.
+        fresh = sum(draft.drafter.is_fresh for draft in going)
+        for draft in going:
+            draft.drafter.is_fresh = False
+        if fresh > len(going) / 4:
+            return going
         for length in {id(draft.drafter.length): draft.drafter.length for draft in going}.values():
             length.stepped(seconds, self.num_open, time.monotonic())
         return going
@@ -270,6 +276,8 @@ class Drafter:
         self.seen: list[int] = []
         """The window that the cache holds, all but its last token at least."""
         self.start = 0
+        self.is_fresh = False
+        """Whether the cache was read or copied, and no step has gone on from it."""
         self._reading: asyncio.Future[list[DraftedToken]] | None = None
         """The cache reads a long stretch of text; no draft before it is through."""
 
@@ -332,6 +340,7 @@ class Drafter:
         keep = min(keep, len(window) - 1, self.cache.length)
         if len(window) - keep > READ_FIRST:
             # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
+            self.is_fresh = True
             cache, length = self.drafting.like(window[:-1])
             if length > keep:
                 self.cache, keep = cache, length
