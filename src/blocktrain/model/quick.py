@@ -401,3 +401,7 @@ class PlainCache:
     def truncate(self, length: int) -> None:
         for part in self.parts:
             part.truncate(length)
+
+    def copy(self) -> PlainCache:
+        """The same with memory of its own."""
+        return PlainCache([part.copy() for part in self.parts])
