@@ -63,7 +63,7 @@ async def follow(stage: Stage, folder: Path, served: Path, device: torch.device)
         held, shape = await asyncio.to_thread(load_blocks, checkpoint, stage.blocks, device)
         await stage.adopt(held, shape)
 
-    await watch(folder, served, take_over)
+    await watch(lambda: current_checkpoint(folder), served, take_over)
 
 
 def run_stage(
