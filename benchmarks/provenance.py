@@ -24,7 +24,7 @@ from blocktrain.training.source import source_commit
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
     kind: str
-    """One of `reports.KINDS`."""
+    """What it is a report of; `reports.KINDS` has the published ones."""
     commit: str | None
     clean: bool
     """Whether the tree was that of the commit; a told commit is believed."""

@@ -59,34 +59,18 @@ class Kind:
     """Where the code lies that the numbers depend on."""
     schema: Mapping[str, type | tuple[type, ...]]
     """What a report (or each of its rows) must have."""
-    by_hand: str = ""
-    """Why a report of this kind was not written by a program, where that is so."""
 
 
 NUMBER = (int, float)
-TRAIN_SCHEMA: Mapping[str, type | tuple[type, ...]] = {
-    **{"composed": dict, "blocks": list, "recipe": dict, "seed": int, "versions": dict, "flops": dict},
-}
 KINDS: Mapping[str, Kind] = {
-    "equal operations": Kind(
-        "wikitext-2-equal-flops.json",
-        verbs("train"),
-        (*TRAINING, "recipes/wikitext-2.toml"),
-        {"seed 0": dict, "seed 1": dict},
-        by_hand="joined from the reports of four runs",
-    ),
-    "train": Kind("wikitext-2*.json", verbs("train"), (*TRAINING, "recipes/wikitext-2.toml"), TRAIN_SCHEMA),
-    "train, litepaper": Kind(
-        "litepaper.json", verbs("train"), (*TRAINING, "recipes/litepaper.toml"), TRAIN_SCHEMA
-    ),
     "data, throughput": Kind(
-        "data-throughput*.json",
+        "data-throughput.json",
         ("benchmarks/data.py:throughput",),
         ("src/blocktrain/data", "src/blocktrain/training/inner.py", "benchmarks/data.py"),
         {"ratio": NUMBER, "ratios": list, "device": str},
     ),
     "data, prepare": Kind(
-        "data-prepare*.json",
+        "data-prepare.json",
         ("benchmarks/data.py:prepare_rate", "src/blocktrain/cli/data.py:prepare"),
         ("src/blocktrain/data", "benchmarks/data.py"),
         {"ratio": NUMBER, "prepare_mb_per_processor_s": NUMBER, "peak_mb": NUMBER},
@@ -104,33 +88,10 @@ KINDS: Mapping[str, Kind] = {
         {"ce_per_round": list, "reference_ce": NUMBER, "bytes_moved": int, "seconds": NUMBER},
     ),
     "fleet": Kind(
-        "fleet*.json",
+        "fleet.json",
         ("benchmarks/fleet.py", *verbs("coordinator")),
         ("src/blocktrain/coordinator", "src/blocktrain/wire/signing.py", "benchmarks/fleet.py"),
         {"workers": int, "updates_per_second": NUMBER, "latency": dict, "lost": list, "rows": dict},
-    ),
-    "merge": Kind(
-        "merge-*.json",
-        ("benchmarks/merge.py", *verbs("coordinator")),
-        (
-            "src/blocktrain/coordinator",
-            "src/blocktrain/wire/codec.py",
-            "src/blocktrain/training/merge.py",
-            "benchmarks/merge.py",
-        ),
-        {"parameters": int, "seconds": NUMBER, "processor_seconds": NUMBER, "peak_bytes": int},
-    ),
-    "large_blocks": Kind(
-        "large-blocks*.json",
-        ("benchmarks/large_blocks.py",),
-        (*TRAINING, "src/blocktrain/training/memory.py", "benchmarks/large_blocks.py"),
-        {"results": list},
-    ),
-    "one_billion": Kind(
-        "one-billion.json",
-        ("benchmarks/one_billion.py", *PROGRAMS_OF_A_SWARM),
-        (*SWARM, "benchmarks/one_billion.py", "recipes/one-billion.toml"),
-        {"training_loss": list, "final": dict, "greedy": list, "versions": list},
     ),
     "specialise": Kind(
         "specialise-*.json",
@@ -152,7 +113,6 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/litepaper.py:six_workers", *PROGRAMS_OF_A_SWARM),
         (*SWARM, "recipes/swarm-t6.toml"),
         {"one_process": dict, "six_workers": dict, "six_workers_32_rounds": dict},
-        by_hand="joined from three runs",
     ),
     "t7": Kind(
         "t7-*.json",
@@ -304,7 +264,7 @@ def changed_since(commit: str, kind: Kind) -> list[str] | None:
 def state_of(report: Any, kind: Kind) -> str:
     commit = commit_of(report)
     if commit is None:
-        return "unknown: no commit" + (f" ({kind.by_hand})" if kind.by_hand else "")
+        return "unknown: no commit"
     changed = changed_since(commit, kind)
     if changed is None:
         return f"unknown: commit {commit[:7]} is not in this history"

@@ -22,7 +22,7 @@ from blocktrain.planning.machines import CARDS, SUSTAINED_SHARE, MachineGroup
 VOCABULARY = 32_768
 TOKENS_PER_PARAMETER = 20
 REQUEST_SECONDS = 0.0313
-"""Processor time of a coordinator for all requests of an update (docs/results/fleet.json)."""
+"""Processor time of a coordinator for all requests of an update (benchmarks/fleet.py, d335207)."""
 MERGE_SECONDS = 20.06 / (4 * 1.047e9)
 """Processor time for one value of one update, `sign` (benchmarks/merge.py, four updates of 1.05 B)."""
 MERGE_WALL_SECONDS = 10.86 / (4 * 1.047e9)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import reports
 import torch
 from large_blocks import Shape, built, recipe_of
 
@@ -18,6 +18,7 @@ from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.training.memory import fitting_micro_batch, free_memory, training_bytes
 from blocktrain.training.setup import Setup
 
+MEASURED = Path(__file__).parents[2] / "docs" / "history" / "results"
 SHAPES = {
     "wide": Shape("wide", 2048, 16, 4, 6, 5632, 1024, 32768, 16, 16, 4),
     "deep": Shape("deep", 1024, 16, 16, 24, 2816, 1024, 16384, 32, 16, 8),
@@ -33,7 +34,7 @@ def foretold(recipe: Recipe, vocabulary: int, micro_batch: int | None = None) ->
 
 
 def foretold_and_measured() -> Iterator[tuple[str, int, float]]:
-    for found in json.loads((reports.RESULTS / "large-blocks.json").read_text())["results"]:
+    for found in json.loads((MEASURED / "large-blocks.json").read_text())["results"]:
         shape = Shape(**found["shape"])
         plain, recomputing = (recipe_of(shape, recompute=recompute) for recompute in (False, True))
         yield shape.name, foretold(plain, shape.vocabulary), found["peak_bytes"]
@@ -43,7 +44,7 @@ def foretold_and_measured() -> Iterator[tuple[str, int, float]]:
         for recompute, peak in zip((False, True), PEAKS_GB[name], strict=True):
             recipe = recipe_of(shape, recompute=recompute)
             yield f"{name}, recompute {recompute}", foretold(recipe, shape.vocabulary), 1e9 * peak
-    for found in json.loads((reports.RESULTS / "large-blocks-recipes.json").read_text())["results"]:
+    for found in json.loads((MEASURED / "large-blocks-recipes.json").read_text())["results"]:
         recipe = load_recipe(find_recipe(found["recipe"]), environment={})
         needed = foretold(recipe, found["vocabulary"], found["micro_batch"])
         yield found["recipe"], needed, found["peak_bytes"]
