@@ -68,7 +68,7 @@ async def follow(
         held, shape = await asyncio.to_thread(load_blocks, checkpoint, stage.blocks, device, graphs)
         await stage.adopt(held, shape)
 
-    await watch(folder, served, take_over)
+    await watch(lambda: current_checkpoint(folder), served, take_over)
 
 
 def run_stage(
