@@ -1,6 +1,6 @@
 """The last part of a training, continued end to end or by parts that each see frozen neighbours.
 
-    python benchmarks/refine.py --docs FOLDER [--swarm] [--steps 4000] [--round 30] [--weight 1] [--json FILE]
+    python benchmarks/refine.py --docs FOLDER [--swarm [--judge]] [--steps 4000] [--round 30] [--weight 1]
     python benchmarks/refine.py --docs FOLDER --quick      # CPU, tiny models, a minute
 
 FOLDER has train.txt.xz and valid.txt.xz. A Llama of 12 layers of width 384 is trained end to end on bytes for
@@ -8,9 +8,10 @@ three quarters of the steps. The last quarter is done twice from there, with the
 the same size: end to end with fresh optimizer state, and as four parts (`objective.kind = "serial"`), which
 train rounds of `--round` steps beside copies of the others from the round's start and are then merged with
 weight `--weight`. Without compression and without a network; or with --swarm as `blocktrain swarm` does it,
-with a worker for each part, over HTTP, updates in `sign`, no judge. The last quarter's schedule is then a
-cosine of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak
-of device memory of a step, end to end and of each part alone (on CUDA), without the text.
+with a worker for each part, over HTTP, updates in `sign`; with --judge the coordinator judges them as it
+judges strangers, and the report counts the verdicts by reason. The last quarter's schedule is then a cosine
+of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak of
+device memory of a step, end to end and of each part alone (on CUDA), without the text.
 Exits 1 when the parts end more than 0.010 nats per byte above end to end, or take over 0.45 of its memory.
 """
 
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,7 @@ from provenance import check_claims, write_report
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.shards import Shards
 from blocktrain.ids import CorpusHash
+from blocktrain.judge.ledger_check import open_source
 from blocktrain.model.block import Block
 from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import save_checkpoint
@@ -53,12 +56,15 @@ PARTS = 4
 MAX_GAP, MAX_MEMORY = 0.010, 0.45
 MODEL_KEYS = "family", "width", "heads", "context", "blocks", "layers_per_block"
 TRAINING_KEYS = "steps", "batch", "warmup_steps", "matrix_lr", "other_lr"
+REPORTED = "wall_seconds", "bytes_up", "bytes_down", "rounds", "verdicts"
 
 
 class Experiment:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.quick, self.steps = arguments.quick, 40 if arguments.quick else arguments.steps
+        self.quick = arguments.quick
+        self.steps = arguments.steps or (40 if self.quick else 4000)
+        self.round = arguments.round or (5 if self.quick else 30)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.train_tokens, self.valid_tokens = (self._bytes(name) for name in ("train", "valid"))
         self.corpus = CorpusHash(hashlib.sha256(self.train_tokens.astype(np.uint8).tobytes()).hexdigest())
@@ -117,7 +123,7 @@ class Experiment:
 
     def continued_by_a_swarm(self, begun: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The report of a run over HTTP that goes on with the parts."""
-        recipe, length = self.last_quarter(PARTS), 5 if self.quick else self.arguments.round
+        recipe, length = self.last_quarter(PARTS), self.round
         setup = Setup.of(recipe)
         with tempfile.TemporaryDirectory(prefix="refine-") as name:
             folder = Path(name)
@@ -140,7 +146,7 @@ class Experiment:
                 "swarm.replicas": 1,
                 "swarm.codec": "sign",
                 "swarm.run_ahead": 0.0,
-                "trust.judge": "off",
+                "trust.judge": "coordinator" if self.arguments.judge else "off",
             }
             (folder / "recipe.toml").write_text('name = "refine"\n')
             flags = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
@@ -155,11 +161,14 @@ class Experiment:
             ]
             subprocess.run([*command, "--device", self.device.type, *flags], check=True)
             report: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
+            with open_source(str(folder / "run" / "coordinator")) as source:
+                verdicts = [entry.body["reason"] for entry in source.entries if entry.kind == "verdict"]
+            report["verdicts"] = dict(Counter(verdicts))
             return report
 
     def continued_in_parts(self, start: dict[str, torch.Tensor], first: int) -> float:
         setup = Setup.of(self.recipe(PARTS))
-        heads, length = self.parts_of(setup, start), 5 if self.quick else self.arguments.round
+        heads, length = self.parts_of(setup, start), self.round
         local = [copy.deepcopy(head) for head in heads]
         trainers = [self.trainer(setup, block, index) for index, block in enumerate(local)]
         for begin in range(first, self.steps, length):
@@ -204,8 +213,9 @@ def main() -> int:
     )
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--swarm", action="store_true", help="the parts by workers over HTTP, in `sign`")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--round", type=int, default=30)
+    parser.add_argument("--judge", action="store_true", help="with --swarm: updates are judged")
+    parser.add_argument("--steps", type=int, help="default: 4000, or 40 with --quick")
+    parser.add_argument("--round", type=int, help="steps of a round; default: 30, or 5 with --quick")
     parser.add_argument("--weight", type=float, default=1.0, help="of a part's move in its merge")
     parser.add_argument("--rates", default="6e-3,1e-3", help="matrix_lr,other_lr of the whole schedule")
     parser.add_argument("--seed", type=int, default=0)
@@ -219,7 +229,11 @@ def main() -> int:
     for step in range(first):
         trainer.step(step, 0)
     start = {name: tensor.detach().cpu().clone() for name, tensor in block.state_dict().items()}
-    report: dict[str, Any] = {"steps": experiment.steps, "round": arguments.round, "weight": arguments.weight}
+    report: dict[str, Any] = {
+        "steps": experiment.steps,
+        "round": experiment.round,
+        "weight": arguments.weight,
+    }
     report["before"] = experiment.score(whole, [block])
     print(f"{time.monotonic() - began:.0f} s: before {report['before']:.4f}", flush=True)
     after = Setup.of(experiment.last_quarter(1)) if arguments.swarm else whole
@@ -232,13 +246,17 @@ def main() -> int:
     if arguments.swarm:
         ended = experiment.continued_by_a_swarm(start)
         report["parts"] = ended["final"]["consensus_ce"]
-        report |= {key: ended[key] for key in ("wall_seconds", "bytes_up", "bytes_down", "rounds")}
+        report |= {
+            key: ended[key] for key in ("wall_seconds", "bytes_up", "bytes_down", "rounds", "verdicts")
+        }
     else:
         report["parts"] = experiment.continued_in_parts(start, first)
     report["gap"] = report["parts"] - report["end_to_end"]
     print(
         f"{time.monotonic() - began:.0f} s: parts {report['parts']:.4f}, gap {report['gap']:+.4f}", flush=True
     )
+    if arguments.swarm:
+        print(f"verdicts: {report['verdicts']}")
     claims = {f"parts end within {MAX_GAP} of end to end": report["gap"] <= MAX_GAP}
     if experiment.device.type == "cuda":
         del trainer, block

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +170,34 @@ def test_the_prompt_of_a_request_that_ended_is_not_read_for_drafts(checkpoint: P
         await engine.close()
 
     asyncio.run(served())
+
+
+def test_a_text_that_begins_as_another_did_is_read_for_drafts_from_there(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [b"x" * 50 + b"abc", b"x" * 50 + b"d" * 20, b"y" * 40, b"x" * 50 + b"abc"]
+    read: list[int] = []
+
+    async def drafts(engine: LocalEngine, texts: Sequence[bytes]) -> list[list[int]]:
+        extend, found = engine.drafting.steps.extend, []
+
+        def noted(tokens: Sequence[int], cache: Any) -> None:
+            read.append(len(tokens))
+            extend(tokens, cache)
+
+        monkeypatch.setattr(engine.drafting.steps, "extend", noted)
+        for text in texts:
+            with Drafter(engine.drafting, Sampler(seed=1), DraftLength(8)) as drafter:
+                drafted = await drafter.draft(list(text), 8, [], flying=True)
+                found.append([one.token for one in drafted])
+        await engine.close()
+        return found
+
+    alone = [asyncio.run(drafts(LocalEngine(checkpoint), [text])) for text in texts]
+    assert read == [52, 69, 39, 52]
+    del read[:]
+    assert asyncio.run(drafts(LocalEngine(checkpoint), texts)) == [found for [found] in alone]
+    assert read == [52, 19, 39]
 
 
 def test_a_draft_that_is_alone_has_the_tokens_that_it_has_among_others(checkpoint: Path) -> None:

@@ -29,7 +29,8 @@ STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
-
+KEPT_TEXTS = 16
+"""Texts that were read and are kept for others that begin alike, as many as stages keep."""
 
 READ_AT_ONCE = 4
 """Tokens that the other blocks read in one pass behind the first: four rows take 1.4 times as long as one,
@@ -94,6 +95,8 @@ class Drafting:
         self._lock = threading.Lock()
         self._waiting: list[Draft] = []
         self._running = False
+        self._kept: list[tuple[list[int], Any]] = []
+        """Texts that were read and their caches, the one used last at the end; the computing thread's own."""
 
     @property
     def steps(self) -> RoughBlocks:
@@ -219,6 +222,19 @@ class Drafting:
         cache.wrote(len(due) + written - 1)
         return written
 
+    def keep(self, text: list[int], cache: Any) -> None:
+        """Have a copy of the cache, which holds this text, for others that begin as it does."""
+        self._kept = [*self._kept[1 - KEPT_TEXTS :], (text, cache.copy())]
+
+    def like(self, text: list[int]) -> tuple[Any, int]:
+        """A cache that holds a beginning of the text, and how much of it; None and 0 where that is little."""
+        lengths = [shared_length(known, text) for known, _ in self._kept]
+        longest = max(lengths, default=0)
+        if longest < READ_FIRST:
+            return None, 0
+        self._kept.append(self._kept.pop(lengths.index(longest)))
+        return self._kept[-1][1].copy(), longest
+
 
 def _finish(done: asyncio.Future[list[DraftedToken]], tokens: list[DraftedToken]) -> None:
     if not done.done():
@@ -299,10 +315,17 @@ class Drafter:
         # What the cache holds beyond the text they share was a wrong draft, or another window.
         keep = shared_length(self.seen, window) if start == self.start else 0
         keep = min(keep, len(window) - 1, self.cache.length)
+        if len(window) - keep > READ_FIRST:
+            # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
+            cache, length = self.drafting.like(window[:-1])
+            if length > keep:
+                self.cache, keep = cache, length
         self.cache.truncate(keep)
         draft.due = window[keep:]
         if len(draft.due) > STEPS_AT_MOST + 1:
             self.drafting.steps.extend(draft.due[:-1], self.cache)
+            if len(draft.due) > READ_FIRST:
+                self.drafting.keep(window[:-1], self.cache)
             draft.due = draft.due[-1:]
         self.seen, self.start = window, start
 
