@@ -17,6 +17,7 @@ from blocktrain.cli.options import (
     PortOption,
     log_to_stderr,
 )
+from blocktrain.errors import UserError
 from blocktrain.starting import few_kernels
 
 # The serving package is imported inside the verbs: a training machine need not have what it needs.
@@ -25,8 +26,20 @@ from blocktrain.starting import few_kernels
 def gateway(
     checkpoint: CheckpointArgument,
     stages: Annotated[
-        str, typer.Option("--stages", metavar="HOST:PORT,…", help="Empty holds every block in this process.")
+        str,
+        typer.Option(
+            "--stages",
+            metavar="HOST:PORT,…",
+            help="Or @FILE with one on each line, read again when it changes. Empty holds every block "
+            "in this process.",
+        ),
     ] = "",
+    also: Annotated[
+        list[str],
+        typer.Option(
+            "--also", metavar="CHECKPOINT=STAGES", help="One more model, with stages of its own; repeatable."
+        ),
+    ] = [],  # noqa: B006
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     keys: KeysOption = None,
@@ -57,9 +70,13 @@ def gateway(
     from blocktrain.serving.transport import read_token
 
     log_to_stderr()
+    others = [(Path(path), named) for path, _, named in (one.rpartition("=") for one in also)]
+    if any(path == Path() for path, _ in others):
+        raise UserError(
+            "--also expects CHECKPOINT=HOST:PORT,… (nothing behind the = holds it in this process)"
+        )
     run_gateway(
-        checkpoint,
-        [address for address in stages.split(",") if address.strip()],
+        [(checkpoint, stages), *others],
         host=host,
         port=port,
         token=read_token(token_file) or "",

@@ -79,6 +79,23 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
         assert remote.metric("blocktrain_gateway_degraded_total") >= 1
 
 
+def test_a_block_that_is_lost_on_the_way_makes_the_fingerprint_another(checkpoint: Path) -> None:
+    fanout = replace(when_blocks_are_lost("degrade"), degrade_seconds=0.2)
+    with stages(checkpoint, [0, 2], [1]) as running:
+        config = EngineConfig(stages=[stage.address for stage in running], fanout=fanout)
+        with serve_engine(RemoteEngine(checkpoint, config)) as served, served.openai() as client:
+            prints: list[str | None] = []
+            for chunk in client.completions.create(
+                model="tiny", prompt="x", max_tokens=48, stream=True, extra_body={"mode": "ar"}
+            ):
+                if not prints:
+                    running[1].kill()
+                prints.append(chunk.system_fingerprint)
+            assert prints[0] is not None
+            assert set(prints) == {prints[0], f"{prints[0]}-without-1"}
+            assert complete(served, max_tokens=4).system_fingerprint == f"{prints[0]}-without-1"
+
+
 def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, served: Served) -> None:
     expected = complete(served, max_tokens=8).choices[0].text
     with stages(checkpoint, [0, 2], [1]) as running:

@@ -81,7 +81,11 @@ class Job:
 
     def early_headers(self) -> dict[str, str]:
         """What is known when the first piece is."""
-        headers = {"x-blocktrain-mode": self.mode, "x-blocktrain-seed": str(self.seed)}
+        headers = {
+            "x-request-id": self.format.id,
+            "x-blocktrain-mode": self.mode,
+            "x-blocktrain-seed": str(self.seed),
+        }
         if self.engine.model.versions:
             headers["x-blocktrain-versions"] = ",".join(map(str, self.engine.model.versions))
         if self.ignored:
@@ -164,6 +168,7 @@ class Answerer:
         except ClientGoneError:
             self.metrics.cancelled.inc()
             return Response(status_code=499)
+        job.format.do_without(job.totals.degraded_blocks)
         answer = job.format.whole([joined(choice) for choice in pieces], job.usage)
         return Response(answer.model_dump_json(), headers=job.late_headers(), media_type="application/json")
 
@@ -206,6 +211,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
         async def emit(piece: Piece) -> None:
+            self.job.format.do_without(self.job.totals.degraded_blocks)
             await write(self.job.format.events(piece, lambda: self.job.usage))
 
         try:
