@@ -201,7 +201,7 @@ def run_shape(
             return [{"shape": name, **row} for row in pass_times(checkpoint, device, counts, prompts)]
         blocks = f"0-{recipe.model.blocks - 1}"
         texts: tuple[dict[int, list[int]], dict[int, list[int]]] = {}, {}
-        with running_stages(None, checkpoint, [blocks] * 2, str(device), without_graphs=[1]) as addresses:
+        with running_stages(None, checkpoint, [blocks] * 2, str(device), with_graphs=[0]) as addresses:
             mine, without = (
                 asyncio.run(ours(checkpoint, address, counts, seconds, prompts, known))
                 for address, known in zip(addresses, texts, strict=True)

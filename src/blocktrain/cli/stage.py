@@ -29,7 +29,7 @@ def stage(
     max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
     graphs: Annotated[
         bool, typer.Option(help="On a GPU, capture passes of few tokens and replay them.")
-    ] = True,
+    ] = False,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
     few_kernels()

@@ -124,9 +124,9 @@ class Refinement:
 
 
 class HeldBlocks:
-    def __init__(self, checkpoint: Checkpoint, held: Sequence[int], fixed_shapes: bool | None = None) -> None:
-        """`held` names the checkpoint's loaded blocks, in the same order. `fixed_shapes`: whether texts that
-        go on by a few tokens do so in passes of fixed shapes; by default on a GPU, which captures them."""
+    def __init__(self, checkpoint: Checkpoint, held: Sequence[int], fixed_shapes: bool = False) -> None:
+        """`held` names the checkpoint's loaded blocks, in the same order. `fixed_shapes`: texts that go on by
+        a few tokens do so in passes of fixed shapes, which a GPU captures and replays."""
         self.blocks: dict[int, Block] = dict(zip(held, checkpoint.blocks, strict=True))
         self.objective = checkpoint.objective
         self.codebook = checkpoint.codebook_VD
@@ -139,14 +139,12 @@ class HeldBlocks:
         }
         parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
         self.dtype = parameter.dtype
-        device = self.codebook.device
-        fixed = device.type == "cuda" if fixed_shapes is None else fixed_shapes
-        self._shelves = {index: Shelves(fixed) for index in self.blocks}
-        self._fixed = (
-            FixedPasses(self._running, self.objective.upstream, self.codebook, self.vocabulary, self._shelves)
-            if fixed
-            else None
-        )
+        self._shelves = {index: Shelves(fixed_shapes) for index in self.blocks}
+        self._fixed: FixedPasses | None = None
+        if fixed_shapes:
+            self._fixed = FixedPasses(
+                self._running, self.objective.upstream, self.codebook, self.vocabulary, self._shelves
+            )
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 

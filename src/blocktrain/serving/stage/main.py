@@ -31,7 +31,7 @@ def parse_blocks(text: str) -> list[int]:
 
 
 def load_blocks(
-    path: Path, blocks: Sequence[int], device: torch.device, graphs: bool = True
+    path: Path, blocks: Sequence[int], device: torch.device, graphs: bool = False
 ) -> tuple[HeldBlocks, ModelShape]:
     """What a stage serves, or UserError where the checkpoint does not have it."""
     described = Description.of(read_config(path), path)
@@ -58,7 +58,9 @@ def load_blocks(
     return held, fingerprint(path, checkpoint)
 
 
-async def follow(stage: Stage, folder: Path, served: Path, device: torch.device, graphs: bool = True) -> None:
+async def follow(
+    stage: Stage, folder: Path, served: Path, device: torch.device, graphs: bool = False
+) -> None:
     """Without end: serve what the folder's `current` names too (`serving.versions`)."""
 
     async def take_over(checkpoint: Path) -> None:
@@ -77,7 +79,7 @@ def run_stage(
     device: torch.device,
     metrics_port: int | None = None,
     threads: int | None = None,
-    graphs: bool = True,
+    graphs: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
     """The verb `stage`: serves until SIGTERM or SIGINT and returns when the stage has drained; `announce`
