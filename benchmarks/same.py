@@ -22,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def main() -> int:
     for key in sorted(key for key in reached if key[1] in changed):
         if on_cuda(trees[0], key) != on_cuda(trees[1], key):
             parser.error(f"{':'.join(key)} does something else on cuda now, of which a CPU says nothing")
-    with tempfile.TemporaryDirectory() as name:
-        old, new = (run_at(commit, options.command, Path(name)) for commit in (before, after))
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as both:
+        old, new = both.map(lambda commit: run_at(commit, options.command, Path(name)), (before, after))
     if wrong := list(differences(old, new)):
         print(f"{len(wrong)} numbers are others, as {wrong[0]}", file=sys.stderr)
         return 1
