@@ -171,6 +171,7 @@ class Judging:
                 evidence,
                 recent_scores(session, row.block, established=False),
                 late=row.base_version < block.version,
+                refining=run.objective.is_serial,
             )
             gain = evidence.gain
             row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None
