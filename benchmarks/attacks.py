@@ -7,7 +7,7 @@ held-out text, loss on text of the same kind that is in no run may not. The tabl
 the end, seed by seed, and the largest of all rounds. Memory is the peak of the coordinator's resident memory
 above that of a run in which as many updates are all honest.
 
-    python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--jobs 2]
     python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100]
 
 `--quick` takes one seed and fewer rounds. `--rules` runs the lasting attacks against rules of the literature
@@ -23,7 +23,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ from tests.adversaries.campaigns import (  # noqa: E402
 )
 from tests.adversaries.clusters import (  # noqa: E402
     Poison,
+    PoisonedEnding,
     poisoned_campaign,
     poisons_its_own_cluster,
     poisons_the_other_cluster,
@@ -173,82 +176,142 @@ LASTING = (
 )
 
 
+@dataclass(frozen=True)
+class Run:
+    """A campaign that needs nothing from another."""
+
+    seed: int
+    one: Lasting
+    attacked: bool
+    defended: bool = True
+
+    @property
+    def folder(self) -> str:
+        """The same for all attacks on the same honest workers, as long as nobody attacks."""
+        who = f"{self.one.number}-{self.one.behaviour.__name__}-{self.one.attackers}" if self.attacked else ""
+        private = self.one.private and self.defended
+        return f"{self.seed}-{self.one.honest}-{self.defended}-{self.one.fresh}-{private}-{who}"
+
+
+def play_campaign(run: Run, folder: Path, rounds: int) -> tuple[Ending, float]:
+    """And the seconds that it took."""
+    begun, one, patient = time.monotonic(), run.one, PATIENT_SECONDS
+    private = one.private and run.defended
+    settings = Settings(seed=run.seed, steps=20, deadline=patient, lease=patient, private=private)
+    if not run.defended:
+        settings = undefended(settings)
+    crowd = [one.behaviour] * one.attackers if run.attacked else ()
+    scored = fresh_text() if one.fresh else None
+    ending = campaign(
+        folder / run.folder, settings, one.honest, rounds + HONEST_ROUNDS * one.fresh, crowd, scored
+    )
+    return ending, time.monotonic() - begun
+
+
+def play_stale(seed: int, folder: Path) -> tuple[Ending, Ending, Ending, str, float]:
+    """Undefended, defended, attacked, and what became of an update that is five rounds old."""
+    begun = time.monotonic()
+    settings = Settings(seed=seed, steps=20, deadline=120.0, replicas=3, lease=1.5)
+    folder = folder / f"stale-{seed}"
+    folder.mkdir()
+    alone, _ = stale_campaign(folder / "alone", undefended(settings), STALE_ROUNDS, attacked=False)
+    usual, _ = stale_campaign(folder / "usual", settings, STALE_ROUNDS, attacked=False)
+    found, reason = stale_campaign(folder / "attacked", settings, STALE_ROUNDS, attacked=True)
+    return alone, usual, found, reason, time.monotonic() - begun
+
+
+def play_poisoned(
+    seed: int, folder: Path, rounds: int, poison: Poison
+) -> tuple[float, PoisonedEnding, float]:
+    """The rise on the cluster where it was largest, how it ended, and the seconds that it took."""
+    begun = time.monotonic()
+    here = folder / f"{poison.__name__}-{seed}"
+    alone = poisoned_campaign(here / "alone", seed, rounds, 2, judge="off")
+    found = poisoned_campaign(here / "attacked", seed, rounds, 2, poison)
+    return found.worst_rise_over(alone), found, time.monotonic() - begun
+
+
 class Campaigns:
-    """Runs of several seeds, with the unattacked ones made once."""
+    """Runs of several seeds, some at a time, with the unattacked ones made once."""
 
-    def __init__(self, folder: Path, seeds: Sequence[int], rounds: int) -> None:
-        self.folder, self.seeds, self.rounds = folder, seeds, rounds
-        self._alone: dict[tuple[int, int, bool, bool, bool], Ending] = {}
+    def __init__(self, folder: Path, seeds: Sequence[int], rounds: int, pool: Executor) -> None:
+        self.folder, self.seeds, self.rounds, self.pool = folder, seeds, rounds, pool
+        self._begun: dict[str, Future[tuple[Ending, float]]] = {}
 
-    def settings(self, seed: int, one: Lasting) -> Settings:
-        patient = PATIENT_SECONDS
-        return Settings(seed=seed, steps=20, deadline=patient, lease=patient, private=one.private)
+    def begin(self, run: Run) -> Future[tuple[Ending, float]]:
+        if run.folder not in self._begun:
+            self._begun[run.folder] = self.pool.submit(play_campaign, run, self.folder, self.rounds)
+        return self._begun[run.folder]
 
-    def alone(self, seed: int, one: Lasting, *, defended: bool = False) -> Ending:
-        private = one.private and defended
-        key = (seed, one.honest, defended, one.fresh, private)
-        if key not in self._alone:
-            settings = self.settings(seed, one) if defended else undefended(self.settings(seed, one))
-            name = self.folder / f"alone-{seed}-{one.honest}-{defended}-{one.fresh}-{private}"
-            self._alone[key] = campaign(name, settings, one.honest, *self._length(one))
-        return self._alone[key]
+    def row(self, one: Lasting) -> Callable[[], Row]:
+        """Begins what the row needs; calling what it returns waits for that."""
+        kinds = [(False, False), (False, True), (True, True)]
+        begun = [[self.begin(Run(seed, one, *kind)) for seed in self.seeds] for kind in kinds]
 
-    def _length(self, one: Lasting) -> tuple[int, tuple[()], bytes | None]:
-        """Rounds, nobody else, and the text that is scored."""
-        return self.rounds + HONEST_ROUNDS * one.fresh, (), fresh_text() if one.fresh else None
+        def wait() -> Row:
+            done = [[future.result() for future in futures] for futures in begun]
+            alone, usual, found = ([ending for ending, _ in runs] for runs in done)
+            notes: dict[str, Any] = {
+                "judging_share": max(ending.judging_share for ending in (*usual, *found)),
+                "honest_rise": [judged.rise_over(plain) for judged, plain in zip(usual, alone, strict=True)],
+                "honest_updates": one.honest * sum(len(ending.losses) for ending in found),
+                "honest_refused": [sum(ending.honest_refused for ending in runs) for runs in (usual, found)],
+            }
+            if one.number == 17:
+                notes |= self.residual(alone, found)
+            seconds = sum(seconds for runs in done for _, seconds in runs)
+            row = lasting_row(one.number, one.name, alone, usual, found, seconds, notes)
+            if not one.solved:
+                row.happened += "; **not solved**"
+                row.passed = row.growth_mb < MAX_GROWTH_MB
+            return row
 
-    def attacked(self, seed: int, one: Lasting) -> Ending:
-        place = f"{one.number}-{one.attackers}-{one.behaviour.__name__}-{one.private}"
-        name = self.folder / f"attack-{seed}-{place}"
-        rounds, _, scored = self._length(one)
-        behaviours = [one.behaviour] * one.attackers
-        return campaign(name, self.settings(seed, one), one.honest, rounds, behaviours, scored)
+        return wait
 
-    def row(self, one: Lasting) -> Row:
-        begun = time.monotonic()
-        alone = [self.alone(seed, one) for seed in self.seeds]
-        usual = [self.alone(seed, one, defended=True) for seed in self.seeds]
-        found = [self.attacked(seed, one) for seed in self.seeds]
-        notes: dict[str, Any] = {
-            "judging_share": max(ending.judging_share for ending in (*usual, *found)),
-            "honest_rise": [judged.rise_over(plain) for judged, plain in zip(usual, alone, strict=True)],
-            "honest_updates": one.honest * sum(len(ending.losses) for ending in found),
-            "honest_refused": [sum(ending.honest_refused for ending in runs) for runs in (usual, found)],
-        }
-        if one.number == 17:
-            notes |= self.residual(one, alone, found)
-        row = lasting_row(one.number, one.name, alone, usual, found, time.monotonic() - begun, notes)
-        if not one.solved:
-            row.happened += "; **not solved**"
-            row.passed = row.growth_mb < MAX_GROWTH_MB
-        return row
-
-    def residual(self, one: Lasting, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
+    def residual(self, alone: Sequence[Ending], found: Sequence[Ending]) -> dict[str, Any]:
         """Nats per byte of the planted phrase behind its trigger, without and with the attackers."""
         pairs = []
         for seed, clean, dirty in zip(self.seeds, alone, found, strict=True):
-            training = training_of(self.settings(seed, one), self.folder)
+            training = training_of(Settings(seed=seed, steps=20), self.folder)
             pairs.append((clean.backdoor_loss(training), dirty.backdoor_loss(training)))
         return {"phrase_after_trigger": pairs}
 
-    def stale_row(self) -> Row:
-        begun = time.monotonic()
-        alone, usual, found, reasons = [], [], [], []
-        for seed in self.seeds:
-            settings = Settings(seed=seed, steps=20, deadline=120.0, replicas=3, lease=1.5)
-            folder = self.folder / f"stale-{seed}"
-            folder.mkdir()
-            plain = undefended(settings)
-            alone.append(stale_campaign(folder / "alone", plain, STALE_ROUNDS, attacked=False)[0])
-            usual.append(stale_campaign(folder / "usual", settings, STALE_ROUNDS, attacked=False)[0])
-            ending, reason = stale_campaign(folder / "attacked", settings, STALE_ROUNDS, attacked=True)
-            found.append(ending)
-            reasons.append(reason)
-        seconds = time.monotonic() - begun
-        row = lasting_row(STALE_NUMBER, "stale base, 1 and 5 rounds", alone, usual, found, seconds, {})
-        row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
-        row.passed = row.passed and set(reasons) == {"too_old"}
-        return row
+    def stale_row(self) -> Callable[[], Row]:
+        begun = [self.pool.submit(play_stale, seed, self.folder) for seed in self.seeds]
+
+        def wait() -> Row:
+            alone, usual, found, reasons, seconds = zip(*(future.result() for future in begun), strict=True)
+            name = "stale base, 1 and 5 rounds"
+            row = lasting_row(STALE_NUMBER, name, alone, usual, found, sum(seconds), {})
+            row.happened = f"1 round: {row.happened}; 5 rounds: {', '.join(sorted(set(reasons)))}"
+            row.passed = row.passed and set(reasons) == {"too_old"}
+            return row
+
+        return wait
+
+    def poisoned_row(self, poison: Poison) -> Callable[[], Row]:
+        """Two specialised blocks with two honest workers and an attacker each; the loss is that of the
+        cluster where it rose most."""
+        begun = [
+            self.pool.submit(play_poisoned, seed, self.folder, self.rounds, poison) for seed in self.seeds
+        ]
+
+        def wait() -> Row:
+            risen, found, seconds = zip(*(future.result() for future in begun), strict=True)
+            verdicts = sum((ending.verdicts for ending in found), Counter[str]())
+            honest = sum((ending.honest_refused for ending in found), Counter[str]())
+            return Row(
+                POISON_NUMBER,
+                f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
+                ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common()),
+                f"at worst {max(risen):+.4f} on a cluster's text",
+                sum(seconds),
+                0.0,
+                max(risen) <= TOLERANCE and "harmful" not in honest,
+                {"risen": risen, "honest_refused": dict(honest)},
+            )
+
+        return wait
 
 
 def lasting_row(
@@ -277,42 +340,16 @@ def lasting_row(
     )
 
 
-def lasting_rows(
-    folder: Path, wanted: Callable[[int], bool], seeds: Sequence[int], rounds: int, quick: bool
-) -> Iterator[Row]:
-    runs = Campaigns(folder, seeds, rounds)
-    for one in LASTING:
-        if wanted(one.number) and (one.quick or not quick):
-            yield runs.row(one)
+def lasting_rows(runs: Campaigns, wanted: Callable[[int], bool], quick: bool) -> Iterator[Row]:
+    waits = [runs.row(one) for one in LASTING if wanted(one.number) and (one.quick or not quick)]
     if wanted(STALE_NUMBER):
-        yield runs.stale_row()
+        waits.append(runs.stale_row())
     if wanted(POISON_NUMBER):
-        for poison in (poisons_its_own_cluster, poisons_the_other_cluster):
-            yield poisoned_row(folder, seeds, rounds, poison)
-
-
-def poisoned_row(folder: Path, seeds: Sequence[int], rounds: int, poison: Poison) -> Row:
-    """Two specialised blocks with two honest workers and an attacker each; the loss is that of the cluster
-    where it rose most."""
-    begun, verdicts, risen, honest = time.monotonic(), Counter[str](), [], Counter[str]()
-    for seed in seeds:
-        here = folder / f"{poison.__name__}-{seed}"
-        alone = poisoned_campaign(here / "alone", seed, rounds, 2, judge="off")
-        found = poisoned_campaign(here / "attacked", seed, rounds, 2, poison)
-        risen.append(found.worst_rise_over(alone))
-        verdicts += found.verdicts
-        honest += found.honest_refused
-    told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
-    return Row(
-        POISON_NUMBER,
-        f"specialised blocks: {poison.__name__.replace('_', ' ')}, 1 of 3",
-        told,
-        f"at worst {max(risen):+.4f} on a cluster's text",
-        time.monotonic() - begun,
-        0.0,
-        max(risen) <= TOLERANCE and "harmful" not in honest,
-        {"risen": risen, "honest_refused": dict(honest)},
-    )
+        waits += [
+            runs.poisoned_row(poison) for poison in (poisons_its_own_cluster, poisons_the_other_cluster)
+        ]
+    for wait in waits:
+        yield wait()
 
 
 def rule_rows(attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
@@ -380,6 +417,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
+    parser.add_argument("--jobs", type=int, default=1, help="Attacks that last: runs at a time.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
     parser.add_argument("--json", type=Path, help="Write everything there too.")
     options = parser.parse_args(arguments)
@@ -410,9 +448,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in refused_rows(folders[0], wanted):
             print(row.line(), flush=True)
             rows.append(row)
-        for row in lasting_rows(folders[1], wanted, seeds, rounds, options.quick):
-            print(row.line(), flush=True)
-            rows.append(row)
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            for row in lasting_rows(Campaigns(folders[1], seeds, rounds, pool), wanted, options.quick):
+                print(row.line(), flush=True)
+                rows.append(row)
         print()
         for line in note_lines(rows):
             print(f"- {line}")

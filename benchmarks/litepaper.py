@@ -8,14 +8,16 @@ T1      noise ranges, MLP blocks. T2: from the MSE denoiser to transformer block
         shared out by equal progress beside equal mass. T3: twelve layers cut in four ways (noise_tables.py).
 T4, T5  one swarm on seven virtual networks, through `blocktrain.simulation`: real training steps under a
         virtual clock, with the litepaper's rule (`drop`) and ours (`carry`).
-T6      one process beside six workers, two replicas per block, the same tokens per block.
-T7      three workers through real HTTP, one per block, 12 rounds of 300 steps.
+T6      one process beside six workers, two replicas per block, the same tokens per block; in the recipe's 96
+        rounds and in the litepaper's 32.
+T7      three workers through real HTTP, one per block, 12 rounds of 300 steps; and the same blocks trained
+        alone and uploaded once.
 T6 and T7 start the real programs (`blocktrain coordinator`, `blocktrain worker`) on this machine; bytes are
 counted on the workers' sockets, both directions, headers included.
 
 Progress goes to stderr, the table and the line for docs/experiments.md to stdout, all numbers to
 OUT/TABLE-*.json. --quick is a tiny shape that ends within a minute on two idle cores, to see that it works;
-it claims nothing. T1 to T5 that were cut off go on with the same command. Without --quick the exit code is 1
+it claims nothing. What was cut off goes on with the same command. Without --quick the exit code is 1
 where a claim of the table fails: T1 to T3, the litepaper's order of the rows; T4 and T5, `carry` within
 NEAR_LOCKSTEP of lockstep and sooner than `drop`; T6, six workers within NEAR_ONE_PROCESS of one process; T7,
 less traffic than the litepaper for every codec, and a lower loss by its own composition with `sign`.
@@ -34,21 +36,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import noise_tables
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from provenance import Provenance, check_claims, provenance, write_report
 from rich.console import Console
 
-from blocktrain.config import Recipe, find_recipe, load_recipe
+from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.swarm import SwarmOptions, run_swarm
 from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Policy, Scenario, Simulation
 from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun, Silent
+from blocktrain.training.snapshot import Tensors
 from blocktrain.training.source import source_commit
+from blocktrain.training.update import decoded_delta, difference, encode_update
+from blocktrain.wire.codec import CodecSpec, Schema
 
 Table = tuple[list[str], dict[str, bool]]
 """Lines to print, and what they claim."""
@@ -315,106 +323,201 @@ QUICK_SWARM = (
 
 
 def six_workers(options: Options) -> Table:
-    settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
-    recipe = load_recipe(find_recipe("swarm-t6"), settings)
-    single = _one_process(recipe, options)
-    swarm = _swarm("swarm-t6", settings, recipe.model.blocks * recipe.swarm.replicas, options, "six-workers")
-    _write(options, "one-process", single)
-    _write(options, "six-workers", swarm)
+    recipe = load_recipe(find_recipe("swarm-t6"), _swarm_settings(options))
+    fine = f"{recipe.swarm.rounds} rounds of {recipe.swarm.steps_per_round}"
+    rounds, steps = max(1, recipe.swarm.rounds // 3), recipe.swarm.steps_per_round * 3
+    coarse = f"{rounds} rounds of {steps}"
+    found = _all_rows(
+        options,
+        {
+            "one process": (_one_process, ()),
+            fine: (_in_a_swarm, ()),
+            # As many rounds as the litepaper has: 32 where the recipe has 96.
+            coarse: (
+                _in_a_swarm,
+                (f"swarm.rounds={rounds}", f"swarm.steps_per_round={steps}", "swarm.outer_lr=1"),
+            ),
+        },
+    )
+    single = found["one process"]["consensus"]
     tokens = recipe.swarm.total_steps * recipe.training.batch * recipe.swarm.replicas * recipe.model.context
-    near = _final(swarm) <= single["ce"] + NEAR_ONE_PROCESS
     lines = [
-        "| | theirs | ours | participation | traffic | wall |",
-        "|---|---|---|---|---|---|",
-        f"| one process | 1.359 | {single['ce']:.4f} | - | - | {single['seconds']:.0f} s |",
-        f"| six workers, two replicas per block, {recipe.swarm.codec} | 1.385 (from 5.561) | "
-        f"{_final(swarm):.4f} | {_percent(swarm['participation'])} | {_traffic(swarm)} | "
-        f"{swarm['wall_seconds']:.0f} s |",
+        "| | theirs | ours | above one process | workers' traffic | operator's download | participation |",
+        "|---|---|---|---|---|---|---|",
+        f"| one process | 1.359 | {single:.4f} | | | | |",
+        *(
+            f"| six workers, {recipe.swarm.codec}, {name} steps | {theirs} | {row['consensus']:.4f} | "
+            f"{row['consensus'] - single:+.4f} | {_traffic(row)} | {_percent(row['participation'])} |"
+            for name, theirs, row in ((coarse, "1.385", found[coarse]), (fine, "", found[fine]))
+        ),
         "",
-        f"Difference {_final(swarm) - single['ce']:+.4f} (theirs +0.026). {tokens:,} tokens per block in "
-        f"both: {recipe.swarm.total_steps} steps, of batch {recipe.training.batch} on each of "
-        f"{recipe.swarm.replicas} replicas, and of batch {recipe.training.batch * recipe.swarm.replicas} in "
-        "the one process.",
+        f"Theirs is 0.026 above. {tokens:,} tokens per block in all rows: {recipe.swarm.total_steps} steps, "
+        f"of batch {recipe.training.batch} on each of {recipe.swarm.replicas} replicas, and of batch "
+        f"{recipe.training.batch * recipe.swarm.replicas} in the one process.",
     ]
+    near = found[fine]["consensus"] <= single + NEAR_ONE_PROCESS
     return lines, {f"six workers within {NEAR_ONE_PROCESS} of one process": near}
 
 
-def _one_process(recipe: Recipe, options: Options) -> dict[str, float]:
+# --- T7: three workers over HTTP
+
+UPLOADS = ("dense", "bf16", "bits:8")
+"""How a block that was trained alone is sent, once: fp32, half of that, or the change in 8 bits."""
+
+
+def over_http(options: Options) -> Table:
+    recipe = load_recipe(find_recipe("swarm-t7"), _swarm_settings(options))
+    swarms = {codec: (_in_a_swarm, (f"swarm.codec={codec}",)) for codec in options.codecs}
+    found = _all_rows(options, {**swarms, "alone": (_upload_once, ())})
+    claims = {
+        f"{codec} moves less than {THEIR_GB} GB": found[codec]["workers_bytes"] < THEIR_GB * 1e9
+        for codec in options.codecs
+    }
+    if "sign" in found:
+        euler = found["sign"]["euler"]
+        claims[f"sign: euler below the litepaper's {THEIR_CE}"] = euler is not None and euler < THEIR_CE
+    uploads = {
+        f"trained alone, uploaded once in {upload['form']}": upload for upload in found["alone"]["uploads"]
+    }
+    lines = [
+        "| updates | consensus | euler | workers' traffic | operator's download | participation |",
+        "|---|---|---|---|---|---|",
+        f"| theirs, three hosts | - | {THEIR_CE} (from 5.580) | {THEIR_GB} GB | - | 100 % |",
+        *(
+            f"| ours, {name} | {row['consensus']:.4f} | "
+            f"{'-' if row['euler'] is None else format(row['euler'], '.4f')} | {_traffic(row)} | "
+            f"{_percent(row['participation'])} |"
+            for name, row in ({codec: found[codec] for codec in options.codecs} | uploads).items()
+        ),
+        "",
+        f"{recipe.model.blocks} workers, {recipe.swarm.rounds} rounds of {recipe.swarm.steps_per_round} "
+        f"steps, {recipe.training.batch * recipe.model.context} tokens per step and block, width "
+        f"{recipe.model.width}, {recipe.model.layers_per_block} layers per block. Traffic: all bytes on the "
+        "workers' sockets, both directions; operator's download: what the coordinator sent as snapshots. A "
+        "block that is uploaded once is the operator's then: its payload, without headers.",
+    ]
+    return lines, claims
+
+
+# --- T6 and T7: rows, each in a process of its own
+
+Train = Callable[[Options, str, tuple[str, ...]], dict[str, Any]]
+
+
+def _swarm_settings(options: Options) -> list[str]:
+    return options.overrides(*(QUICK_SWARM if options.quick else ()))
+
+
+def _all_rows(options: Options, rows: dict[str, tuple[Train, tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
+    settings = _swarm_settings(options)
+    found = {row["row"]: row for row in _rows_before(options, "rows", settings)}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [
+            pool.submit(train, options, name, more)
+            for name, (train, more) in rows.items()
+            if name not in found
+        ]
+        for future in as_completed(waiting):
+            row = future.result()
+            found[row["row"]] = row
+            _write(options, "rows", list(found.values()), settings)
+            CONSOLE.print(f"{row['row']}: consensus={row['consensus']:.4f} after {row['seconds']:.0f}s")
+    return found
+
+
+def _in_a_swarm(options: Options, name: str, more: tuple[str, ...]) -> dict[str, Any]:
+    recipe = f"swarm-{options.table.lower()}"
+    settings = [*_swarm_settings(options), *more]
+    swarm = load_recipe(find_recipe(recipe), settings)
+    out = _fresh(options.out / name.replace(":", "-").replace(" ", "-"))
+    workers = swarm.model.blocks * swarm.swarm.replicas
+    found = run_swarm(
+        SwarmOptions(find_recipe(recipe).absolute(), workers, out, tuple(settings), options.device),
+        CONSOLE,
+        threading.Event(),
+    )
+    return {
+        "row": name,
+        "consensus": float(found["final"]["consensus_ce"]),
+        "euler": found["final"]["euler_ce"],
+        "workers_bytes": found["bytes_total"],
+        "operator_bytes": found["coordinator"]["sent"].get("snapshot", 0),
+        "participation": found["participation"],
+        "seconds": found["wall_seconds"],
+    }
+
+
+def _trained_here(options: Options, out: Path) -> LocalRun:
     """All blocks in one process, each step on as many sequences as all replicas see."""
+    recipe = load_recipe(find_recipe(f"swarm-{options.table.lower()}"), _swarm_settings(options))
     training = dataclasses.replace(
         recipe.training,
         steps=recipe.swarm.total_steps,
         batch=recipe.training.batch * recipe.swarm.replicas,
         reference=False,
     )
-    CONSOLE.print(f"one process: {training.steps} steps of batch {training.batch} for each block")
-    started = time.monotonic()
-    folder, device = _fresh(options.out / "one-process"), find_device(options.device)
-    run = LocalRun(dataclasses.replace(recipe, training=training), folder, device, Silent())
+    recipe = dataclasses.replace(recipe, training=training)
+    run = LocalRun(recipe, _fresh(out), find_device(options.device), Silent())
     run.train(resume=False)
-    scores = run.evaluate()
-    seconds = time.monotonic() - started
-    ce = scores.consensus.ce
-    CONSOLE.print(f"one process: ce={ce:.4f} after {seconds:.0f}s")
-    return {"ce": ce, "seconds": seconds}
+    return run
 
 
-# --- T7: three workers over HTTP
-
-
-def over_http(options: Options) -> Table:
-    settings = options.overrides(*(QUICK_SWARM if options.quick else ()))
-    recipe = load_recipe(find_recipe("swarm-t7"), settings)
-    reports = {}
-    for codec in options.codecs:
-        name = codec.replace(":", "-")
-        codec_settings = [*settings, f"swarm.codec={codec}"]
-        reports[codec] = _swarm("swarm-t7", codec_settings, recipe.model.blocks, options, name)
-        _write(options, name, reports[codec])
-    claims = {
-        f"{codec} moves less than {THEIR_GB} GB": report["bytes_total"] < THEIR_GB * 1e9
-        for codec, report in reports.items()
+def _one_process(options: Options, name: str, _: tuple[str, ...]) -> dict[str, Any]:
+    started = time.monotonic()
+    scores = _trained_here(options, options.out / "one-process").evaluate()
+    return {
+        "row": name,
+        "consensus": scores.consensus.ce,
+        "euler": None if scores.euler is None else scores.euler.ce,
+        "seconds": time.monotonic() - started,
     }
-    if "sign" in reports:
-        euler = reports["sign"]["final"]["euler_ce"]
-        claims[f"sign: euler below the litepaper's {THEIR_CE}"] = euler is not None and euler < THEIR_CE
-    lines = [
-        "| updates | consensus | euler | workers' traffic | operator's download | participation | wall |",
-        "|---|---|---|---|---|---|---|",
-        f"| theirs, three hosts | - | {THEIR_CE} (from 5.580) | {THEIR_GB} GB | - | 100 % | - |",
-        *(_codec_row(codec, report) for codec, report in reports.items()),
-        "",
-        f"{recipe.model.blocks} workers, {recipe.swarm.rounds} rounds of {recipe.swarm.steps_per_round} "
-        f"steps, {recipe.training.batch * recipe.model.context} tokens per step and block, width "
-        f"{recipe.model.width}, {recipe.model.layers_per_block} layers per block. Traffic: all bytes on the "
-        "workers' sockets, both directions; operator's download: what the coordinator sent as snapshots.",
-    ]
-    return lines, claims
 
 
-def _codec_row(codec: str, report: dict[str, Any]) -> str:
-    euler = report["final"]["euler_ce"]
-    return (
-        f"| ours, {codec} | {_final(report):.4f} | {'-' if euler is None else f'{euler:.4f}'} | "
-        f"{_traffic(report)} | {report['coordinator']['sent'].get('snapshot', 0) / 1e9:.4f} GB | "
-        f"{_percent(report['participation'])} | {report['wall_seconds']:.0f} s |"
-    )
+def _upload_once(options: Options, name: str, _: tuple[str, ...]) -> dict[str, Any]:
+    """What a swarm in which nobody merges with anybody must be compared with."""
+    started = time.monotonic()
+    run = _trained_here(options, options.out / name)
+    trained = [arrays_of(block) for block in run.blocks]
+    uploads = []
+    for form in UPLOADS:
+        num_bytes = 0
+        for index, (block, local) in enumerate(zip(run.blocks, trained, strict=True)):
+            sent, arrived = uploaded(form, arrays_of(run.setup.initial(index)), local)
+            block.load_state_dict({key: torch.from_numpy(value) for key, value in arrived.items()})
+            num_bytes += sent
+        scores = run.evaluate()
+        euler = None if scores.euler is None else scores.euler.ce
+        uploads.append(
+            {
+                "form": form,
+                "consensus": scores.consensus.ce,
+                "euler": euler,
+                "workers_bytes": num_bytes,
+                "operator_bytes": 0,
+                "participation": None,
+            }
+        )
+    best = uploads[0]["consensus"]
+    return {"row": name, "consensus": best, "uploads": uploads, "seconds": time.monotonic() - started}
 
 
-def _swarm(recipe: str, settings: Sequence[str], workers: int, options: Options, name: str) -> dict[str, Any]:
-    """A run of the real programs; its folder keeps the checkpoint, the logs and the report."""
-    CONSOLE.print(f"{name}: {workers} workers")
-    out = _fresh(options.out / name)
-    swarm = SwarmOptions(find_recipe(recipe).absolute(), workers, out, tuple(settings), options.device)
-    return run_swarm(swarm, CONSOLE, threading.Event())
+def arrays_of(block: torch.nn.Module) -> dict[str, NDArray[np.float32]]:
+    return {key: np.array(value.detach().cpu(), np.float32) for key, value in block.state_dict().items()}
 
 
-def _final(report: dict[str, Any]) -> float:
-    return float(report["final"]["consensus_ce"])
+def uploaded(form: str, base: Tensors, local: Tensors) -> tuple[int, dict[str, NDArray[np.float32]]]:
+    """Bytes of a block's only upload, and the weights that arrive. The receiver has `base`, from the seed."""
+    if form == "bf16":
+        halves = {key: torch.from_numpy(np.array(value)).bfloat16() for key, value in local.items()}
+        sizes = (half.numel() * half.element_size() for half in halves.values())
+        return sum(sizes), {key: half.float().numpy() for key, half in halves.items()}
+    codec, schema = CodecSpec.parse(form), Schema.of(base)
+    sent = encode_update(codec, schema, base=base, origin=base, local=local, feedback=None, beta=0.0)
+    return len(sent.payload), difference(base, decoded_delta(codec, schema, sent.payload, base))
 
 
-def _traffic(report: dict[str, Any]) -> str:
-    return f"{report['bytes_total'] / 1e9:.4f} GB"
+def _traffic(row: dict[str, Any]) -> str:
+    return f"{row['workers_bytes'] / 1e9:.4f} GB | {row['operator_bytes'] / 1e9:.4f} GB"
 
 
 def _percent(share: float | None) -> str:
@@ -439,15 +542,21 @@ def _write(
 ) -> None:
     seeds = options.seeds if options.table in NETWORKS_OF else ()
     if isinstance(numbers, list):
-        numbers = {"settings": list(settings), "rows": numbers}
+        numbers = {"settings": _told(settings), "rows": numbers}
     write_report(options.out / f"{options.table}-{name}.json", options.table.lower(), numbers, seeds)
+
+
+def _told(settings: Sequence[str]) -> list[str]:
+    """Without the folders of this machine."""
+    parts = (setting.partition("=") for setting in settings)
+    return [f"{key}={Path(value).name if value.startswith('/') else value}" for key, _, value in parts]
 
 
 def _rows_before(options: Options, name: str, settings: Sequence[str]) -> list[Any]:
     """What an earlier call of the same code and settings left; none where it was another."""
     path = options.out / f"{options.table}-{name}.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if report.get("settings") != list(settings):
+    if report.get("settings") != _told(settings):
         return []
     return list(report["rows"]) if report["provenance"]["commit"] == source_commit() else []
 
@@ -467,7 +576,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--corpus", help="file or folder with the text; default: the recipe's")
     parser.add_argument("--codecs", default="sparse:64,sign,dense", help="T7: which runs to make")
     parser.add_argument("--seeds", default="0,1", help="T4, T5: runs to average over")
-    parser.add_argument("--jobs", type=int, default=1, help="T1 to T5: runs at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, under a minute")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--out", type=Path, help="folder for checkpoints, logs and numbers")

@@ -9,9 +9,9 @@ the same size: end to end with fresh optimizer state, and as four parts (`object
 train rounds of `--round` steps beside copies of the others from the round's start and are then merged with
 weight `--weight`. Without compression and without a network; or with --swarm as `blocktrain swarm` does it,
 with a worker for each part, over HTTP, updates in `sign`; with --judge the coordinator judges them as it
-judges strangers, and the report counts the verdicts by reason. The last quarter's schedule is then a cosine
-of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak of
-device memory of a step, end to end and of each part alone (on CUDA), without the text.
+judges strangers, and the report has each verdict with its evidence. The last quarter's schedule is then a
+cosine of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak
+of device memory of a step, end to end and of each part alone (on CUDA), without the text.
 Exits 1 when the parts end more than 0.010 nats per byte above end to end, or take over 0.45 of its memory.
 """
 
@@ -51,6 +51,7 @@ from blocktrain.training.hugging_face import whole_name
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.optimizer import learning_rate_factor
 from blocktrain.training.setup import Setup
+from blocktrain.wire.messages import LedgerEntry
 
 PARTS = 4
 MAX_GAP, MAX_MEMORY = 0.010, 0.45
@@ -162,8 +163,7 @@ class Experiment:
             subprocess.run([*command, "--device", self.device.type, *flags], check=True)
             report: dict[str, Any] = json.loads((folder / "run" / "report.json").read_text())
             with open_source(str(folder / "run" / "coordinator")) as source:
-                verdicts = [entry.body["reason"] for entry in source.entries if entry.kind == "verdict"]
-            report["verdicts"] = dict(Counter(verdicts))
+                report["verdicts"] = verdicts_of(source.entries)
             return report
 
     def continued_in_parts(self, start: dict[str, torch.Tensor], first: int) -> float:
@@ -207,6 +207,19 @@ class Experiment:
         return torch.cuda.max_memory_allocated() - before
 
 
+def verdicts_of(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
+    """Each verdict's part and reason, and where it was judged what the judge found."""
+    part_of = {one.body["update_id"]: one.body["block"] for one in entries if one.kind == "commit"}
+    found = []
+    for body in (one.body for one in entries if one.kind == "verdict"):
+        row = {"part": part_of[body["update_id"]], "reason": body["reason"]}
+        if "evidence" in body:
+            gains = {name: body["evidence"][name] for name in ("held_out", "other")}
+            row |= {name: [gain["mean"], gain["error"]] for name, gain in gains.items()}
+        found.append(row)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,11 +242,8 @@ def main() -> int:
     for step in range(first):
         trainer.step(step, 0)
     start = {name: tensor.detach().cpu().clone() for name, tensor in block.state_dict().items()}
-    report: dict[str, Any] = {
-        "steps": experiment.steps,
-        "round": experiment.round,
-        "weight": arguments.weight,
-    }
+    report: dict[str, Any] = {"steps": experiment.steps, "round": experiment.round}
+    report |= {"weight": arguments.weight, "judge": arguments.judge}
     report["before"] = experiment.score(whole, [block])
     print(f"{time.monotonic() - began:.0f} s: before {report['before']:.4f}", flush=True)
     after = Setup.of(experiment.last_quarter(1)) if arguments.swarm else whole
@@ -246,9 +256,7 @@ def main() -> int:
     if arguments.swarm:
         ended = experiment.continued_by_a_swarm(start)
         report["parts"] = ended["final"]["consensus_ce"]
-        report |= {
-            key: ended[key] for key in ("wall_seconds", "bytes_up", "bytes_down", "rounds", "verdicts")
-        }
+        report |= {key: ended[key] for key in REPORTED}
     else:
         report["parts"] = experiment.continued_in_parts(start, first)
     report["gap"] = report["parts"] - report["end_to_end"]
@@ -256,7 +264,7 @@ def main() -> int:
         f"{time.monotonic() - began:.0f} s: parts {report['parts']:.4f}, gap {report['gap']:+.4f}", flush=True
     )
     if arguments.swarm:
-        print(f"verdicts: {report['verdicts']}")
+        print(f"verdicts: {dict(Counter(one['reason'] for one in report['verdicts']))}")
     claims = {f"parts end within {MAX_GAP} of end to end": report["gap"] <= MAX_GAP}
     if experiment.device.type == "cuda":
         del trainer, block

@@ -4,7 +4,8 @@
     python benchmarks/reports.py [--strict]
 
 `fresh`: since the commit in the report no definition changed that the kind's programs can come to run
-(`reach.py`) and that lies under the kind's paths, nor a recipe among them. `stale`: those named did.
+(`reach.py`) and that lies under the kind's paths, nor a recipe among them; or some did, and a run of both
+commits gave the same numbers to the last digit (`same.py`). `stale`: those named did.
 `unknown`: the report names no commit, a tree with changes, or a commit that is not in this history. Exits 1
 when a file is of no kind or lacks numbers of its kind, and with --strict also when one is not fresh.
 """
@@ -25,6 +26,8 @@ import reach
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+SAME = ROOT / "docs" / "history" / "same-numbers.json"
+"""Pairs of commits between which a program gave the same numbers (`same.py`)."""
 
 TRAINING = (
     "src/blocktrain/model",
@@ -108,18 +111,15 @@ KINDS: Mapping[str, Kind] = {
         )
         for name in ("t4", "t5")
     },
-    "t6": Kind(
-        "t6*.json",
-        ("benchmarks/litepaper.py:six_workers", *PROGRAMS_OF_A_SWARM),
-        (*SWARM, "recipes/swarm-t6.toml"),
-        {"one_process": dict, "six_workers": dict, "six_workers_32_rounds": dict},
-    ),
-    "t7": Kind(
-        "t7-*.json",
-        ("benchmarks/litepaper.py:over_http", *PROGRAMS_OF_A_SWARM),
-        (*SWARM, "recipes/swarm-t7.toml"),
-        {"final": dict, "bytes_total": int, "coordinator": dict},
-    ),
+    **{
+        name: Kind(
+            f"{name}.json",
+            (f"benchmarks/litepaper.py:{program}", *PROGRAMS_OF_A_SWARM),
+            (*SWARM, f"recipes/swarm-{name}.toml"),
+            {"row": str, "consensus": NUMBER, "seconds": NUMBER},
+        )
+        for name, program in (("t6", "six_workers"), ("t7", "over_http"))
+    },
     "activations": Kind(
         "activations.json",
         ("benchmarks/activations.py",),
@@ -195,7 +195,7 @@ KINDS: Mapping[str, Kind] = {
     },
     "attacks": Kind(
         "attack-*.json",
-        ("benchmarks/attacks.py:lasting_row", "benchmarks/attacks.py:poisoned_row", *verbs("coordinator")),
+        ("benchmarks/attacks.py:lasting_rows", *verbs("coordinator")),
         (*TRUST, "tests/adversaries", "benchmarks/attacks.py"),
         {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
     ),
@@ -270,6 +270,11 @@ def state_of(report: Any, kind: Kind) -> str:
         return f"unknown: commit {commit[:7]} is not in this history"
     if not changed:
         return f"fresh: {commit[:7]}"
+    for same in json.loads(SAME.read_text(encoding="utf-8")) if SAME.exists() else ():
+        if (KINDS[same["kind"]], same["before"]) == (kind, commit) and changed_since(
+            same["after"], kind
+        ) == []:
+            return f"fresh: {commit[:7]}, with the same numbers at {same['after'][:7]} (another {changed[0]})"
     names = ", ".join(changed[:4])
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     return f"stale: since {commit[:7]} another {names}{more}"

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,14 +45,19 @@ def deal(num_blocks: int, num_stages: int) -> list[str]:
 
 @contextlib.contextmanager
 def running_stages(
-    wan: Wan | None, checkpoint: Path, blocks: list[str], device: str = "cpu"
+    wan: Wan | None,
+    checkpoint: Path,
+    blocks: list[str],
+    device: str = "cpu",
+    with_graphs: Collection[int] = (),
 ) -> Iterator[list[str]]:
-    """Stage processes on the hosts, or on this one; gives their addresses."""
+    """Stage processes on the hosts, or on this one; gives their addresses. On a GPU, these stages replay
+    captured passes."""
     processes = []
     try:
         for i, part in enumerate(blocks):
             command = [sys.executable, __file__, "--role", "stage", str(checkpoint), "--blocks", part]
-            command += ["--device", device]
+            command += ["--device", device, *(["--graphs"] if i in with_graphs else [])]
             command += ["--listen", f"{host_ip(i)}:{PORT}" if wan is not None else "127.0.0.1:0"]
             inside = command if wan is None else wan.inside(wan.hosts[i], command)
             processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, text=True))
@@ -191,6 +196,7 @@ def stage_role(arguments: argparse.Namespace) -> None:
         StageConfig(listen=Address.parse(arguments.listen)),
         device=torch.device(arguments.device),
         threads=1,
+        graphs=arguments.graphs,
         announce=lambda text: print(text, flush=True),
     )
 
@@ -327,6 +333,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
     parser.add_argument("--blocks", default="")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--listen", default="")
     parser.add_argument("--addresses", default="")
     arguments = parser.parse_args()

@@ -3,39 +3,51 @@
     python benchmarks/serving_gpu.py --json serving-gpu.json            (one H200)
     python benchmarks/serving_gpu.py --quick                            (tiny shapes on the CPU)
 
+    python benchmarks/serving_gpu.py --check                            (passes of the blocks alone)
+
 Weights are random, so these are timings and the text means nothing. A stage with all blocks is a process of
 its own, on the device; `RemoteEngine` with all its clients runs here, over loopback. Each client writes texts
-of TOKENS behind prompts of PROMPT, and a segment is timed from when all have begun (clients.py). transformers
-writes as many texts as one batch with a LlamaForCausalLM of as many layers, of the same width and vocabulary,
-in fp32 as our stages compute, and in bf16; without it its columns are empty. Only `ar` is compared: random
-blocks agree on nothing, so every draft is wrong.
+of TOKENS behind prompts of PROMPT, and a segment is timed from when all have begun (clients.py). Two stages,
+one that replays captured passes and one that does not, take turns and must write the same texts.
+transformers writes as many texts as one batch with a LlamaForCausalLM of as many layers, of the same width
+and vocabulary, in fp32 as our stages compute, and in bf16; without it its columns are empty. Only `ar` is
+compared: random blocks agree on nothing, so every draft is wrong.
+
+`--check` has no stages and no clients: milliseconds of one pass with a new token of each text, captured and
+not, the largest difference between their log-probs, and whether the most likely tokens are the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from clients import segment
-from provenance import write_report
+from numpy.typing import NDArray
+from provenance import check_claims, write_report
 from serving import running_stages
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.ids import CorpusHash
 from blocktrain.model.pooling import Pooling
+from blocktrain.serving.blocks import HeldBlocks, RowWork
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.transport import Address
-from blocktrain.training.checkpoint import write_checkpoint
+from blocktrain.training.checkpoint import load_checkpoint, write_checkpoint
 from blocktrain.training.setup import Setup
 
 PROMPT, TOKENS = 64, 64
+CHECKED = 24
+"""Passes that `--check` times."""
 SHAPES: dict[str, dict[str, Any]] = {
     # As recipes/wikitext-2.toml.
     "wikitext-2": {"width": 384, "heads": 6, "blocks": 4, "layers_per_block": 3},
@@ -60,25 +72,74 @@ def write_random(recipe: Recipe, folder: Path, device: torch.device) -> None:
     setup, blocks = Setup.of(recipe), []
     generator = torch.Generator(device).manual_seed(1)
     for index in range(recipe.model.blocks):
-        block = setup.initial(index).to(device)
+        if recipe.model.family == "llama":
+            # Drawn on the device: a billion numbers take ten seconds on one core.
+            with torch.device("meta"):
+                block = setup.initial(index)
+            block = block.to_empty(device=device)
+            for parameter in block.parameters():
+                torch.nn.init.ones_(parameter)
+        else:
+            block = setup.initial(index).to(device)
         for parameter in block.parameters():
             # What begins at zero is drawn too: no kernel may be quick because of zeros.
-            if parameter.ndim == 2 and not parameter.any():
+            if parameter.ndim == 2 and (recipe.model.family == "llama" or not parameter.any()):
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
         blocks.append({name: tensor.detach().cpu() for name, tensor in block.state_dict().items()})
     pooling = Pooling((1 / recipe.model.blocks,) * recipe.model.blocks)
     write_checkpoint(folder, recipe, CorpusHash("0" * 64), blocks, setup.codebook().table, pooling)
 
 
+def pass_times(
+    checkpoint: Path, device: torch.device, counts: list[int], prompts: list[list[int]]
+) -> list[dict[str, Any]]:
+    loaded = load_checkpoint(checkpoint, device)
+    blocks, rows = tuple(range(len(loaded.blocks))), []
+    for count in counts:
+        found: dict[bool, tuple[float, list[NDArray[Any]], list[list[int]]]] = {}
+        for fixed in (False, True):
+            held = HeldBlocks(loaded, blocks, fixed_shapes=fixed)
+            texts = [list(prompts[i % len(prompts)]) for i in range(count)]
+            caches = [held.new_caches(blocks) for _ in texts]
+            # The whole prompts, then one token of each text; the first pass of that kind is not timed.
+            starts, said, spent = [0] * count, [], []
+            for _ in range(CHECKED + 2):
+                works = [
+                    RowWork(text[start:], 1, blocks, cache, start)
+                    for text, start, cache in zip(texts, starts, caches, strict=True)
+                ]
+                began = time.monotonic()
+                log_probs = np.concatenate([one.rows for one in held.rows(works)])
+                spent.append(time.monotonic() - began)
+                said.append(log_probs)
+                starts = [len(text) for text in texts]
+                # What the passes in any shape chose, so that both see one text.
+                chosen = (said if not fixed else found[False][1])[len(said) - 1].argmax(axis=1)
+                texts = [[*text, int(token)] for text, token in zip(texts, chosen, strict=True)]
+            own = [[int(token) for token in log_probs.argmax(axis=1)] for log_probs in said]
+            found[fixed] = 1000 * statistics.median(spent[2:]), said, own
+        free, captured = found[False], found[True]
+        row = {"clients": count, "free_ms": free[0], "captured_ms": captured[0]}
+        pairs = zip(free[1], captured[1], strict=True)
+        row |= {"difference": max(float(abs(a - b).max()) for a, b in pairs), "same": free[2] == captured[2]}
+        rows.append(row)
+    return rows
+
+
 async def ours(
-    checkpoint: Path, address: str, counts: list[int], seconds: float, prompts: list[list[int]]
+    checkpoint: Path,
+    address: str,
+    counts: list[int],
+    seconds: float,
+    prompts: list[list[int]],
+    texts: dict[int, list[int]],
 ) -> list[float]:
     engine = RemoteEngine(checkpoint, EngineConfig(stages=[Address.parse(address)], start_seconds=60))
     await engine.start()
     found = []
     for count in counts:
-        await segment(engine, "ar", count, 0.5, prompts, TOKENS, {})
-        found.append(await segment(engine, "ar", count, seconds, prompts, TOKENS, {}))
+        await segment(engine, "ar", count, 0.3, prompts, TOKENS, texts)
+        found.append(await segment(engine, "ar", count, seconds, prompts, TOKENS, texts))
     await engine.close()
     return found
 
@@ -109,36 +170,47 @@ def theirs(
     for count in counts:
         ids = torch.tensor([prompts[i % len(prompts)] for i in range(count)], device=device)
         seconds = []
-        for _ in range(3):
+        for tokens in (TOKENS // 8, TOKENS, TOKENS):
             began = time.monotonic()
             # A byte model has no token that ends a text; without `eos_token_id` all texts are TOKENS long.
             network.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=TOKENS,
-                min_new_tokens=TOKENS,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
                 do_sample=True,
                 pad_token_id=0,
             )
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.monotonic() - began)
-        found.append(count * TOKENS / min(seconds))
+        found.append(count * TOKENS / min(seconds[1:]))
     return found
 
 
-def run_shape(name: str, device: torch.device, counts: list[int], seconds: float) -> list[dict[str, Any]]:
+def run_shape(
+    name: str, device: torch.device, counts: list[int], seconds: float, check: bool
+) -> list[dict[str, Any]]:
     recipe = resolve_recipe({"name": name, "model": {"context": 512, **SHAPES[name]}})
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, 256, (max(counts), PROMPT), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
         write_random(recipe, checkpoint, device)
+        if check:
+            return [{"shape": name, **row} for row in pass_times(checkpoint, device, counts, prompts)]
         blocks = f"0-{recipe.model.blocks - 1}"
-        with running_stages(None, checkpoint, [blocks], str(device)) as addresses:
-            mine = asyncio.run(ours(checkpoint, addresses[0], counts, seconds, prompts))
+        texts: tuple[dict[int, list[int]], dict[int, list[int]]] = {}, {}
+        with running_stages(None, checkpoint, [blocks] * 2, str(device), with_graphs=[0]) as addresses:
+            mine, without = (
+                asyncio.run(ours(checkpoint, address, counts, seconds, prompts, known))
+                for address, known in zip(addresses, texts, strict=True)
+            )
+    shared = [(texts[0][seed], texts[1][seed]) for seed in texts[0].keys() & texts[1].keys()]
+    same = all(one[: len(other)] == other[: len(one)] for one, other in shared)
     rows: list[dict[str, Any]] = [
-        {"shape": name, "clients": n, "ours": speed} for n, speed in zip(counts, mine, strict=True)
+        {"shape": name, "clients": n, "ours": fast, "without_graphs": slow, "same_texts": same}
+        for n, fast, slow in zip(counts, mine, without, strict=True)
     ]
     for dtype in (torch.float32, torch.bfloat16):
         label = str(dtype).removeprefix("torch.")
@@ -153,25 +225,37 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,64")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a segment")
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--check", action="store_true", help="passes of the blocks alone")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.quick else "cpu")
     counts = [int(part) for part in arguments.clients.split(",")]
     rows: list[dict[str, Any]] = []
-    print("random weights: timings only.  tokens/s:  ours  transformers fp32 (ratio)  bf16 (ratio)")
+    if arguments.check:
+        print("one pass, ms:  in any shape  captured  largest difference  same tokens")
+    else:
+        print("tokens/s:  ours  without graphs (same texts)  transformers fp32 (ratio)  bf16 (ratio)")
     for name in QUICK if arguments.quick else arguments.shapes.split(","):
-        for row in run_shape(name, device, counts, arguments.seconds):
+        for row in run_shape(name, device, counts, arguments.seconds, arguments.check):
             rows.append(row)
-            beside = [
-                f"{row[f'transformers_{one}']:9.1f} ({row[f'ratio_{one}']:.2f})"
-                for one in ("float32", "bfloat16")
-                if f"ratio_{one}" in row
-            ]
-            print(
-                f"{name:10s}  clients {row['clients']:3d}  {row['ours']:9.1f}  {'  '.join(beside)}",
-                flush=True,
-            )
+            if arguments.check:
+                times = f"{row['free_ms']:9.2f}  {row['captured_ms']:9.2f}"
+                numbers = f"{times}  {row['difference']:.1e}  {row['same']}"
+            else:
+                beside = [
+                    f"{row[f'transformers_{one}']:9.1f} ({row[f'ratio_{one}']:.2f})"
+                    for one in ("float32", "bfloat16")
+                    if f"ratio_{one}" in row
+                ]
+                before = f"{row['without_graphs']:9.1f} ({row['same_texts']})"
+                numbers = f"{row['ours']:9.1f}  {before}  {'  '.join(beside)}"
+            print(f"{name:10s}  clients {row['clients']:3d}  {numbers}", flush=True)
         write_report(arguments.json, "serving-gpu", rows)
+    sys.exit(check_claims({"captured passes write the same texts": all(map(same_text, rows))}))
+
+
+def same_text(row: dict[str, Any]) -> bool:
+    return bool(row["same"] if "same" in row else row["same_texts"])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, TrustConfig
 from blocktrain.coordinator.decisions.merging import DIVERGED, LEAST_SHARE, merging_weight
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.coordinator.storage.store import EvaluationRow
-from blocktrain.wire.messages import EvaluationState
+from blocktrain.wire.messages import EvaluationState, JudgeTask
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.test_frozen_names import entries_of
 
@@ -45,6 +45,13 @@ def test_each_rise_halves_the_weight(losses: list[float], expected: float) -> No
     assert merging_weight(0.4, losses) == pytest.approx(0.4 * expected)
 
 
+def recipe_of(kind: Any) -> Recipe:
+    recipe = tiny_recipe(blocks=2, replicas=1)
+    llama = ModelConfig(family="llama", width=16, heads=2, blocks=2, layers_per_block=1, context=16)
+    model = llama if kind == "serial" else recipe.model
+    return replace(recipe, model=model, objective=ObjectiveConfig(kind=kind, hint_probability=0.0))
+
+
 def scored(running: Running, loss: float, time: float) -> None:
     """As the scorer writes what it found."""
     state = EvaluationState(
@@ -59,11 +66,7 @@ def scored(running: Running, loss: float, time: float) -> None:
 def test_a_serial_run_whose_loss_rises_merges_with_half_the_weight(
     local: Place, kind: Any, expected: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = tiny_recipe(blocks=2, replicas=1)
-    llama = ModelConfig(family="llama", width=16, heads=2, blocks=2, layers_per_block=1, context=16)
-    model = llama if kind == "serial" else recipe.model
-    recipe = replace(recipe, model=model, objective=ObjectiveConfig(kind=kind, hint_probability=0.0))
-    with local.serve(recipe) as running, caplog.at_level(logging.WARNING):
+    with local.serve(recipe_of(kind)) as running, caplog.at_level(logging.WARNING):
         peer = running.peer()
         lent = peer.lend()
         scored(running, 3.0, 1.0)
@@ -82,3 +85,25 @@ def test_a_serial_run_whose_loss_rises_merges_with_half_the_weight(
     assert [entry.body["alpha"] for entry in entries if entry.kind == "merge"] == expected
     told = [message for message in caplog.messages if "the held-out loss rose to 3.1000" in message]
     assert len(told) == (kind == "serial")
+
+
+def test_what_a_serial_run_starts_from_is_scored_so_that_its_first_merge_may_be_worse(local: Place) -> None:
+    with local.serve(recipe_of("serial"), scoring=True) as running:
+
+        def versions() -> list[tuple[int, ...]]:
+            return [one.versions for one in running.coordinator.reports.status({}, {}).evaluations]
+
+        running.wait_for(lambda: bool(versions()))
+        assert versions() == [(0, 0)]
+
+
+def test_an_update_is_judged_with_the_weight_that_its_merge_will_take(local: Place) -> None:
+    recipe = replace(recipe_of("serial"), trust=TrustConfig(judge="external", stamp_bits=0))
+    with local.serve(recipe) as running:
+        scored(running, 3.0, 1.0)
+        scored(running, 3.1, 2.0)
+        peer = running.peer()
+        peer.deliver(peer.lend())
+        task = running.coordinator.judging.lease("judge")
+        assert isinstance(task, JudgeTask)
+        assert task.step == 0.5

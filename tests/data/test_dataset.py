@@ -29,6 +29,7 @@ from blocktrain.data.dataset import (
     shard_files,
 )
 from blocktrain.errors import DataError
+from tests.kinds import two_kinds
 from tests.tiny import tiny_recipe
 
 CPU = torch.device("cpu")
@@ -311,6 +312,14 @@ def test_a_text_of_other_clusters_than_blocks_says_what_to_do(
     with pytest.raises(DataError, match=f"--clusters {blocks}"):
         own_cluster(manifest, blocks, 0.75, 1)
     assert [own_cluster(replace(manifest, clusters=2), 4, 0.75, block) for block in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_cluster_without_pooling_text_says_what_to_do(tmp_path: Path) -> None:
+    manifest = two_kinds(tmp_path).manifest
+    (tmp_path / "dataset.json").write_bytes(replace(manifest, pooling=manifest.pooling[:1]).to_bytes())
+    with pytest.raises(DataError, match=r"cluster 1 has none; .* larger --pooling"):
+        open_text(tiny_recipe("model.blocks=2", f"data.dataset={tmp_path}", "data.own_share=0.5"))
+    assert open_text(tiny_recipe(f"data.dataset={tmp_path}")).manifest.clusters == 2
 
 
 def test_plain_text_has_no_clusters(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.engines import Engines
+from blocktrain.serving.gateway.main import ModelSource, new_server, serve_gateway
 from blocktrain.serving.gateway.main import follow as gateway_follows
-from blocktrain.serving.gateway.main import new_server, serve_gateway
 from blocktrain.serving.stage.main import follow as stage_follows
 from blocktrain.serving.versions import current_checkpoint, kept_checkpoints, roll_back, versions_of
 from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe
@@ -72,10 +72,11 @@ def test_streams_before_during_and_after_merges_are_each_of_one_model(
         stage = await start_stage(first, [0])
         beside = asyncio.create_task(stage_follows(stage, folder, first, torch.device("cpu")))
 
-        def engine_of(path: Path) -> TextEngine:
-            return RemoteEngine(path, EngineConfig(stages=[stage.address], **PATIENT))
+        def engine_of(source: ModelSource) -> TextEngine:
+            return RemoteEngine(source.checkpoint, EngineConfig(stages=list(source.stages), **PATIENT))
 
-        engines, opened, up = Engines(engine_of(first)), open_port("127.0.0.1", 0), asyncio.Event()
+        served = ModelSource.found(folder, str(stage.address))
+        engines, opened, up = Engines(engine_of(served)), open_port("127.0.0.1", 0), asyncio.Event()
         server = new_server(engines, GatewayConfig())
         serving = asyncio.create_task(
             serve_gateway(
@@ -83,7 +84,7 @@ def test_streams_before_during_and_after_merges_are_each_of_one_model(
                 server,
                 opened,
                 lambda line: up.set(),
-                lambda: gateway_follows(engines, folder, first, engine_of),
+                [lambda: gateway_follows(engines, folder, str(stage.address), served, engine_of)],
             )
         )
         await up.wait()

@@ -23,6 +23,9 @@ def loaded(request: pytest.FixtureRequest, checkpoint: Path, following_checkpoin
     return load_checkpoint(chosen, torch.device("cpu"))
 
 
+in_any_and_fixed_shapes = pytest.mark.parametrize("fixed", [False, True])
+
+
 def consensus(loaded: Checkpoint, *said: tuple[tuple[int, ...], WeighedRows]) -> Rows:
     return pooled([Part(blocks, one, np.zeros(one.rows.shape)) for blocks, one in said], loaded.pooling)
 
@@ -53,8 +56,9 @@ def test_blocks_of_two_holders_add_up_to_the_whole(loaded: Checkpoint) -> None:
     np.testing.assert_allclose(some.weights.sum(axis=1), 1)
 
 
-def test_continuing_and_cutting_back_equals_starting_over(loaded: Checkpoint) -> None:
-    held = HeldBlocks(loaded, range(3))
+@in_any_and_fixed_shapes
+def test_continuing_and_cutting_back_equals_starting_over(loaded: Checkpoint, fixed: bool) -> None:
+    held = HeldBlocks(loaded, range(3), fixed)
     text, wrong = list(TEXTS[2]), [1, 2, 3, 4]
     caches = held.new_caches([0, 1, 2])
     held.rows([RowWork(text[:10] + wrong, 5, (0, 1, 2), caches)])
@@ -75,8 +79,9 @@ def test_exact_row_is_the_same_row_in_float64(loaded: Checkpoint) -> None:
         np.testing.assert_allclose(said.log_weights, exact.log_weights, atol=LOG_WEIGHT_TOLERANCE / 100)
 
 
-def test_texts_that_go_on_together_get_the_rows_they_get_alone(loaded: Checkpoint) -> None:
-    held = HeldBlocks(loaded, range(3))
+@in_any_and_fixed_shapes
+def test_texts_that_go_on_together_get_the_rows_they_get_alone(loaded: Checkpoint, fixed: bool) -> None:
+    held = HeldBlocks(loaded, range(3), fixed)
     blocks = (0, 1, 2)
     # Drafts of 1 to 5 tokens, behind texts of which one outgrows its shelf, and one is too short for a
     # convolution.
@@ -101,8 +106,9 @@ def test_texts_that_go_on_together_get_the_rows_they_get_alone(loaded: Checkpoin
     assert [len(text) for text in texts] == [63, 5, 22, 35]
 
 
-def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint) -> None:
-    held, blocks = HeldBlocks(loaded, range(3)), (0, 1, 2)
+@in_any_and_fixed_shapes
+def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint, fixed: bool) -> None:
+    held, blocks = HeldBlocks(loaded, range(3), fixed), (0, 1, 2)
 
     def go_on(texts: list[bytes]) -> tuple[list[WeighedRows], list[Cache]]:
         caches = [held.new_caches(blocks) for _ in texts]
@@ -124,3 +130,22 @@ def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint) -> None
     for text, rows in zip((TEXTS[0], TEXTS[3]), found, strict=True):
         alone = held.rows([RowWork([*text, 65], 1, blocks, held.new_caches(blocks))])[0]
         np.testing.assert_allclose(rows.rows, alone.rows, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_captured_pass_gives_the_rows_of_passes_in_any_shape(checkpoint: Path) -> None:
+    loaded, blocks = load_checkpoint(checkpoint, torch.device("cuda")), (0, 1, 2)
+    rows: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    for fixed, found in rows.items():
+        held = HeldBlocks(loaded, range(3), fixed)
+        caches = [held.new_caches(blocks) for _ in TEXTS]
+        held.rows([RowWork(list(text), 1, blocks, cache) for text, cache in zip(TEXTS, caches, strict=True)])
+        # Past a shelf of 64 positions, so that texts move; the shapes of even and odd steps come again.
+        for step in range(40):
+            ids = [65 + step] if step % 2 else [65, 66, 67]
+            works = [
+                RowWork(ids, len(ids), blocks, cache, cache[0].layers.length) for cache in caches[step % 3 :]
+            ]
+            found += [one.rows for one in held.rows(works)]
+    for free, captured in zip(rows[False], rows[True], strict=True):
+        np.testing.assert_allclose(captured, free, atol=1e-4)

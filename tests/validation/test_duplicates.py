@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from blocktrain.codec_spec import CodecSpec
 from blocktrain.validation.duplicates import SKETCH_VALUES, Sketch, likeness, most_alike, sketch_of
@@ -20,6 +21,22 @@ def test_honest_workers_are_not_alike(codec: str) -> None:
     sketches = [sketch_of(coded(honest(shard), codec), 7, CodecSpec.parse(codec)) for shard in range(3)]
     for earlier, later in itertools.permutations(sketches, 2):
         assert not likeness(earlier, later).is_copy, likeness(earlier, later)
+
+
+def test_signs_of_one_size_agree_by_chance_and_are_no_copy() -> None:
+    """Small blocks have few chunks: honest updates in `sign` were refused as copies of earlier ones."""
+    generator = np.random.default_rng(0)
+    first, agreeing, redrawn = (generator.random(3000) for _ in range(3))
+    update = np.where(first < 0.5, -1.0, 1.0).astype(np.float32)
+    sign = CodecSpec.parse("sign")
+
+    def is_like_it(values: NDArray[np.float32]) -> bool:
+        scaled = {"a": np.float32(0.9) * values}
+        return likeness(sketch_of({"a": update}, 7, sign), sketch_of(scaled, 7, sign)).is_copy
+
+    assert not is_like_it(np.where(agreeing < 0.6, update, -update))
+    drawn_again = np.where(redrawn < 0.5, -1.0, 1.0).astype(np.float32)
+    assert is_like_it(np.where(agreeing < 0.4, update, drawn_again))
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -196,6 +196,22 @@ def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
     assert not evidence_ruling(evidence_of(0.0), [-1.0]).counts
 
 
+@pytest.mark.parametrize(
+    ("mean", "reason"),
+    [
+        (0.006, VerdictReason.ON_TIME),
+        (0.0, VerdictReason.NO_GAIN),
+        (-0.006, VerdictReason.NO_GAIN),
+        (-0.1, VerdictReason.HARMFUL),
+    ],
+)
+def test_the_sign_decides_from_the_first_round_of_refining_on(mean: float, reason: VerdictReason) -> None:
+    """Also where the first round gained much: the gains of the next ones are a fraction of that."""
+    for recent in ([], [9.0]):
+        assert evidence_ruling(evidence_of(mean), recent, refining=True).reason is reason
+    assert evidence_ruling(evidence_of(0.006), [9.0]).reason is VerdictReason.NO_GAIN
+
+
 def windows(mean: float) -> list[float]:
     """The same text for every merge, and a little noise of its own."""
     text = np.random.default_rng(0).normal(mean, 0.01, 30)

@@ -27,6 +27,9 @@ def stage(
         Path | None, typer.Option(help="A file with the secret that clients must send.")
     ] = None,
     max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
+    graphs: Annotated[
+        bool, typer.Option(help="On a GPU, capture passes of few tokens and replay them.")
+    ] = False,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
     few_kernels()
@@ -52,5 +55,6 @@ def stage(
         device=find_device(device),
         metrics_port=metrics_port,
         threads=threads,
+        graphs=graphs,
         announce=lambda line: print(line, flush=True),
     )

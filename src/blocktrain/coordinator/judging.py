@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
+from blocktrain.coordinator.decisions.merging import merging_weight
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.resources import Resources
@@ -26,6 +27,7 @@ from blocktrain.coordinator.storage.queries import (
     block_row,
     frozen_heads,
     frozen_of,
+    held_out_losses,
     live_since,
     recent_scores,
     running_median,
@@ -122,14 +124,17 @@ class Judging:
             row.judge, row.judge_until = judge, now + run.recipe.trust.judge_lease_seconds
             assignment = session.get(AssignmentRow, row.assignment_id)
             assert assignment is not None
-            # Judged as it will be merged: alone, and clipped to the running median.
+            # Judged as it will be merged: alone, clipped to the running median, and with less weight where a
+            # serial run has begun to diverge.
+            losses = held_out_losses(session) if run.objective.is_serial else ()
+            weight = merging_weight(run.swarm.outer_lr, losses)
             median = running_median(session, row.block)
             clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
             return message_of(
                 JudgeTask,
                 row,
                 head_hash=block_row(session, row.block).head_hash,
-                step=run.swarm.outer_lr * clip,
+                step=weight * clip,
                 shard=assignment.shard,
                 first_step=assignment.round * run.swarm.steps_per_round,
                 steps=run.swarm.steps_per_round,
@@ -166,6 +171,7 @@ class Judging:
                 evidence,
                 recent_scores(session, row.block, established=False),
                 late=row.base_version < block.version,
+                refining=run.objective.is_serial,
             )
             gain = evidence.gain
             row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None

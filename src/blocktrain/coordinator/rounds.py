@@ -32,13 +32,13 @@ from blocktrain.coordinator.states import LIVE, AssignmentState, UpdateState, ch
 from blocktrain.coordinator.storage.blobs import snapshot_key
 from blocktrain.coordinator.storage.queries import (
     block_row,
+    held_out_losses,
     inputs_of_merge,
     num_assignments,
     running_median,
 )
 from blocktrain.coordinator.storage.store import (
     BlockRow,
-    EvaluationRow,
     MergeRow,
     Prepared,
     SnapshotRow,
@@ -55,7 +55,6 @@ from blocktrain.validation.ruling import Ruling
 from blocktrain.wire.codec import Schema, Values
 from blocktrain.wire.hashing import SnapshotHasher
 from blocktrain.wire.messages import (
-    EvaluationState,
     MergeInputRecord,
     MergeRecord,
     Outcome,
@@ -248,8 +247,7 @@ class Rounds:
         run = self._resources.run
         if not run.objective.is_serial:
             return run.swarm.outer_lr
-        records = session.scalars(select(EvaluationRow.record).order_by(EvaluationRow.time))
-        losses = [EvaluationState.model_validate_json(record).consensus_ce for record in records]
+        losses = held_out_losses(session)
         weight = merging_weight(run.swarm.outer_lr, losses)
         if weight < min(self._told_weight, run.swarm.outer_lr):
             log.warning(

@@ -103,13 +103,16 @@ class Scoring:
         return self.score_if_new() is not None
 
     def score_if_new(self) -> EvaluationState | None:
-        """Score the heads, unless they are the initial weights or have been scored."""
+        """Score the heads, unless they have been scored or are initial weights that nobody trained."""
         with self._resources.store.read() as session:
             columns = select(BlockRow.version, BlockRow.head_hash).order_by(BlockRow.block)
             heads = session.execute(columns).all()
             versions = canonical_json([version for version, _ in heads]).decode()
             known = session.get(EvaluationRow, versions) is not None
-        if known or not any(version for version, _ in heads):
+        # The parts of a serial model were trained before: without their score a run that diverges from its
+        # first merge on would have nothing to be compared with.
+        untrained = not any(version for version, _ in heads) and not self._objective.is_serial
+        if known or untrained:
             return None
         if not self._blocks:
             blocks = range(len(heads))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.model.block import Block, BlockOutput, Hint
-from blocktrain.model.caches import Cache, PackedCache
-from blocktrain.model.layers import AdaptiveNorm, Layer, TokenEmbedding, rms_norm, rotary_table
+from blocktrain.model.layers import AdaptiveNorm, AnyCache, Layer, TokenEmbedding, rms_norm, rotary_table
 from blocktrain.model.noise import precondition
 
 
@@ -104,7 +103,7 @@ class AdaptiveBlock(Block):
         codebook_VD: Tensor,
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
-        cache: Cache | PackedCache | None = None,
+        cache: AnyCache | None = None,
         both_ways: int = 0,
     ) -> BlockOutput:
         expected = expected_target(hint, codebook_VD) if self.bayes and hint is not None else None

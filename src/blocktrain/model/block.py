@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.model.caches import Cache, PackedCache
-from blocktrain.model.layers import LayerCache
+from blocktrain.model.caches import Cache
+from blocktrain.model.layers import AnyCache, LayerCache
 
 
 def make_codebook(vocabulary: int, width: int, seed: int) -> Tensor:
@@ -112,7 +112,7 @@ class Block(nn.Module, ABC):
         codebook_VD: Tensor,
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
-        cache: Cache | PackedCache | None = None,
+        cache: AnyCache | None = None,
         both_ways: int = 0,
     ) -> BlockOutput:
         """`both_ways`: how many of the first sequences attend to later positions too (see sweep.py)."""

@@ -28,6 +28,8 @@ LEAST_CAPACITY = 64
 MOST_TOGETHER = 40
 """New positions of a text that goes on together with others, a whole draft and some more: all are padded to
 the longest. A prompt has more work of its own than operations to save."""
+FIRST_SLOTS, FIRST_BYTES = 64, 1 << 30
+"""Slots that a fixed shelf begins with, fewer where they would take more memory than this."""
 
 
 @dataclass(eq=False)
@@ -39,6 +41,14 @@ class Cache:
     shelf: Shelf | None = None
     """Where the memory of the layers lies, if others share it."""
     slot: int = 0
+    ahead: bool = False
+    """True if others wrote positions which the layers have not counted. They count when somebody asks: with
+    64 texts, counting in each layer after each token took longer than the rest of the bookkeeping."""
+
+    @property
+    def begun(self) -> bool:
+        """True if it holds something whose shape a slot could take."""
+        return self.length > 0 and any(part.room is not None for part in self.layers[0].parts)
 
     def truncate(self, length: int) -> None:
         """Forget every position from `length` on."""
@@ -54,6 +64,7 @@ class Cache:
 
     def positions(self, length: int) -> slice:
         """Where the next `length` tokens lie in the context."""
+        self.settle()
         if self.shelf is not None and self.length + length > self.shelf.capacity:
             # What does not fit there any more gets memory of its own as it grows.
             self.leave_shelf()
@@ -64,9 +75,15 @@ class Cache:
 
     def wrote(self, length: int) -> None:
         """So many positions were written into the memory of the layers from elsewhere."""
-        for layer in self.layers:
-            layer.advance(length)
-        self.advance(length)
+        self.length += length
+        self.ahead = True
+
+    def settle(self) -> None:
+        """Have the layers know the length; see `ahead`."""
+        if self.ahead:
+            self.ahead = False
+            for layer in self.layers:
+                layer.settle(self.length)
 
     def leave_shelf(self) -> None:
         """Give the slot away. The layers still see it, until they grow or are put elsewhere."""
@@ -76,29 +93,38 @@ class Cache:
 
     def copy(self) -> Cache:
         """The same with memory of its own."""
+        self.settle()
         return Cache([layer.copy() for layer in self.layers], self.length)
 
 
 class Shelf:
-    """Room for the caches of many texts of up to `capacity` positions: a slot for each."""
+    """Room for the caches of many texts of up to `capacity` positions: a slot for each.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    A fixed shelf stays where it is in memory while it has slots enough, and has one more, the last, that no
+    text gets (see graphs.py).
+    """
+
+    def __init__(self, capacity: int, fixed: bool = False) -> None:
+        self.capacity, self.fixed = capacity, fixed
         self.texts: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
         """By slot. A cache that nobody holds any more leaves its slot free."""
         self.num_slots = 0
+        self.num_moves = 0
+        """How often the memory was taken from elsewhere."""
         self.rooms: list[list[Tensor | None]] = []
         """For each layer, the tensors behind `LayerCache.parts`: [slots, N, ..., capacity, ...]."""
 
-    def put(self, cache: Cache) -> None:
-        """Give the cache a slot, with what it holds."""
+    def put(self, cache: Cache, slot: int | None = None) -> None:
+        """Give the cache a slot, or this one, with what it holds."""
+        cache.settle()
         # Nobody is here any more: the memory of the busiest moment goes, and the shelf begins small again.
-        if not self.texts:
+        if not self.texts and not self.fixed:
             self.num_slots, self.rooms = 0, []
         # The lowest that is free: texts stay close together, and slots that follow one another are read
         # without a copy.
-        slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
-        if slot == self.num_slots:
+        if slot is None:
+            slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
+        while slot >= self.num_slots:
             self._add_slots(cache)
         # Before the copies: what is still in the old slot is read there, and nobody takes it meanwhile.
         cache.leave_shelf()
@@ -115,7 +141,14 @@ class Shelf:
 
     def _add_slots(self, cache: Cache) -> None:
         """Half as many more, so that memory is copied a few times and not for each text."""
-        self.num_slots += max(4, self.num_slots // 2)
+        more = max(4, self.num_slots // 2)
+        if self.fixed:
+            # After each move all is captured again, so the first slots are enough for most loads.
+            parts = [part for layer in cache.layers for part in layer.parts]
+            sizes = [room.nbytes // room.shape[part.dim] for part in parts if (room := part.room) is not None]
+            more = max(4, self.num_slots, min(FIRST_SLOTS, FIRST_BYTES // (self.capacity * sum(sizes))))
+        self.num_slots += more
+        self.num_moves += 1
         old, self.rooms = self.rooms, []
         for i, layer in enumerate(cache.layers):
             self.rooms.append([])
@@ -124,7 +157,7 @@ class Shelf:
                 if part.room is not None:
                     shape = list(part.room.shape)
                     shape[part.dim] = self.capacity
-                    room = part.room.new_zeros(self.num_slots, *shape)
+                    room = part.room.new_zeros(self.num_slots + self.fixed, *shape)
                     before = old[i][j] if old else None
                     if before is not None:
                         room[: len(before)].copy_(before)
@@ -138,23 +171,25 @@ class Shelf:
 class Shelves:
     """The shelves of one block, or of several that share caches: one for each power of two of positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed: bool = False) -> None:
+        self._fixed = fixed
         self._shelves: dict[int, Shelf] = {}
+
+    def with_room(self, end: int) -> Shelf:
+        """The shelf for texts of so many positions."""
+        # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
+        capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
+        return self._shelves.setdefault(capacity, Shelf(capacity, self._fixed))
 
     def hold(self, caches: Sequence[Cache], lengths: Sequence[int]) -> None:
         """Have those caches on a shelf that are to go on together, with room for so many new positions."""
         for cache, length in zip(caches, lengths, strict=True):
             end = cache.length + length
-            begun = cache.length > 0 and any(part.room is not None for part in cache.layers[0].parts)
-            # A stretch this long keeps the processor busy by itself, and a text that has not begun holds
-            # nothing yet whose shape a slot could take.
-            if length > MOST_TOGETHER or not begun:
+            # A stretch this long keeps the processor busy by itself.
+            if length > MOST_TOGETHER or not cache.begun:
                 continue
             if cache.shelf is None or cache.shelf.capacity < end:
-                # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
-                capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
-                shelf = self._shelves.setdefault(capacity, Shelf(capacity))
-                shelf.put(cache)
+                self.with_room(end).put(cache)
 
 
 class Placement:
@@ -310,11 +345,10 @@ class PackedCache:
 
     def advance(self, length: int) -> None:
         # The layers of texts that go alone have counted for themselves when they grew.
+        for m in self.alone:
+            self.parts[m].advance(self.lengths[m])
         for m in self._together:
-            for layer in self.parts[m].layers:
-                layer.advance(self.lengths[m])
-        for part, count in zip(self.parts, self.lengths, strict=True):
-            part.advance(count)
+            self.parts[m].wrote(self.lengths[m])
 
 
 class PackedLayerCache:

@@ -98,11 +98,11 @@ class LayerCache:
         for part in self.parts:
             part.length = min(part.length, length)
 
-    def advance(self, length: int) -> None:
-        """So many positions were written into the memory of the parts from elsewhere."""
+    def settle(self, length: int) -> None:
+        """So many positions are in the memory of the parts."""
         for part in self.parts:
             if part.room is not None:
-                part.length += length
+                part.length = length
 
     def copy(self) -> LayerCache:
         """The same with memory of its own."""
@@ -119,6 +119,17 @@ class AnyLayerCache(Protocol):
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor: ...
 
     def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor: ...
+
+
+class AnyCache(Protocol):
+    """What a block asks of a cache."""
+
+    def layer(self, index: int) -> AnyLayerCache: ...
+
+    def positions(self, length: int) -> slice | Tensor:
+        """Where the next `length` tokens lie in the context."""
+
+    def advance(self, length: int) -> None: ...
 
 
 def causal_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, RopeScaling
 from blocktrain.model.block import Block, BlockOutput, Hint
-from blocktrain.model.caches import Cache, PackedCache
-from blocktrain.model.layers import AnyLayerCache, TokenEmbedding, causal_attention, has_values, rotate
+from blocktrain.model.layers import (
+    AnyCache,
+    AnyLayerCache,
+    TokenEmbedding,
+    causal_attention,
+    has_values,
+    rotate,
+)
 
 INITIAL_STD = 0.02
 """Of embeddings and matrices, as in transformers."""
@@ -196,7 +202,7 @@ class LlamaBlock(Block):
         codebook_VD: Tensor,
         hint: Hint | None = None,
         upstream_BTD: Tensor | None = None,
-        cache: Cache | PackedCache | None = None,
+        cache: AnyCache | None = None,
         both_ways: int = 0,
     ) -> BlockOutput:
         assert hint is None, "a plain causal model knows no hints"

@@ -333,6 +333,7 @@ class QuickBlocks:
         """Have the cache hold all of these too, in one exact pass of each block."""
         ids = torch.tensor([list(tokens)])
         cache.leave_shelf()
+        cache.settle()
         # Exact and not in 8 bits: the many rows of a prompt share one reading of the weights anyway.
         parts = [_row_of(cache, i) for i in range(len(self.blocks))]
         for block, part in zip(self.blocks, parts, strict=True):

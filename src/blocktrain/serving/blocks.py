@@ -24,6 +24,7 @@ from torch import Tensor
 
 from blocktrain.model.block import Block, BlockOutput
 from blocktrain.model.caches import Cache, PackedCache, Shelves
+from blocktrain.model.graphs import FixedPasses, Shape
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.pooling import TrackRecord
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
@@ -123,8 +124,9 @@ class Refinement:
 
 
 class HeldBlocks:
-    def __init__(self, checkpoint: Checkpoint, held: Sequence[int]) -> None:
-        """`held` names the checkpoint's loaded blocks, in the same order."""
+    def __init__(self, checkpoint: Checkpoint, held: Sequence[int], fixed_shapes: bool = False) -> None:
+        """`held` names the checkpoint's loaded blocks, in the same order. `fixed_shapes`: texts that go on by
+        a few tokens do so in passes of fixed shapes, which a GPU captures and replays."""
         self.blocks: dict[int, Block] = dict(zip(held, checkpoint.blocks, strict=True))
         self.objective = checkpoint.objective
         self.codebook = checkpoint.codebook_VD
@@ -137,7 +139,12 @@ class HeldBlocks:
         }
         parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
         self.dtype = parameter.dtype
-        self._shelves = {index: Shelves() for index in self.blocks}
+        self._shelves = {index: Shelves(fixed_shapes) for index in self.blocks}
+        self._fixed: FixedPasses | None = None
+        if fixed_shapes:
+            self._fixed = FixedPasses(
+                self._running, self.objective.upstream, self.codebook, self.vocabulary, self._shelves
+            )
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 
@@ -181,6 +188,53 @@ class HeldBlocks:
         for work in works:
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
+        alike: dict[tuple[Shape | None, tuple[int, ...]], list[int]] = defaultdict(list)
+        for i, work in enumerate(works):
+            shape = self._fixed_shape(work)
+            alike[shape, work.blocks if shape is not None else ()].append(i)
+        answers: dict[int, WeighedRows] = {}
+        for (shape, _), members in alike.items():
+            size = len(works) if shape is None else shape.most_texts
+            for some in (members[i : i + size] for i in range(0, len(members), size)):
+                chosen = [works[i] for i in some]
+                rows = self._packed_rows(chosen) if shape is None else self._fixed_rows(shape, chosen)
+                answers |= zip(some, rows, strict=True)
+        return [answers[i] for i in range(len(works))]
+
+    def _fixed_shape(self, work: RowWork) -> Shape | None:
+        """The shape in which the work goes on together with others; None where it does not."""
+        if self._fixed is None or work.hands_on or work.upstream_TD is not None:
+            return None
+        caches = {block: cache.layers for block, cache in work.caches.items()}
+        # Where pooling follows the text, every block that runs must know how well it predicted.
+        wanted = tuple(caches) if self.pooling.follows_text else work.blocks
+        return self._fixed.place(caches, wanted, len(work.ids))
+
+    def _fixed_rows(self, shape: Shape, works: Sequence[RowWork]) -> list[WeighedRows]:
+        """Of works that asked the same blocks, in one pass of a fixed shape."""
+        assert self._fixed is not None, "a shape is one of its passes"
+        caches = [{block: cache.layers for block, cache in work.caches.items()} for work in works]
+        log_probs_NMTV = self._fixed.run(shape, [work.ids for work in works], caches)
+        said = []
+        if self.pooling.follows_text:
+            for block, log_probs_MTV in zip(shape.asked, log_probs_NMTV, strict=True):
+                # Without the rows of padding.
+                pairs = zip(log_probs_MTV, works, strict=False)
+                recorded = self._recorded(works, block, [row_TV[: len(work.ids)] for row_TV, work in pairs])
+                if block in works[0].blocks:
+                    said.append(_joined(recorded))
+        else:
+            asked = [
+                m * shape.num_new + t
+                for m, work in enumerate(works)
+                for t in range(len(work.ids) - work.num_rows, len(work.ids))
+            ]
+            index = torch.tensor(asked, device=log_probs_NMTV.device)
+            said = [(rows_RV, np.empty(0)) for rows_RV in log_probs_NMTV.flatten(1, 2)[:, index]]
+        return self._answers(works, self._weighed(works[0].blocks, said))
+
+    def _packed_rows(self, works: Sequence[RowWork]) -> list[WeighedRows]:
+        """Of any works, the new tokens of all in one row."""
         device = self.codebook.device
         found: list[list[tuple[Tensor, NDArray[np.float64]]]] = [[] for _ in works]
         features = [self._upstream(work, self.dtype) for work in works]
@@ -189,7 +243,7 @@ class HeldBlocks:
             chosen = [i for i, work in enumerate(works) if index in work.caches]
             if not chosen:
                 continue
-            # The new tokens of all chosen works in one row; attention keeps them apart by their caches.
+            # Attention keeps the works apart by their caches.
             lengths = [len(works[i].ids) for i in chosen]
             caches = [works[i].caches[index].layers for i in chosen]
             # One work alone needs no packing, which would cost it a third more.
@@ -214,27 +268,27 @@ class HeldBlocks:
             if not blocks:
                 answers |= {i: _handed_on(features[i]) for i in members}
                 continue
-            parts_by_block = zip(*(found[i] for i in members), strict=True)
-            joined = [
-                (torch.cat([rows for rows, _ in one]), np.concatenate([logs for _, logs in one]))
-                for one in parts_by_block
-            ]
-            whole, start = self._weighed(blocks, joined), 0
-            codecs = {works[i].codec for i in members} - {None}
-            finite = bool(codecs) and np.isfinite(whole.rows).all() and np.isfinite(whole.log_weights).all()
-            travels = {
-                one: frames.encode_rows(whole.rows, one) for one in codecs if one is not None and finite
-            }
-            for i in members:
-                first, start = start, start + works[i].num_rows
-                logs, codec, encoded = whole.log_weights[first:start], works[i].codec, None
-                if codec in travels:
-                    size = frames.row_bytes(codec, self.vocabulary)
-                    rows = travels[codec][first * size : start * size]
-                    encoded = codec, rows + frames.encode_log_weights(logs)
-                # Copies: of a view, a session would keep the rows of all others for as long as its own.
-                answers[i] = WeighedRows(whole.rows[first:start].copy(), logs.copy(), encoded=encoded)
+            joined = [_joined(one) for one in zip(*(found[i] for i in members), strict=True)]
+            whole = self._weighed(blocks, joined)
+            answers |= zip(members, self._answers([works[i] for i in members], whole), strict=True)
         return [answers[i] for i in range(len(works))]
+
+    def _answers(self, works: Sequence[RowWork], whole: WeighedRows) -> list[WeighedRows]:
+        """The part of each work, in the order of the rows, encoded as it asked."""
+        codecs = {work.codec for work in works} - {None}
+        finite = bool(codecs) and np.isfinite(whole.rows).all() and np.isfinite(whole.log_weights).all()
+        travels = {one: frames.encode_rows(whole.rows, one) for one in codecs if one is not None and finite}
+        answers, start = [], 0
+        for work in works:
+            first, start = start, start + work.num_rows
+            logs, codec, encoded = whole.log_weights[first:start], work.codec, None
+            if codec in travels:
+                size = frames.row_bytes(codec, self.vocabulary)
+                rows = travels[codec][first * size : start * size]
+                encoded = codec, rows + frames.encode_log_weights(logs)
+            # Copies: of a view, a session would keep the rows of all others for as long as its own.
+            answers.append(WeighedRows(whole.rows[first:start].copy(), logs.copy(), encoded=encoded))
+        return answers
 
     def _upstream(self, work: RowWork, dtype: torch.dtype) -> Tensor | None:
         if work.upstream_TD is None:
@@ -255,12 +309,19 @@ class HeldBlocks:
                 z_hat_TD = z_hat_TD[torch.tensor(asked, device=z_hat_TD.device)]
             rows_RV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
             return [(rows, np.empty(0)) for rows in torch.split(rows_RV, counts)]
+        log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
+        own = torch.split(log_probs_TV, [len(work.ids) for work in works])
+        return self._recorded(works, block, own)
+
+    def _recorded(
+        self, works: Sequence[RowWork], block: int, own: Sequence[Tensor]
+    ) -> list[tuple[Tensor, NDArray[np.float64]]]:
+        """What a block said where pooling follows the text; `own` are its log-probs of each work's ids."""
+        said = []
         # Of all new tokens: how well the block predicted each of them counts from the next one on.
-        log_probs_TV, said = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1), []
-        for work, end in zip(works, ends, strict=True):
+        for work, own_TV in zip(works, own, strict=True):
             record = work.caches[block].record
             assert record is not None, "made with the cache where pooling follows the text"
-            own_TV = log_probs_TV[end - len(work.ids) : end]
             keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
             past_TD = record.extend(work.base, work.ids, own_TV, keep=keep)
             logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
@@ -324,6 +385,11 @@ class HeldBlocks:
                     logs = self.pooling.log_weights(index, past_TD[-1:])
                 said.append((log_probs_TV[-1:], logs))
         return _handed_on(features) if work.hands_on else self._weighed(work.blocks, said)
+
+
+def _joined(said: Sequence[tuple[Tensor, NDArray[np.float64]]]) -> tuple[Tensor, NDArray[np.float64]]:
+    """What a block said to several works, as one."""
+    return torch.cat([rows for rows, _ in said]), np.concatenate([logs for _, logs in said])
 
 
 def _handed_on(features_1TD: Tensor | None) -> WeighedRows:

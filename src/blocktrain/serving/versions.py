@@ -15,12 +15,14 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from blocktrain.errors import BlocktrainError, CheckpointError, UserError
 from blocktrain.files import write_whole
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CURRENT = "current"
 VERSIONS = "versions.json"
 LOOK_SECONDS = 0.5
@@ -68,19 +70,20 @@ def versions_of(checkpoint: Path) -> tuple[int, ...]:
         raise CheckpointError(f"{checkpoint / VERSIONS} is damaged: {error}") from None
 
 
-async def watch(folder: Path, served: Path, take_over: Callable[[Path], Awaitable[None]]) -> None:
-    """Without end: hand every checkpoint that `current` names to `take_over`, until one is taken over."""
+async def watch(look: Callable[[], T], served: T, take_over: Callable[[T], Awaitable[None]]) -> None:
+    """Without end: hand what `look` finds to `take_over` where it is not what is served, until it is."""
     complaint = ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
-            wanted = current_checkpoint(folder)
+            wanted = look()
             if wanted != served:
                 await take_over(wanted)
-                served, complaint = wanted, ""
-                log.info("took over checkpoint=%s versions=%s", wanted.name, versions_of(wanted))
+                log.info("took over wanted=%s before=%s", wanted, served)
+                served = wanted
+            complaint = ""
         except (BlocktrainError, OSError) as error:
             # What is served goes on, and the next look tries again: stages may not have the new one yet.
             if str(error) != complaint:
                 complaint = str(error)
-                log.warning("keeping checkpoint=%s reason=%s", served.name, error)
+                log.warning("keeping served=%s reason=%s", served, error)

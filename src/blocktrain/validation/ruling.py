@@ -152,19 +152,31 @@ def reveal_ruling(
     return found if by_age.counts else dataclasses.replace(by_age, mark=found.mark)
 
 
-def required_standard_errors(recent_scores: Sequence[float]) -> float:
+def required_standard_errors(recent_scores: Sequence[float], *, refining: bool = False) -> float:
     """Standard errors above zero that a gain must have: half of what the block's last counted updates
     had, at most GAIN_STANDARD_ERRORS. Where honest gains sink into the noise, at the end of a schedule, the
-    sign decides; asking for more would stop the block."""
+    sign decides; asking for more would stop the block. In `refining` that is so from the first round on."""
+    # Its gains are small from the start and fall within a few rounds: a small Llama in four parts stood still
+    # with the rule below (docs/experiments.md), and noise of trained weights is harm, not the small gain that
+    # it is of weights which have learned nothing.
+    if refining:
+        return 0.0
     # A block's first updates have nothing to be compared with, and gains are large then: the strict bound.
     if not recent_scores:
         return GAIN_STANDARD_ERRORS
     return min(GAIN_STANDARD_ERRORS, max(0.0, statistics.median(recent_scores) / 2))
 
 
-def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, late: bool = False) -> Ruling:
+def evidence_ruling(
+    evidence: Evidence,
+    recent_scores: Sequence[float] = (),
+    *,
+    late: bool = False,
+    refining: bool = False,
+) -> Ruling:
     """`recent_scores` are those of the block's last updates that counted. The harm of a `late` update says
-    nothing about its worker: what others merged meanwhile may be what makes it overshoot."""
+    nothing about its worker: what others merged meanwhile may be what makes it overshoot. `refining`: the
+    block is a part of a model that was trained before."""
     gain, bad = evidence.gain, Mark.NEUTRAL if late else Mark.BAD
     if not math.isfinite(gain.mean):
         return Ruling.refuse(VerdictReason.HARMFUL, "the loss is no longer finite", bad)
@@ -189,7 +201,8 @@ def evidence_ruling(evidence: Evidence, recent_scores: Sequence[float] = (), *, 
     # their updates had -4.5 to -0.9 errors where honest ones had 4.3 to 10 (seed 42, from the second such
     # round on). Together the texts have the windows of both, so honest updates that gain little on one of
     # them are refused less often than by held-out text alone: 0 of 30 instead of 9.
-    required, least = required_standard_errors(recent_scores), min(held_out, other, key=lambda one: one.score)
+    required = required_standard_errors(recent_scores, refining=refining)
+    least = min(held_out, other, key=lambda one: one.score)
     required_of_each = required - ONE_TEXT_LESS
     if gain.score > required and least.score > required_of_each:
         return Ruling(Outcome.ACCEPTED, 1.0, VerdictReason.ON_TIME, sentence, Mark.GOOD)

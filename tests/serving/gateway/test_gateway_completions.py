@@ -70,7 +70,7 @@ def test_usage_counts_tokens_traversals_and_bytes(served: Served) -> None:
     assert answer.headers["x-blocktrain-traversals"] == str(cost["traversals"])
     assert answer.headers["x-blocktrain-mode"] == "ar"
     assert answer.headers["x-blocktrain-seed"] == "7"
-    assert answer.headers["x-request-id"].startswith("req-")
+    assert answer.headers["x-request-id"] == answer.json()["id"]
     assert "x-blocktrain-degraded" not in answer.headers
 
 
@@ -266,6 +266,17 @@ def test_the_asynchronous_client_works(served: Served) -> None:
             return [chunk.choices[0].text async for chunk in stream]
 
     assert "".join(asyncio.run(ask()))
+
+
+@pytest.mark.parametrize(("route", "prompt"), [("completions", "prompt"), ("responses", "input")])
+def test_the_request_id_is_that_of_the_answer(served: Served, route: str, prompt: str) -> None:
+    body = {"model": "tiny", prompt: "x"}
+    with served.http() as http:
+        whole = http.post(f"/v1/{route}", json=body)
+        assert whole.headers["x-request-id"] == whole.json()["id"]
+        streamed = http.post(f"/v1/{route}", json={**body, "stream": True})
+        assert streamed.headers["x-request-id"] in streamed.text.split("data: ")[1]
+        assert http.post(f"/v1/{route}", json={}).headers["x-request-id"].startswith("req-")
 
 
 def test_probes_answer(served: Served) -> None:

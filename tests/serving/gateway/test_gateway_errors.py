@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import ssl
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from blocktrain.errors import UserError
 from blocktrain.serving.gateway import main as gateway_main
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.limits import GatewayLimits, Keys
+from blocktrain.serving.gateway.main import gateway_config
+from tests.cli.servers import make_certificate
 from tests.waiting import until
 
 from .conftest import Served, serve_engine
@@ -42,9 +48,9 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"prompt": ["a", 1]}, "prompt", "invalid_value"),
     ({"prompt": {"text": "a"}}, "prompt", "invalid_value"),
     ({"prompt": [[1], []]}, "prompt", "invalid_value"),
-    ({"prompt": [256]}, None, None),
+    ({"prompt": [256]}, "prompt", "invalid_value"),
     ({"prompt": [-1]}, "prompt", "invalid_value"),
-    ({"prompt": [2**70]}, None, None),
+    ({"prompt": [2**70]}, "prompt", "invalid_value"),
     ({"prompt": [True]}, "prompt", "invalid_value"),
     ({"prompt": "x" * 97}, "prompt", "context_length_exceeded"),
     ({"prompt": "x" * 65_537, "max_tokens": 0}, "prompt", "invalid_value"),
@@ -75,6 +81,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"min_p": 1.5}, "min_p", "invalid_value"),
     ({"use_beam_search": True}, "use_beam_search", "invalid_value"),
     ({"guided_regex": "a+"}, "guided_regex", "unknown_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
+    ({"logit_bias": {"\ud800": 1}}, "logit_bias", "invalid_value"),
     ({"stream": "yes"}, "stream", "invalid_value"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"colour": "red"}, "colour", "unknown_parameter"),
@@ -90,6 +98,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"messages": [{"role": "user"}]}, "messages", "missing_required_parameter"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x", "annotations": [1]}]}, "messages", "invalid_value"),
     ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"max_completion_tokens": 10**9}, "max_completion_tokens", "invalid_value"),
@@ -98,6 +108,12 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
 ]
+
+
+THEIR_WORDS = re.compile(
+    r"function-|Value error|(Input|String|List) should|validation|pattern|Tokenize|\[key\]"
+)
+"""Of pydantic, and of the names of our own types."""
 
 
 def short(value: object) -> str:
@@ -111,6 +127,7 @@ def check_error(answer: Any, status: int, param: str | None, code: str | None) -
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert len(error["message"]) < 400
+    assert THEIR_WORDS.search(error["message"]) is None
     assert param is None or error["param"] == param
     assert code is None or error["code"] == code
 
@@ -137,6 +154,24 @@ def test_a_wrong_chat_is_refused_by_name(
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
     check_error(answer, 400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "you must provide prompt"),
+        ({"prompt": "\ud800"}, "prompt", "prompt: expected"),
+        ({"prompt": 5}, "prompt", "prompt: expected"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "messages.0.content: expected a text"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "messages", "messages.0.role: must be 'system'"),
+    ],
+)
+def test_a_field_is_named_as_the_client_wrote_it(served: Served, body: Any, param: str, message: str) -> None:
+    with served.http() as client:
+        headers = {"content-type": "application/json"}
+        answer = client.post("/tokenize", content=json.dumps(body).encode(), headers=headers)
+    check_error(answer, 400, param, None)
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +305,38 @@ def test_what_each_key_used_is_counted_and_logged(engine_of: Any, caplog: pytest
     assert "bob" not in page
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("answered")]
     assert len(lines) == 1
-    assert f"id={answer.id} caller=alice mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
+    assert (
+        f"id={answer.id} caller=alice model=tiny mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
+    )
     assert lines[0].endswith("end=complete")
+
+
+def test_a_key_whose_quota_is_used_up_is_refused_until_the_next_day(engine_of: Any) -> None:
+    keys = Keys([("alice", "sk-aaaaaaaa"), ("bob", "sk-bbbbbbbb")], {"alice": 10})
+    with serve_engine(engine_of(), GatewayConfig(keys=keys)) as served:
+        alice, bob = served.openai("sk-aaaaaaaa"), served.openai("sk-bbbbbbbb")
+        for _ in range(2):  # 4 and 5 tokens, so the second answer begins within the quota
+            assert alice.completions.create(model="tiny", prompt="The ", max_tokens=5).choices
+        with pytest.raises(openai.RateLimitError, match="10 tokens of this day") as refusal:
+            alice.completions.create(model="tiny", prompt="The ", max_tokens=5, stream=True)
+        assert refusal.value.code == "insufficient_quota"
+        assert 0 < int(refusal.value.response.headers["retry-after"]) <= 86_400
+        assert alice.models.list().data
+        assert bob.completions.create(model="tiny", prompt="The ", max_tokens=5).choices
+
+
+def test_a_gateway_speaks_https_where_it_has_a_certificate(engine_of: Any, tmp_path: Path) -> None:
+    files = make_certificate(tmp_path, days_left=1)
+    config = gateway_config(None, [], "refuse", [], tls_cert=files.certificate, tls_key=files.key)
+    with serve_engine(engine_of(), config) as served:
+        assert served.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=files.certificate)
+        with served.http(verify=trusted) as client:
+            with client.stream("POST", "/v1/completions", json={**OK, "stream": True}) as stream:
+                assert list(stream.iter_lines())[-2] == "data: [DONE]"
+            assert client.get("/nope").json()["error"]["code"] == "unknown_url"
+    with pytest.raises(UserError, match="go together"):
+        gateway_config(None, [], "refuse", [], tls_cert=files.certificate)
 
 
 def test_a_forwarded_address_does_not_evade_the_rate(engine_of: Any) -> None:

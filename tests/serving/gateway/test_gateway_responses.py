@@ -99,7 +99,7 @@ def test_logprobs_come_where_they_are_asked_for(client: openai.OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"background": True}, "background", "while its client waits"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "at most 0 items"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "calls no tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "constrained"),
         ({"input": []}, "input", "expected a string, or a list of messages"),
         ({"input": "x" * 2000}, "input", "maximum context length"),

@@ -79,6 +79,23 @@ def test_a_lost_stage_is_said_in_a_header(checkpoint: Path) -> None:
         assert remote.metric("blocktrain_gateway_degraded_total") >= 1
 
 
+def test_a_block_that_is_lost_on_the_way_makes_the_fingerprint_another(checkpoint: Path) -> None:
+    fanout = replace(when_blocks_are_lost("degrade"), degrade_seconds=0.2)
+    with stages(checkpoint, [0, 2], [1]) as running:
+        config = EngineConfig(stages=[stage.address for stage in running], fanout=fanout)
+        with serve_engine(RemoteEngine(checkpoint, config)) as served, served.openai() as client:
+            prints: list[str | None] = []
+            for chunk in client.completions.create(
+                model="tiny", prompt="x", max_tokens=48, stream=True, extra_body={"mode": "ar"}
+            ):
+                if not prints:
+                    running[1].kill()
+                prints.append(chunk.system_fingerprint)
+            assert prints[0] is not None
+            assert set(prints) == {prints[0], f"{prints[0]}-without-1"}
+            assert complete(served, max_tokens=4).system_fingerprint == f"{prints[0]}-without-1"
+
+
 def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, served: Served) -> None:
     expected = complete(served, max_tokens=8).choices[0].text
     with stages(checkpoint, [0, 2], [1]) as running:
@@ -102,6 +119,33 @@ def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, serv
                 assert answer.result(PATIENCE_SECONDS).choices[0].text == expected
     with pytest.raises(UserError, match="degrade, fail or wait, found 'no'"):
         when_blocks_are_lost("no")
+
+
+def test_a_stream_waits_while_all_stages_are_away(checkpoint: Path, served: Served) -> None:
+    expected = complete(served, max_tokens=48).choices[0].text
+    with stages(checkpoint, [0, 2], [1]) as running:
+        addresses = [stage.address for stage in running]
+        config = EngineConfig(stages=addresses, fanout=when_blocks_are_lost("wait"))
+        with serve_engine(RemoteEngine(checkpoint, config)) as patient, patient.openai() as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt="The value ",
+                seed=5,
+                max_tokens=48,
+                stream=True,
+                extra_body={"mode": "ar"},
+            )
+            text = next(stream).choices[0].text
+            for stage in running:
+                stage.kill()
+            with patient.http() as http:
+                until("it says so", lambda: http.get("/readyz").status_code == 503)
+            with (
+                stages(checkpoint, [0, 2], port=addresses[0].port),
+                stages(checkpoint, [1], port=addresses[1].port),
+            ):
+                text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == expected
 
 
 def test_a_block_nobody_serves_is_a_503_by_name(checkpoint: Path) -> None:

@@ -19,13 +19,14 @@ from blocktrain.coordinator.states import COUNTED, WAITING, AssignmentState, Upd
 from blocktrain.coordinator.storage.store import (
     AssignmentRow,
     BlockRow,
+    EvaluationRow,
     Prepared,
     RunRow,
     UpdateRow,
     WorkerRow,
 )
 from blocktrain.validation.ruling import MEDIAN_NORMS
-from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
+from blocktrain.wire.messages import ErrorReason, EvaluationState, FrozenSnapshot, VerdictReason
 
 # Plus nothing: SQLite would else group by the index on blocks, through all workers that ever were.
 _SEAT = WorkerRow.block + literal_column("0")
@@ -134,6 +135,12 @@ def recent_scores(session: Session, block: int, *, established: bool) -> list[fl
         .limit(RECENT_SCORES)
     )
     return [score for score in rows if score is not None]
+
+
+def held_out_losses(session: Session) -> list[float]:
+    """What the run's scores of the assembled model found, oldest first."""
+    records = session.scalars(select(EvaluationRow.record).order_by(EvaluationRow.time))
+    return [EvaluationState.model_validate_json(record).consensus_ce for record in records]
 
 
 def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:

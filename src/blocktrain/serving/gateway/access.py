@@ -54,7 +54,8 @@ class AccessCheck:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = f"req-{secrets.token_hex(12)}"
+                # Of an answer it is the answer's own id, by which its line in the log can be found.
+                MutableHeaders(scope=message).setdefault("x-request-id", f"req-{secrets.token_hex(12)}")
             await send(message)
 
         async def limited() -> Message:

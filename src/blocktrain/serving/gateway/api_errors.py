@@ -36,11 +36,29 @@ FIELD_WORDS = {
     "prompt": "expected a string, a list of strings, a list of token ids or a list of both; not empty",
     "input": "expected a string, or a list of messages with a role and a text; not empty",
     "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
+    "content": 'expected a text, or a list of parts {"type": "text", "text": …}',
+    "logit_bias": "expected token ids, each with a number from -100 to 100",
+    "tools": "expected none: this model calls no tools",
+    "tool_calls": "expected none: this model calls no tools",
+    "annotations": "expected none",
 }
-"""Fields of several types: pydantic reports a problem for each type, and none of them helps."""
+"""Fields of several types, of which pydantic reports a problem for each, and others whose problem it tells in
+words of its own."""
+OUR_WORDS = {
+    "Input should be a valid dictionary or object to extract fields from": "expected a JSON object",
+    "Input should be a valid dictionary": "expected a JSON object",
+    "Input should be a valid ": "expected a ",
+    "Input should be ": "must be ",
+    "String should ": "must ",
+    "List should ": "must ",
+    "Value error, ": "",
+    ", unable to parse raw data as a unicode string": " of Unicode",
+    " after validation, not ": ", found ",
+}
+"""Pydantic's words and ours. Clients need not know with what their requests are checked."""
 CONSTRAINTS = {
     "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema",
-    "structured_outputs",
+    "response_format", "structured_outputs",
 }  # fmt: skip
 """Fields by which other servers are told to constrain the text."""
 
@@ -79,9 +97,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TooManyRequestsError):
         seconds = error.retry_after_seconds
         message, headers = f"{error.reason}; try again in {seconds} s", {"retry-after": str(seconds)}
-        return ApiError(429, message, kind=RATE, code="rate_limit_exceeded", headers=headers)
+        return ApiError(429, message, kind=RATE, code=error.code, headers=headers)
     if isinstance(error, RequestValidationError):
-        return _invalid(error.errors())
+        return _invalid(error.errors(), error.body)
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, HTTPException):
@@ -100,30 +118,42 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "something broke here; it was logged", kind=SERVICE, code="internal_error")
 
 
-def _invalid(errors: Sequence[Any]) -> ApiError:
+def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
     """The first problem, named by its field. Unions report one problem per arm; the field is the same."""
     first = errors[0]
-    if first["type"] == "json_invalid":
+    kind = first["type"]
+    if kind == "json_invalid":
         return as_api_error(HTTPException(400))
-    where = [str(part) for part in first["loc"] if part not in ("body", "path", "query", "header")]
-    field = where[0] if where else None
+    # A place is told by what the client sent: between the names of fields pydantic puts those of its own
+    # types, such as `function-after[_unicode(), str]`.
+    place: list[str] = []
+    found = body
+    for part in first["loc"][1:]:
+        if isinstance(found, dict) and part in found or isinstance(found, list) and isinstance(part, int):
+            place.append(printable(str(part)))
+            found = found[part]
+    if kind == "missing":
+        place += [str(part) for part in first["loc"][-1:] if part != "body"]
+    field = place[0] if place else None
     # A misspelt option that is ignored would look like a model that does not listen.
-    if first["type"] == "extra_forbidden":
-        name = printable(where[-1])
+    if kind == "extra_forbidden":
+        name = printable(str(first["loc"][-1]))
         message = f"unrecognized request argument: {name}"
         if name in CONSTRAINTS:
             message = f"{name} is not offered: no decoding here is constrained by a grammar or a schema"
         return ApiError(400, message, param=name, code="unknown_parameter")
-    if first["type"] == "missing":
-        message = f"you must provide {'.'.join(where) or 'a JSON object as the body'}"
+    if kind == "missing":
+        message = f"you must provide {'.'.join(place) or 'a JSON object as the body'}"
         return ApiError(400, message, param=field, code="missing_required_parameter")
     message = str(first["msg"])
-    if field is None:
-        return ApiError(400, message, param=first.get("ctx", {}).get("param"), code="invalid_value")
-    if field in FIELD_WORDS and len(errors) > 1:
-        message = f"{field}: {FIELD_WORDS[field]}"
-    else:
-        message = ".".join(str(part) for part in first["loc"][1:]) + f": {message}"
+    for theirs, ours in OUR_WORDS.items():
+        message = message.replace(theirs, ours)
+    # Of a rule about several fields, which names the one to change.
+    param = first.get("ctx", {}).get("param")
+    if param is not None or field is None:
+        return ApiError(400, message, param=param, code="invalid_value")
+    known = [FIELD_WORDS[name] for name in reversed(place) if name in FIELD_WORDS]
+    message = ".".join(place) + f": {known[0] if known else message}"
     return ApiError(400, message, param=field, code="invalid_value")
 
 

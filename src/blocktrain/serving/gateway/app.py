@@ -4,12 +4,14 @@ Checks what depends on the model and on this server's limits, and wires the part
 know how text is produced (`engine`), written (`choices`), shaped (`formats`) or sent (`answering`).
 
 Covered: keys, rates, sizes and counts of what strangers send; every refusal has OpenAI's error shape.
-Not covered: TLS; put a reverse proxy in front for it.
+TLS is the connection's affair (`connections`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,13 +55,15 @@ from blocktrain.serving.gateway.openai_messages import (
     Overflow,
     SamplingRequest,
     TokenizeAnswer,
-    TokenizeChat,
+    TokenizeRequest,
     TokenizeText,
 )
 from blocktrain.serving.gateway.responses import ModelResponse, ResponsesFormat, ResponsesRequest
 from blocktrain.serving.gateway.text import token_label
 
 DEFAULT_MODE: Mode = "verify"
+LONG_TEXT = 10_000
+"""Characters; a BPE tokenizer of 16,384 tokens takes 1.5 ms of a core for them."""
 ANSWER_HEADERS = (
     "retry-after",
     "x-request-id",
@@ -93,6 +97,8 @@ class GatewayConfig:
     """None lets anyone in."""
     overflow: Overflow = "refuse"
     """What happens to prompts longer than the context where a request does not say."""
+    tls: ssl.SSLContext | None = None
+    """None speaks plain HTTP."""
     origins: tuple[str, ...] = ()
     """Web pages that browsers may use this gateway from, such as a dashboard's `http://host:port`."""
 
@@ -103,13 +109,19 @@ class Gateway:
     def __init__(self, engines: Engines, config: GatewayConfig) -> None:
         self.engines, self.config, self.limits = engines, config, config.limits
         self.metrics = GatewayMetrics()
-        self.answerer = Answerer(engines, config.limits, self.metrics, keyed=config.keys is not None)
+        self.answerer = Answerer(engines, config.limits, self.metrics, config.keys)
         self.created = int(time.time())
 
-    @property
-    def engine(self) -> TextEngine:
-        """What a request gets that comes now."""
-        return self.engines.newest
+    def _engine(self, model: str | None) -> TextEngine:
+        """What a request for this model gets that comes now; the first model's where it names none."""
+        served = self.engines.newest
+        if model is None:
+            return next(iter(served.values()))
+        if model not in served:
+            known = ", ".join(map(repr, served))
+            message = f"the model {printable(model)!r} does not exist here; this gateway serves {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return served[model]
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -123,8 +135,12 @@ class Gateway:
         ):
             answers: Answers = {200: {"model": shape, "content": {"text/event-stream": {}}}, **REFUSED}
             add(path, route, methods=["POST"], response_model=None, responses=answers)
-        add("/tokenize", self.tokenize, methods=["POST"], responses=_only(400, 401, 404, 413, 429))
-        add("/detokenize", self.detokenize, methods=["POST"], responses=_only(400, 401, 404, 413, 429))
+        for path, tokens, answer in (
+            ("/tokenize", self.tokenize, TokenizeAnswer),
+            ("/detokenize", self.detokenize, DetokenizeAnswer),
+        ):
+            refused = _only(400, 401, 404, 413, 429)
+            add(path, tokens, methods=["POST"], response_model=answer, responses=refused)
         add("/health", self.health, methods=["GET"])
         add("/healthz", self.health, methods=["GET"])
         add("/readyz", self.readiness, methods=["GET"], responses={503: {"model": Readiness}})
@@ -132,13 +148,12 @@ class Gateway:
         return router
 
     async def models(self) -> ModelList:
-        """The one model served here."""
-        return ModelList(data=[await self.model(self.engine.model.name)])
+        """The models served here."""
+        return ModelList(data=[await self.model(name) for name in self.engines.newest])
 
     async def model(self, model: str) -> ModelCard:
         """A model by name."""
-        self._require_model(model)
-        info = self.engine.model
+        info = self._engine(model).model
         return ModelCard(
             id=info.name,
             created=self.created,
@@ -155,7 +170,7 @@ class Gateway:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue text."""
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        job = self._job(
+        job = await self._job(
             body,
             lambda model: CompletionFormat(
                 model, body.logprobs, body.stream_options, block_weights=bool(body.block_weights)
@@ -173,7 +188,7 @@ class Gateway:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         top = (body.top_logprobs or 0) if body.logprobs else None
-        job = self._job(
+        job = await self._job(
             body,
             lambda model: ChatFormat(model, top, body.stream_options),
             [self._prompt_of(body)],
@@ -189,7 +204,7 @@ class Gateway:
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer a question or the last message of a conversation, in the shape of the newer API."""
-        job = self._job(
+        job = await self._job(
             body,
             lambda model: ResponsesFormat(model, body, body.overflow or self.config.overflow),
             [chat_prompt(body.messages)],
@@ -203,27 +218,33 @@ class Gateway:
         )
         return await self._answered(job, body, request)
 
-    async def tokenize(self, body: TokenizeText | TokenizeChat) -> TokenizeAnswer:
+    async def tokenize(self, body: TokenizeRequest) -> Response:
         """Text or a conversation as token ids."""
-        model = self.engine.model
-        self._require_model(model.name if body.model is None else body.model)
+        model = self._engine(body.model).model
         text = body.prompt if isinstance(body, TokenizeText) else self._prompt_of(body)
-        tokens = _encoded(model.tokenizer, text, body.add_special_tokens)
-        labels = [token_label(model.tokenizer.decode([token])) for token in tokens]
-        return TokenizeAnswer(
-            count=len(tokens),
-            max_model_len=model.context,
-            tokens=tokens,
-            token_strs=labels if body.return_token_strs else None,
-        )
 
-    async def detokenize(self, body: DetokenizeRequest) -> DetokenizeAnswer:
+        def answer() -> str:
+            tokens = _encoded(model.tokenizer, text, body.add_special_tokens)
+            labels = None
+            if body.return_token_strs:
+                labels = [token_label(model.tokenizer.decode([token])) for token in tokens]
+            return TokenizeAnswer(
+                count=len(tokens), max_model_len=model.context, tokens=tokens, token_strs=labels
+            ).model_dump_json()
+
+        # In a thread: of a text of 1.9 MB this took two seconds, and no stream went on meanwhile.
+        return Response(await asyncio.to_thread(answer), media_type="application/json")
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Token ids as text."""
-        model = self.engine.model
-        self._require_model(model.name if body.model is None else body.model)
-        if any(token >= model.vocabulary for token in body.tokens):
-            raise _wrong("tokens", f"tokens: expected ids below {model.vocabulary}")
-        return DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens).decode("utf-8", "replace"))
+        model = self._engine(body.model).model
+        _require_ids(body.tokens, model, "tokens")
+
+        def answer() -> str:
+            text = model.tokenizer.decode(body.tokens).decode("utf-8", "replace")
+            return DetokenizeAnswer(prompt=text).model_dump_json()
+
+        return Response(await asyncio.to_thread(answer), media_type="application/json")
 
     async def health(self) -> Health:
         """Whether this process answers at all."""
@@ -231,7 +252,7 @@ class Gateway:
 
     async def readiness(self) -> Response:
         """Whether text can be generated now."""
-        ready, reason = self.engine.ready
+        ready, reason = self._ready()
         page = Readiness(ready=ready, reason=reason).model_dump_json()
         return Response(page, 200 if ready else 503, media_type="application/json")
 
@@ -240,9 +261,18 @@ class Gateway:
         # Read at the scrape and not at every change, which happens far more often.
         self.metrics.active.set(self.answerer.places.active)
         self.metrics.waiting.set(self.answerer.places.waiting)
-        self.metrics.ready.set(self.engine.ready[0])
+        self.metrics.ready.set(self._ready()[0])
         page = generate_latest(self.metrics.registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _ready(self) -> tuple[bool, str]:
+        """As the model that is worst off; with several models the reason names it."""
+        served = self.engines.newest
+        name, (ready, reason) = min(
+            ((name, engine.ready) for name, engine in served.items()),
+            key=lambda one: (one[1][0], one[1][1] == "ready"),
+        )
+        return ready, reason if len(served) == 1 or reason == "ready" else f"{name}: {reason}"
 
     async def _answered(self, job: Job, body: SamplingRequest, request: Request) -> Response:
         if body.stream:
@@ -256,13 +286,7 @@ class Gateway:
             continued=bool(body.continue_final_message),
         )
 
-    def _require_model(self, name: str) -> None:
-        known = self.engine.model.name
-        if name != known:
-            message = f"the model {printable(name)!r} does not exist here; this gateway serves {known!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _job(
+    async def _job(
         self,
         body: SamplingRequest,
         shape: Callable[[ModelInfo], AnswerFormat],
@@ -279,13 +303,19 @@ class Gateway:
         logprobs_field: str = "logprobs",
     ) -> Job:
         """A request that fits this model and this server's limits, or an ApiError that names the field."""
-        self._require_model(body.model)
-        engine, limits = self.engine, self.limits
+        engine, limits = self._engine(body.model), self.limits
         model = engine.model
-        texts = [
-            prompt if isinstance(prompt, list) else _encoded(model.tokenizer, prompt, body.add_special_tokens)
-            for prompt in prompts
-        ]
+
+        def encoded() -> list[list[int]]:
+            special = body.add_special_tokens
+            return [
+                one if isinstance(one, list) else _encoded(model.tokenizer, one, special) for one in prompts
+            ]
+
+        # Others' streams go on while a long text is cut into tokens; of a short one that takes less than the
+        # way to a thread and back.
+        size = sum(map(len, prompts))
+        texts = encoded() if size < LONG_TEXT else await asyncio.to_thread(encoded)
         lengths = [len(text) for text in texts]
         if len(texts) * (body.n or 1) > limits.max_choices:
             raise _wrong("n", f"prompts times n must be at most {limits.max_choices}")
@@ -313,8 +343,9 @@ class Gateway:
             )
         if sum(lengths) > limits.max_prompt_tokens:
             raise _wrong(prompt_field, f"the prompts of a request may have {limits.max_prompt_tokens} tokens")
-        if any(token >= model.vocabulary for token, _ in body.biases):
-            raise _wrong("logit_bias", f"logit_bias: expected token ids below {model.vocabulary}")
+        for text in texts:
+            _require_ids(text, model, prompt_field)
+        _require_ids([token for token, _ in body.biases], model, "logit_bias")
         mode = body.mode or DEFAULT_MODE
         if mode not in model.modes:
             offered = ", ".join(model.modes)
@@ -365,7 +396,13 @@ class Gateway:
 def _encoded(tokenizer: Tokenizer, text: str, special: bool | None) -> list[int]:
     """Tokens of a text; where a client wants no special ones, without those that stand in front of it."""
     left_out = len(tokenizer.front) if special is False else 0
-    return [int(token) for token in tokenizer.encode(text.encode())[left_out:]]
+    tokens: list[int] = tokenizer.encode(text.encode())[left_out:].tolist()
+    return tokens
+
+
+def _require_ids(tokens: Sequence[int], model: ModelInfo, param: str) -> None:
+    if max(tokens, default=0) >= model.vocabulary:
+        raise _wrong(param, f"{param}: expected token ids below {model.vocabulary}")
 
 
 def _only(*statuses: int) -> Answers:

@@ -30,6 +30,10 @@ class AnswerFormat(ABC):
         self.created = int(time.time())
 
     @abstractmethod
+    def do_without(self, blocks: Sequence[int]) -> None:
+        """What follows was written without these blocks."""
+
+    @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: shapes.Usage) -> BaseModel: ...
 
     @abstractmethod
@@ -82,7 +86,17 @@ class ChunkFormat(AnswerFormat):
             "system_fingerprint": f"bt-{model.model_hash[:16]}",
         }
         """What every chunk of one answer repeats."""
+        self._whole_fingerprint = self.heading["system_fingerprint"]
         self._around: dict[int, tuple[str, str]] = {}
+
+    def do_without(self, blocks: Sequence[int]) -> None:
+        # A model that lacks blocks writes another text: by its fingerprint it is another model, in every
+        # chunk from the first that is.
+        lacking = "-without-" + ",".join(map(str, blocks)) if blocks else ""
+        found = self._whole_fingerprint + lacking
+        if found != self.heading["system_fingerprint"]:
+            self.heading["system_fingerprint"] = found
+            self._around.clear()
 
     @abstractmethod
     def chunks(self, piece: Piece, usage: shapes.Usage | None) -> Iterator[BaseModel]: ...

@@ -17,8 +17,10 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -324,6 +326,17 @@ class TokenizeChat(Conversation):
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     """As for a text."""
+
+
+def _of_a_conversation(body: Any) -> str:
+    return "conversation" if isinstance(body, dict) and "messages" in body else "single"
+
+
+# By what the body has, so that a mistake in a message is not told as a missing prompt.
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("single")] | Annotated[TokenizeChat, Tag("conversation")],
+    Discriminator(_of_a_conversation),
+]
 
 
 class TokenizeAnswer(BaseModel):

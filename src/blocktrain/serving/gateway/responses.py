@@ -237,6 +237,9 @@ class ResponsesFormat(AnswerFormat):
         self._pieces: list[Piece] = []
         self._sent = 0
 
+    def do_without(self, blocks: Sequence[int]) -> None:
+        """Nothing: the last event always has the usage, which names them."""
+
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> ModelResponse:
         (piece,) = pieces
         # Where the length ended a text, this API calls it incomplete.

@@ -30,7 +30,9 @@ def parse_blocks(text: str) -> list[int]:
     return sorted(blocks)
 
 
-def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tuple[HeldBlocks, ModelShape]:
+def load_blocks(
+    path: Path, blocks: Sequence[int], device: torch.device, graphs: bool = False
+) -> tuple[HeldBlocks, ModelShape]:
     """What a stage serves, or UserError where the checkpoint does not have it."""
     described = Description.of(read_config(path), path)
     num_blocks = described.recipe.model.blocks
@@ -52,18 +54,21 @@ def load_blocks(path: Path, blocks: Sequence[int], device: torch.device) -> tupl
             f"{described.recipe.objective.kind}); give them to the same stage with --blocks"
         )
     checkpoint = load_checkpoint(path, device, only=blocks)
-    return HeldBlocks(checkpoint, blocks), fingerprint(path, checkpoint)
+    held = HeldBlocks(checkpoint, blocks, fixed_shapes=graphs and device.type == "cuda")
+    return held, fingerprint(path, checkpoint)
 
 
-async def follow(stage: Stage, folder: Path, served: Path, device: torch.device) -> None:
+async def follow(
+    stage: Stage, folder: Path, served: Path, device: torch.device, graphs: bool = False
+) -> None:
     """Without end: serve what the folder's `current` names too (`serving.versions`)."""
 
     async def take_over(checkpoint: Path) -> None:
         # In a thread: what is served goes on while the new blocks are loaded.
-        held, shape = await asyncio.to_thread(load_blocks, checkpoint, stage.blocks, device)
+        held, shape = await asyncio.to_thread(load_blocks, checkpoint, stage.blocks, device, graphs)
         await stage.adopt(held, shape)
 
-    await watch(folder, served, take_over)
+    await watch(lambda: current_checkpoint(folder), served, take_over)
 
 
 def run_stage(
@@ -74,14 +79,15 @@ def run_stage(
     device: torch.device,
     metrics_port: int | None = None,
     threads: int | None = None,
+    graphs: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
     """The verb `stage`: serves until SIGTERM or SIGINT and returns when the stage has drained; `announce`
-    gets the readiness line."""
+    gets the readiness line. `graphs`: on a GPU, replay captured passes (`model.graphs`)."""
     if threads is not None:
         torch.set_num_threads(threads)
     served = current_checkpoint(path)
-    held, shape = load_blocks(served, blocks, device)
+    held, shape = load_blocks(served, blocks, device, graphs)
 
     async def serve() -> None:
         stopped = asyncio.Event()
@@ -98,7 +104,7 @@ def run_stage(
             metrics, _ = start_http_server(metrics_port, config.listen.host, stage.metrics.registry)
             line += f" metrics={metrics.server_port}"
         announce(line)
-        following = asyncio.create_task(follow(stage, path, served, device))
+        following = asyncio.create_task(follow(stage, path, served, device, graphs))
         await stopped.wait()
         following.cancel()
         await stage.drain()

@@ -1,0 +1,250 @@
+"""Passes of a few new tokens of each text in fixed shapes, which a GPU replays as one captured graph.
+
+A token takes some hundred small operations in each block, and starting them one by one from Python takes
+longer than the GPU needs for them. Here everything that changes from pass to pass lies in tensors that stay
+where they are: ids, positions, slots, and the shelves with the caches. So a pass is captured once for each
+shape and replayed from then on. A text is a row of the pass; rows and new positions of each are padded to
+powers of two. What padding writes goes to a slot that no text has, and nobody reads its log-probs.
+
+On a processor the same passes run without capture. Shapes as in caches.py, plus T new positions of each of M
+rows, P = M * T of them in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.model.block import Block
+from blocktrain.model.caches import Cache, Shelf, Shelves
+from blocktrain.model.layers import CausalConvolution, Place
+
+MOST_NEW = 32
+"""New positions of a text: a whole draft. A prompt has few operations for its size."""
+MOST_POSITIONS = 512
+"""New positions of a pass. Beyond, a GPU has enough to do with each operation."""
+MOST_CACHED = 1 << 18
+"""Positions of the shelf that a pass reads, those of 64 texts of 4,096: their keys are copied into a row."""
+MOST_VALUES = 1 << 25
+"""Log-probs of a pass; each captured pass keeps the memory for its own."""
+MOST_GRAPHS = 64
+"""Captured passes that are kept, the least recently used out first."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What texts must have in common to share a pass."""
+
+    blocks: tuple[int, ...]
+    """Those that run, in their order."""
+    asked: tuple[int, ...]
+    """Those of them whose rows are wanted."""
+    capacity: int
+    """Positions of a slot."""
+    num_new: int
+    """Positions of each text in this pass, with padding."""
+    most_texts: int
+    """A power of two."""
+
+
+class FixedPlaces:
+    """Where the positions of a pass are read and written; the same for all blocks."""
+
+    def __init__(self, slot_P: Tensor, position_P: Tensor, num_rows: int, capacity: int) -> None:
+        self.slot_P, self.position_P, self.num_rows = slot_P, position_P, num_rows
+        # A row of padding reads anybody's keys.
+        self.slot_M = slot_P.view(num_rows, -1)[:, 0].clamp(min=0)
+        seen = torch.arange(capacity, device=slot_P.device)
+        self._later_MTS = position_P.view(num_rows, -1)[:, :, None] < seen
+        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def mask(self, q: Tensor, queries: int) -> Tensor:
+        """What each position does not see, as minus infinity, for so many queries at each."""
+        key = q.dtype, queries
+        if key not in self._masks:
+            mask = torch.zeros(self._later_MTS.shape, dtype=q.dtype, device=q.device)
+            self._masks[key] = mask.masked_fill_(self._later_MTS, -torch.inf).repeat(1, queries, 1)[:, None]
+        return self._masks[key]
+
+
+class FixedCache:
+    """A block's part of a shelf, to `Block.forward`: a batch of one, the positions of all rows in a row."""
+
+    def __init__(self, shelf: Shelf, places: FixedPlaces) -> None:
+        self.shelf, self.places = shelf, places
+
+    def layer(self, index: int) -> FixedLayerCache:
+        return FixedLayerCache([room for room in self.shelf.rooms[index] if room is not None], self.places)
+
+    def positions(self, length: int) -> Tensor:
+        return self.places.position_P
+
+    def advance(self, length: int) -> None:
+        """Nothing: a replay runs no Python, so `FixedPasses.run` counts."""
+
+
+class FixedLayerCache:
+    def __init__(self, rooms: Sequence[Tensor], places: FixedPlaces) -> None:
+        self.rooms, self.places = rooms, places
+
+    def attend(self, q_1HPK: Tensor, k_1GPK: Tensor, v_1GPK: Tensor) -> Tensor:
+        at = self.places
+        k_room, v_room = (room[:, 0] for room in self.rooms[:2])
+        k_room[at.slot_P, :, at.position_P] = k_1GPK[0].transpose(0, 1)
+        v_room[at.slot_P, :, at.position_P] = v_1GPK[0].transpose(0, 1)
+        (_, heads, _, width), shared = q_1HPK.shape, k_1GPK.shape[1]
+        # As in caches.py: queries that share a head of keys stand one after another as more positions.
+        q_MHTK = q_1HPK[0].view(heads, at.num_rows, -1, width).transpose(0, 1)
+        q = q_MHTK.reshape(at.num_rows, shared, -1, width)
+        keys, values = k_room.index_select(0, at.slot_M), v_room.index_select(0, at.slot_M)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=at.mask(q, heads // shared))
+        return y.reshape(q_MHTK.shape).transpose(0, 1).reshape(q_1HPK.shape)
+
+    def convolve(self, place: Place, convolution: CausalConvolution, x_1PD: Tensor) -> Tensor:
+        at, room = self.places, self.rooms[2 if place == "attention" else 3][:, 0]
+        room[at.slot_P, at.position_P] = x_1PD[0]
+        position_PW = at.position_P[:, None] + torch.arange(1 - convolution.taps, 1, device=room.device)
+        # Zeros where a text has not begun.
+        windows = room[at.slot_P[:, None], position_PW.clamp(min=0)] * (position_PW >= 0)[:, :, None]
+        return x_1PD + (windows * convolution.weight.to(x_1PD.dtype)).sum(1)
+
+
+class FixedPasses:
+    """The passes of some blocks. Not safe to call from two threads at once."""
+
+    def __init__(
+        self,
+        blocks: Mapping[int, Block],
+        upstream: Callable[[int], Collection[int]],
+        codebook_VD: Tensor,
+        vocabulary: int,
+        shelves: Mapping[int, Shelves],
+    ) -> None:
+        self._blocks, self._upstream, self._codebook = blocks, upstream, codebook_VD
+        self._vocabulary, self._shelves = vocabulary, shelves
+        # Captured passes read their numbers here: ids, slots and positions, one after another.
+        self._inputs = torch.zeros(3 * MOST_POSITIONS, dtype=torch.int64, device=codebook_VD.device)
+        self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._device = codebook_VD.device
+        self._own_streams: dict[int, torch.cuda.Stream] = {}
+        if self._device.type == "cuda":
+            self._stream, *own = (torch.cuda.Stream(self._device) for _ in range(1 + len(blocks)))  # type: ignore[no-untyped-call]
+            self._own_streams = dict(zip(blocks, own, strict=True))
+            # One pool for all: no two passes run at once, so they may use the same memory.
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def place(self, caches: Mapping[int, Cache], asked: Sequence[int], num_new: int) -> Shape | None:
+        """Give a text's caches one slot on the shelves of all its blocks, with room for so many more
+        positions. None where this is no pass for it."""
+        longest = 1 << (num_new - 1).bit_length()
+        if longest > MOST_NEW:
+            return None
+        first = next(iter(caches.values()))
+        place, end = (first.shelf and first.shelf.capacity, first.slot), first.length + num_new
+        fits = first.shelf is not None and first.shelf.capacity >= end
+        if not fits or any((c.shelf and c.shelf.capacity, c.slot) != place for c in caches.values()):
+            if not all(cache.begun for cache in caches.values()):
+                return None
+            shelves = [self._shelves[block].with_room(end) for block in caches]
+            slot = next(i for i in itertools.count() if not any(i in shelf.texts for shelf in shelves))
+            for shelf, cache in zip(shelves, caches.values(), strict=True):
+                shelf.put(cache, slot)
+        assert first.shelf is not None
+        capacity = first.shelf.capacity
+        most_texts = min(
+            MOST_POSITIONS // longest,
+            MOST_CACHED // capacity,
+            MOST_VALUES // (longest * len(asked) * self._vocabulary),
+        )
+        if not most_texts:
+            return None
+        most_texts = 1 << (most_texts.bit_length() - 1)
+        return Shape(tuple(sorted(caches)), tuple(sorted(asked)), capacity, longest, most_texts)
+
+    def run(
+        self, shape: Shape, ids: Sequence[Sequence[int]], caches: Sequence[Mapping[int, Cache]]
+    ) -> Tensor:
+        """Log-probs [asked blocks, M, T, V] behind the new ids of these texts, which their caches then hold.
+        The next pass overwrites them."""
+        assert len(ids) <= shape.most_texts
+        cache_M = [next(iter(one.values())) for one in caches]
+        slot_M, past_M = (np.array(one) for one in ([c.slot for c in cache_M], [c.length for c in cache_M]))
+        count_M = np.array([len(one) for one in ids])
+        num_rows = 1 << (len(ids) - 1).bit_length()
+        # Each new position: its text, and which one of that text's.
+        text = np.repeat(np.arange(len(ids)), count_M)
+        step = np.arange(len(text)) - np.repeat(np.cumsum(count_M) - count_M, count_M)
+        inputs = np.zeros((3, num_rows * shape.num_new), np.int64)
+        inputs[1] = -1  # padding goes to the last slot
+        values = [token for one in ids for token in one], slot_M[text], past_M[text] + step
+        inputs[:, text * shape.num_new + step] = np.array(values)
+        self._inputs[: inputs.size].copy_(torch.from_numpy(inputs.ravel()))
+        shelves = {block: shelf for block, cache in caches[0].items() if (shelf := cache.shelf) is not None}
+        log_probs_NPV = self._log_probs(shape, num_rows, shelves)
+        for one, length in zip(caches, count_M.tolist(), strict=True):
+            for cache in one.values():
+                cache.wrote(length)
+        return log_probs_NPV.view(len(shape.asked), num_rows, shape.num_new, -1)
+
+    def _log_probs(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
+        """Of the pass whose numbers lie in the inputs: captured at first, replayed from then on."""
+        if self._device.type != "cuda":
+            return self._forward(shape, num_rows, shelves)
+        # Memory that moved is read elsewhere: what was captured before is of no use.
+        key = shape, num_rows, *(shelves[block].num_moves for block in shape.blocks)
+        known = self._captured.pop(key) if key in self._captured else None
+        self._captured[key] = graph, log_probs_NPV = known or self._capture(shape, num_rows, shelves)
+        if len(self._captured) > MOST_GRAPHS:
+            del self._captured[next(iter(self._captured))]
+        graph.replay()
+        return log_probs_NPV
+
+    def _capture(
+        self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        # Once before: libraries choose kernels and take memory at their first call, which no capture allows.
+        # It writes the caches as the replay will, with the same values.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._forward(shape, num_rows, shelves)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: another may be loading newer weights to the same GPU.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            log_probs_NPV = self._forward(shape, num_rows, shelves)
+        return graph, log_probs_NPV
+
+    def _forward(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
+        ids_P, slot_P, position_P = self._inputs[: 3 * num_rows * shape.num_new].view(3, -1)
+        said: list[Tensor] = []
+        features: Tensor | None = None
+        # Blocks that take nothing from one another run side by side: with a token of each text, one alone
+        # leaves most of a GPU idle.
+        independent = not any(self._upstream(block) for block in shape.blocks)
+        streams = self._own_streams if independent else {}
+        for block in shape.blocks:
+            if own := streams.get(block):
+                own.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(own) if own else contextlib.nullcontext():
+                places = FixedPlaces(slot_P, position_P, num_rows, shape.capacity)
+                upstream = features if self._upstream(block) else None
+                output = self._blocks[block](
+                    ids_P[None],
+                    self._codebook,
+                    upstream_BTD=upstream,
+                    cache=FixedCache(shelves[block], places),
+                )
+                features = output.features_BTD
+                if block in shape.asked:
+                    logits_PV = output.logits_of(output.z_hat_BTD[0]).float()
+                    said.append(F.log_softmax(logits_PV, dim=-1))
+        for block in shape.blocks if streams else ():
+            torch.cuda.current_stream(self._device).wait_stream(streams[block])
+        return torch.stack(said)
