@@ -97,6 +97,7 @@ def test_streams_before_during_and_after_merges_are_each_of_one_model(
                 await until_async(lambda: engines.newest["tiny"] is not old)  # noqa: B023
                 assert isinstance(old, RemoteEngine)
                 crossings.append(len(old.running))
+
         async with httpx2.AsyncClient(base_url=url_of(opened), timeout=PATIENCE_SECONDS) as client:
 
             async def write_on(begun: asyncio.Event) -> None:
