@@ -22,7 +22,8 @@ from tests.forked import quick_python
 from tests.waiting import PATIENCE_SECONDS
 
 
-async def start_stage(path: Path, blocks: Sequence[int], graphs: bool = False, **settings: object) -> Stage:
+async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
+    graphs = settings.pop("graphs", False) is True
     held, shape = load_blocks(path, blocks, torch.device("cpu"), graphs)
     return await Stage.open(held, shape, StageConfig(**settings))  # type: ignore[arg-type]
 
