@@ -18,11 +18,13 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from blocktrain.errors import UserError
 from blocktrain.listening import network_name
 
 HEAD_SECONDS = 10.0
@@ -299,6 +301,19 @@ class LogRate(logging.Filter):
         if self._seen[words] == LOGGED_PER_MINUTE:
             record.msg = f"{record.msg} (more of these are left out until the next minute)"
         return self._seen[words] <= LOGGED_PER_MINUTE
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Of PEM files that a person named: the certificate with its chain, and its key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(
+            f"cannot use --tls-cert {certificate} with --tls-key {key}: "
+            f"{error.strerror or error}; expected PEM files that belong together"
+        ) from None
+    return context
 
 
 def limited_protocol(

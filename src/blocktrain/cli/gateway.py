@@ -12,6 +12,7 @@ from blocktrain.cli.options import (
     HostOption,
     KeysOption,
     LimitOption,
+    LostBlocksOption,
     OriginOption,
     OverflowOption,
     PortOption,
@@ -55,14 +56,11 @@ def gateway(
             "--activations", help="Between stages of a serial model: f32, or fewer bytes as bf16 or q8."
         ),
     ] = "f32",
-    lost_blocks: Annotated[
-        str,
-        typer.Option(
-            "--lost-blocks",
-            help="Where no stage serves a block any more: degrade (answer without it and say so), fail, or "
-            "wait for one until the answer's deadline.",
-        ),
-    ] = "degrade",
+    lost_blocks: LostBlocksOption = "degrade",
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Speak HTTPS with this PEM certificate (and its chain).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The certificate's PEM key.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
     few_kernels()
@@ -82,7 +80,7 @@ def gateway(
         token=read_token(token_file) or "",
         activations=activations,
         lost_blocks=lost_blocks,
-        config=gateway_config(keys, limit, overflow, origin),
+        config=gateway_config(keys, limit, overflow, origin, tls_cert=tls_cert, tls_key=tls_key),
         # Flushed: the program that started this one reads the address from a pipe.
         announce=lambda line: print(line, flush=True),
     )

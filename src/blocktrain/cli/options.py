@@ -68,7 +68,7 @@ HostOption = Annotated[str, typer.Option("--host", help="Address to listen on; 0
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
 KeysOption = Annotated[
     Path | None,
-    typer.Option("--keys", help="File of bearer keys, one per line, optionally `name = key`."),
+    typer.Option("--keys", help="File of bearer keys, one per line: `[name =] key [tokens_per_day=N]`."),
 ]
 LimitOption = Annotated[
     list[str], typer.Option("--limit", metavar="NAME=VALUE", help="Change one limit; repeatable.")
@@ -78,6 +78,15 @@ OverflowOption = Annotated[
 ]
 OriginOption = Annotated[
     list[str], typer.Option("--origin", help="A web page's origin that may call from a browser; repeatable.")
+]
+
+LostBlocksOption = Annotated[
+    str,
+    typer.Option(
+        "--lost-blocks",
+        help="Where no stage serves a block any more: degrade (answer without it and say so), fail, or wait "
+        "for one until the answer's deadline.",
+    ),
 ]
 
 # Shared by `generate` and `chat`, which take a checkpoint or a gateway.

@@ -17,6 +17,7 @@ from blocktrain.cli.options import (
     HostOption,
     KeysOption,
     LimitOption,
+    LostBlocksOption,
     ModelArgument,
     OriginOption,
     OverflowOption,
@@ -54,6 +55,8 @@ def serve(
     limit: LimitOption = [],  # noqa: B006
     overflow: OverflowOption = "refuse",
     origin: OriginOption = [],  # noqa: B006
+    # A stage that ends is started again here, within seconds: an answer that waits for it keeps its text.
+    lost_blocks: LostBlocksOption = "wait",
     follow: Annotated[
         bool,
         typer.Option("--follow", help="Pick up the new heads of a coordinator's run as they are merged."),
@@ -79,12 +82,14 @@ def serve(
     from blocktrain.local.launcher import LaunchConfig, Launcher
     from blocktrain.local.processes import ChildError
     from blocktrain.serving import versions as kept_versions
+    from blocktrain.serving.engine.fanout import when_blocks_are_lost
     from blocktrain.serving.gateway.main import gateway_config
     from blocktrain.training.device import find_device
 
     log_to_stderr()
     # A mistake is told here, not in a child's log.
     gateway_config(keys, limit, overflow, origin)
+    when_blocks_are_lost(lost_blocks)
     find_device(device)
     # Before the stages: they take seconds, and the gateway would find the port taken behind them.
     open_port(host, port).close()
@@ -93,6 +98,7 @@ def serve(
     if follow and "://" not in checkpoint:
         raise UserError(f"--follow needs a coordinator's address http(s)://HOST[:PORT], found {checkpoint!r}")
     options = [*(part for one in limit for part in ("--limit", one)), "--overflow", overflow]
+    options += ["--lost-blocks", lost_blocks]
     options += [part for one in origin for part in ("--origin", one)]
     options += ["--keys", str(keys)] if keys is not None else []
     folder = logs or Path(tempfile.mkdtemp(prefix="blocktrain-serve-"))

@@ -25,6 +25,7 @@ from blocktrain.connections import (
     LimitedConnection,
     limited_protocol,
     max_connections,
+    tls_context,
 )
 from blocktrain.coordinator.http.app import create_app
 from blocktrain.coordinator.notices import notified
@@ -64,15 +65,7 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """Tells what is wrong with the files, so it is made before a run is opened for them."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
-            raise UserError(
-                f"cannot use --tls-cert {self.certificate} with --tls-key {self.key}: "
-                f"{error.strerror or error}; expected PEM files that belong together"
-            ) from None
-        return context
+        return tls_context(self.certificate, self.key)
 
     def pin(self) -> str | None:
         """What a link must carry for clients to believe the certificate: its SHA-256 where it signed itself.

@@ -144,14 +144,16 @@ class FixedPasses:
         """Give a text's caches one slot on the shelves of all its blocks, with room for so many more
         positions. None where this is no pass for it."""
         longest = 1 << (num_new - 1).bit_length()
-        if longest > MOST_NEW or not all(cache.begun for cache in caches.values()):
+        if longest > MOST_NEW:
             return None
         first = next(iter(caches.values()))
-        places = {(cache.slot, cache.shelf and cache.shelf.capacity) for cache in caches.values()}
-        if first.shelf is None or len(places) > 1 or first.shelf.capacity < first.length + num_new:
-            shelves = [self._shelves[block].with_room(first.length + num_new) for block in caches]
-            free = (slot for slot in itertools.count() if not any(slot in shelf.texts for shelf in shelves))
-            slot = next(free)
+        place, end = (first.shelf and first.shelf.capacity, first.slot), first.length + num_new
+        fits = first.shelf is not None and first.shelf.capacity >= end
+        if not fits or any((c.shelf and c.shelf.capacity, c.slot) != place for c in caches.values()):
+            if not all(cache.begun for cache in caches.values()):
+                return None
+            shelves = [self._shelves[block].with_room(end) for block in caches]
+            slot = next(i for i in itertools.count() if not any(i in shelf.texts for shelf in shelves))
             for shelf, cache in zip(shelves, caches.values(), strict=True):
                 shelf.put(cache, slot)
         assert first.shelf is not None

@@ -3,15 +3,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import ssl
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from blocktrain.errors import UserError
 from blocktrain.serving.gateway import main as gateway_main
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.limits import GatewayLimits, Keys
+from blocktrain.serving.gateway.main import gateway_config
+from tests.cli.servers import make_certificate
 from tests.waiting import until
 
 from .conftest import Served, serve_engine
@@ -300,8 +305,38 @@ def test_what_each_key_used_is_counted_and_logged(engine_of: Any, caplog: pytest
     assert "bob" not in page
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("answered")]
     assert len(lines) == 1
-    assert f"id={answer.id} caller=alice mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
+    assert (
+        f"id={answer.id} caller=alice model=tiny mode=verify prompt_tokens=4 completion_tokens=5" in lines[0]
+    )
     assert lines[0].endswith("end=complete")
+
+
+def test_a_key_whose_quota_is_used_up_is_refused_until_the_next_day(engine_of: Any) -> None:
+    keys = Keys([("alice", "sk-aaaaaaaa"), ("bob", "sk-bbbbbbbb")], {"alice": 10})
+    with serve_engine(engine_of(), GatewayConfig(keys=keys)) as served:
+        alice, bob = served.openai("sk-aaaaaaaa"), served.openai("sk-bbbbbbbb")
+        for _ in range(2):  # 4 and 5 tokens, so the second answer begins within the quota
+            assert alice.completions.create(model="tiny", prompt="The ", max_tokens=5).choices
+        with pytest.raises(openai.RateLimitError, match="10 tokens of this day") as refusal:
+            alice.completions.create(model="tiny", prompt="The ", max_tokens=5, stream=True)
+        assert refusal.value.code == "insufficient_quota"
+        assert 0 < int(refusal.value.response.headers["retry-after"]) <= 86_400
+        assert alice.models.list().data
+        assert bob.completions.create(model="tiny", prompt="The ", max_tokens=5).choices
+
+
+def test_a_gateway_speaks_https_where_it_has_a_certificate(engine_of: Any, tmp_path: Path) -> None:
+    files = make_certificate(tmp_path, days_left=1)
+    config = gateway_config(None, [], "refuse", [], tls_cert=files.certificate, tls_key=files.key)
+    with serve_engine(engine_of(), config) as served:
+        assert served.url.startswith("https://")
+        trusted = ssl.create_default_context(cafile=files.certificate)
+        with served.http(verify=trusted) as client:
+            with client.stream("POST", "/v1/completions", json={**OK, "stream": True}) as stream:
+                assert list(stream.iter_lines())[-2] == "data: [DONE]"
+            assert client.get("/nope").json()["error"]["code"] == "unknown_url"
+    with pytest.raises(UserError, match="go together"):
+        gateway_config(None, [], "refuse", [], tls_cert=files.certificate)
 
 
 def test_a_forwarded_address_does_not_evade_the_rate(engine_of: Any) -> None:

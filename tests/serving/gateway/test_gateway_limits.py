@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from blocktrain.errors import UserError
 from blocktrain.serving.gateway.limits import (
+    CHOICES_AT_ONCE,
+    DAY_SECONDS,
     Bucket,
+    Choosing,
     GatewayLimits,
     Keys,
     Places,
+    Quotas,
     Rates,
     TooManyRequestsError,
     after_request,
@@ -25,6 +30,74 @@ def test_keys_of_a_file_have_names(tmp_path: Path) -> None:
     assert keys.owner("sk-alice-123") == "alice"
     assert keys.owner("sk-nameless-1") == "key-4"
     assert keys.owner("sk-alice-124") is None
+
+
+def test_a_key_may_have_a_quota_for_each_day(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice = sk-alice-123 tokens_per_day=100\nsk-nameless-1 tokens_per_day=7 # a robot\n")
+    keys = load_keys(file)
+    assert (keys.owner("sk-alice-123"), keys.owner("sk-nameless-1")) == ("alice", "key-2")
+    quotas = Quotas(keys.quotas)
+    noon = 20_000 * DAY_SECONDS + 43_200.0
+    quotas.count("alice", 99, noon)
+    quotas.check("alice", noon)
+    quotas.count("alice", 1, noon)
+    with pytest.raises(TooManyRequestsError, match="the 100 tokens of this day") as refusal:
+        quotas.check("alice", noon + 1)
+    assert (refusal.value.retry_after_seconds, refusal.value.code) == (43_199, "insufficient_quota")
+    quotas.check("key-2", noon)
+    quotas.check("bob, who has none", noon)
+    quotas.check("alice", noon + 43_200)  # the next day
+
+
+@pytest.mark.parametrize("quota", ["", "many", "0", "-5", "1.5"])
+def test_a_quota_that_is_no_number_is_refused(tmp_path: Path, quota: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice = sk-alice-123 tokens_per_day={quota}\n")
+    with pytest.raises(UserError, match="line 1: expected tokens_per_day= and a whole number above 0"):
+        load_keys(file)
+
+
+def test_many_choices_take_turns_beside_another_request() -> None:
+    async def scene() -> None:
+        others, under_way, most = 0, 0, 0
+        turns = Choosing(lambda: not others)
+        held = asyncio.Event()
+
+        async def pieces() -> AsyncIterator[int]:
+            nonlocal under_way, most
+            for number in range(4):
+                under_way += 1
+                most = max(most, under_way)
+                await held.wait()
+                await asyncio.sleep(0)
+                under_way -= 1
+                yield number
+
+        async def written() -> list[int]:
+            found, source = [], pieces()
+            while (piece := await turns.next(source)) is not None:
+                found.append(piece)
+            return found
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(written()) for _ in range(3 * CHOICES_AT_ONCE)]
+            await _settle()
+            assert under_way == len(tasks)  # alone: all at once
+            others = 1
+            held.set()
+            while most == len(tasks) and any(not task.done() for task in tasks):
+                await asyncio.sleep(0)
+                if under_way <= CHOICES_AT_ONCE:
+                    most = 0
+            assert not all(task.done() for task in tasks)
+            while not all(task.done() for task in tasks):
+                assert under_way <= CHOICES_AT_ONCE
+                await asyncio.sleep(0)
+        assert 0 < most <= CHOICES_AT_ONCE
+        assert [task.result() for task in tasks] == [[0, 1, 2, 3]] * len(tasks)
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "short\n", "a = with space\n", "ключ-ключ-ключ\n"])

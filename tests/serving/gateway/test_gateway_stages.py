@@ -121,6 +121,33 @@ def test_a_gateway_may_fail_or_wait_where_a_block_is_lost(checkpoint: Path, serv
         when_blocks_are_lost("no")
 
 
+def test_a_stream_waits_while_all_stages_are_away(checkpoint: Path, served: Served) -> None:
+    expected = complete(served, max_tokens=48).choices[0].text
+    with stages(checkpoint, [0, 2], [1]) as running:
+        addresses = [stage.address for stage in running]
+        config = EngineConfig(stages=addresses, fanout=when_blocks_are_lost("wait"))
+        with serve_engine(RemoteEngine(checkpoint, config)) as patient, patient.openai() as client:
+            stream = client.completions.create(
+                model="tiny",
+                prompt="The value ",
+                seed=5,
+                max_tokens=48,
+                stream=True,
+                extra_body={"mode": "ar"},
+            )
+            text = next(stream).choices[0].text
+            for stage in running:
+                stage.kill()
+            with patient.http() as http:
+                until("it says so", lambda: http.get("/readyz").status_code == 503)
+            with (
+                stages(checkpoint, [0, 2], port=addresses[0].port),
+                stages(checkpoint, [1], port=addresses[1].port),
+            ):
+                text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == expected
+
+
 def test_a_block_nobody_serves_is_a_503_by_name(checkpoint: Path) -> None:
     with (
         stages(checkpoint, [0, 2]) as running,

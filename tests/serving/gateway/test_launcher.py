@@ -129,6 +129,9 @@ def test_killing_serve_leaves_no_process(checkpoint: Path) -> None:
         assert "http://" in process.stdout.readline()
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(listed) == 3
+        # It starts a stage again itself, so answers wait for one instead of changing their text.
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed]
+        assert sum(b"--lost-blocks\0wait\0" in command for command in commands) == 1
         process.kill()
     until("all are gone", lambda: all(is_gone(int(pid)) for pid in listed))
 

@@ -22,7 +22,15 @@ from blocktrain.serving.gateway.api_errors import as_api_error
 from blocktrain.serving.gateway.choices import Choice, Emit, Piece, Totals, joined, write_choices
 from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.formats import AnswerFormat
-from blocktrain.serving.gateway.limits import ANYONE, GatewayLimits, Places, TooManyRequestsError
+from blocktrain.serving.gateway.limits import (
+    ANYONE,
+    Choosing,
+    GatewayLimits,
+    Keys,
+    Places,
+    Quotas,
+    TooManyRequestsError,
+)
 from blocktrain.serving.gateway.metrics import GatewayMetrics
 from blocktrain.serving.gateway.openai_messages import TraversalUsage, Usage
 
@@ -109,15 +117,21 @@ class Job:
 
 class Answerer:
     def __init__(
-        self, engines: Engines, limits: GatewayLimits, metrics: GatewayMetrics, *, keyed: bool = False
+        self, engines: Engines, limits: GatewayLimits, metrics: GatewayMetrics, keys: Keys | None
     ) -> None:
-        """`keyed`: callers have keys, and what they use is counted by key."""
-        self.engines, self.limits, self.metrics, self.keyed = engines, limits, metrics, keyed
+        """Where callers have keys, what they use is counted by key."""
+        self.engines, self.limits, self.metrics, self.keyed = engines, limits, metrics, keys is not None
         self.places = Places(limits)
+        self.quotas = Quotas({} if keys is None else keys.quotas)
 
     async def write(self, job: Job, emit: Emit) -> None:
         """Waits for places, then writes every choice. Raises what ended it early."""
         begun = time.monotonic()
+        try:
+            self.quotas.check(job.client, time.time())
+        except TooManyRequestsError:
+            self.metrics.refusals.labels("quota").inc()
+            raise
 
         async def timed(piece: Piece) -> None:
             if piece.first:
@@ -130,7 +144,8 @@ class Answerer:
                     self.places.taken(len(job.choices), job.client),
                     asyncio.timeout(self.limits.request_seconds),
                 ):
-                    await write_choices(job.engine, job.choices, timed, job.totals)
+                    turns = Choosing(lambda: self.places.requests == 1)
+                    await write_choices(job.engine, job.choices, timed, job.totals, turns)
         except TooManyRequestsError:
             self.metrics.refusals.labels("places").inc()
             raise
@@ -145,11 +160,14 @@ class Answerer:
             # Also when the client went away: what was computed for it was spent.
             usage = job.usage
             self.metrics.count_usage(usage, job.client if self.keyed else None)
+            self.quotas.count(job.client, usage.total_tokens, time.time())
             ended = sys.exception()
             log.info(
-                "answered id=%s caller=%s mode=%s prompt_tokens=%d completion_tokens=%d seconds=%.3f end=%s",
+                "answered id=%s caller=%s model=%s mode=%s prompt_tokens=%d completion_tokens=%d "
+                "seconds=%.3f end=%s",
                 job.format.id,
                 job.client,
+                job.engine.model.name,
                 job.mode,
                 usage.prompt_tokens,
                 usage.completion_tokens,

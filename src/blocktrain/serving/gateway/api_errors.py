@@ -97,7 +97,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TooManyRequestsError):
         seconds = error.retry_after_seconds
         message, headers = f"{error.reason}; try again in {seconds} s", {"retry-after": str(seconds)}
-        return ApiError(429, message, kind=RATE, code="rate_limit_exceeded", headers=headers)
+        return ApiError(429, message, kind=RATE, code=error.code, headers=headers)
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, RequestError):

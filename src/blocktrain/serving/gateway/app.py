@@ -4,13 +4,14 @@ Checks what depends on the model and on this server's limits, and wires the part
 know how text is produced (`engine`), written (`choices`), shaped (`formats`) or sent (`answering`).
 
 Covered: keys, rates, sizes and counts of what strangers send; every refusal has OpenAI's error shape.
-Not covered: TLS; put a reverse proxy in front for it.
+TLS is the connection's affair (`connections`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class GatewayConfig:
     """None lets anyone in."""
     overflow: Overflow = "refuse"
     """What happens to prompts longer than the context where a request does not say."""
+    tls: ssl.SSLContext | None = None
+    """None speaks plain HTTP."""
     origins: tuple[str, ...] = ()
     """Web pages that browsers may use this gateway from, such as a dashboard's `http://host:port`."""
 
@@ -106,7 +109,7 @@ class Gateway:
     def __init__(self, engines: Engines, config: GatewayConfig) -> None:
         self.engines, self.config, self.limits = engines, config, config.limits
         self.metrics = GatewayMetrics()
-        self.answerer = Answerer(engines, config.limits, self.metrics, keyed=config.keys is not None)
+        self.answerer = Answerer(engines, config.limits, self.metrics, config.keys)
         self.created = int(time.time())
 
     def _engine(self, model: str | None) -> TextEngine:

@@ -15,6 +15,7 @@ from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.serving.engine.engine import Generation, TextEngine
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
+from blocktrain.serving.gateway.limits import Choosing
 from blocktrain.serving.gateway.text import FinishReason, Offsets, TextStream
 
 
@@ -130,8 +131,10 @@ class ChoiceWriter:
         return piece
 
 
-async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals) -> None:
-    """All choices at once. Every request is checked before the first piece of any."""
+async def write_choices(
+    engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals, turns: Choosing
+) -> None:
+    """All choices side by side, or in turn. Every request is checked before the first piece of any."""
     # Not begun yet: a request that is wrong fails before any text is sent.
     generations = [engine.generate(c.request) if c.request.max_tokens else None for c in choices]
     totals.stats = [generation.stats for generation in generations if generation is not None]
@@ -172,7 +175,7 @@ async def write_choices(engine: TextEngine, choices: Sequence[Choice], emit: Emi
             await show(writer.finish())
         if generation is not None:
             try:
-                async for chunk in generation:
+                while (chunk := await turns.next(generation)) is not None:
                     piece = writer.add(chunk)
                     await show(piece)
                     # A stop sequence: what was drafted behind it is thrown away, and its caches are freed.

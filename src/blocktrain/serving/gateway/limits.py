@@ -11,11 +11,12 @@ import dataclasses
 import hashlib
 import hmac
 import math
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from blocktrain.errors import UserError
 
@@ -23,8 +24,14 @@ ANYONE = "anyone"
 CLIENT_SHARE = 0.75
 """The share one client may have of the places that others leave: some are left for the next to come. Two
 requests for 128 choices that nobody read held all 256 places."""
+CHOICES_AT_ONCE = 8
+"""Choices of one request that are written at a time while there are other requests. A short answer beside one
+request for 64 choices took 6.6 times as long as alone."""
 MAX_REMEMBERED_CALLERS = 10_000
 MIN_KEY_CHARACTERS = 8
+DAY_SECONDS = 86_400
+QUOTA = "tokens_per_day="
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +89,19 @@ def parse_limits(changes: Iterable[str]) -> GatewayLimits:
 class TooManyRequestsError(Exception):
     """Why there is no place, and when to try again."""
 
-    def __init__(self, reason: str, retry_after_seconds: int) -> None:
+    def __init__(self, reason: str, retry_after_seconds: int, *, code: str = "rate_limit_exceeded") -> None:
         super().__init__(reason)
-        self.reason, self.retry_after_seconds = reason, retry_after_seconds
+        self.reason, self.retry_after_seconds, self.code = reason, retry_after_seconds, code
 
 
 class Keys:
-    """The bearer keys of a file: one per line, optionally `name = key`; `#` starts a comment."""
+    """The bearer keys of a file: one per line, optionally `name = key` and behind it `tokens_per_day=NUMBER`;
+    `#` starts a comment."""
 
-    def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, keys: Iterable[tuple[str, str]], quotas: Mapping[str, int] | None = None) -> None:
+        """`quotas` are tokens per day by name."""
         self._names = {_digest(key): name for name, key in keys}
+        self.quotas = dict(quotas or {})
 
     def owner(self, key: str) -> str | None:
         """The name that goes with a key, or None for a key nobody was given."""
@@ -113,11 +123,14 @@ def load_keys(path: Path) -> Keys:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the key file {path}: {error}") from None
     keys: list[tuple[str, str]] = []
+    quotas: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         # Keys hold no `#`; what follows one is a comment.
-        text = line.partition("#")[0].strip()
-        if not text:
+        words = line.partition("#")[0].split()
+        if not words:
             continue
+        quota = words.pop().removeprefix(QUOTA) if words[-1].startswith(QUOTA) else None
+        text = " ".join(words)
         name, equals, key = text.partition("=")
         name, key = (name.strip(), key.strip()) if equals else (f"key-{number}", text)
         if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or " " in key:
@@ -125,9 +138,13 @@ def load_keys(path: Path) -> Keys:
                 f"{path}, line {number}: expected {MIN_KEY_CHARACTERS} or more ASCII characters, no spaces"
             )
         keys.append((name, key))
+        if quota is not None:
+            if not quota.isdecimal() or not int(quota[:19]) > 0:
+                raise UserError(f"{path}, line {number}: expected {QUOTA} and a whole number above 0")
+            quotas[name] = int(quota[:19])
     if not keys:
         raise UserError(f"{path} holds no keys; write one per line, or leave the option out to serve anyone")
-    return Keys(keys)
+    return Keys(keys, quotas)
 
 
 @dataclass(frozen=True)
@@ -165,6 +182,28 @@ class Rates:
             raise TooManyRequestsError(f"more than {self.per_minute} requests per minute", math.ceil(wait))
 
 
+class Quotas:
+    """Tokens that each key's owner has used on the present day, UTC. A restart forgets them."""
+
+    def __init__(self, tokens_per_day: Mapping[str, int]) -> None:
+        self.tokens_per_day = tokens_per_day
+        self._day, self._used = 0, Counter[str]()
+
+    def check(self, owner: str, now: float) -> None:
+        """An answer that begins within the quota is written to its end; the next is refused."""
+        most = self.tokens_per_day.get(owner)
+        if most is not None and int(now // DAY_SECONDS) == self._day and self._used[owner] >= most:
+            left = math.ceil(DAY_SECONDS - now % DAY_SECONDS)
+            sentence = f"the {most} tokens of this day (UTC) are used up"
+            raise TooManyRequestsError(sentence, left, code="insufficient_quota")
+
+    def count(self, owner: str, tokens: int, now: float) -> None:
+        if int(now // DAY_SECONDS) != self._day:
+            self._day, self._used = int(now // DAY_SECONDS), Counter()
+        if owner in self.tokens_per_day:
+            self._used[owner] += tokens
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """A request that waits for places."""
@@ -180,6 +219,8 @@ class Places:
 
     def __init__(self, limits: GatewayLimits) -> None:
         self.limits = limits
+        self.requests = 0
+        """Requests that have their places."""
         self._held: Counter[str] = Counter()
         self._waiting: list[Turn] = []
 
@@ -211,9 +252,11 @@ class Places:
             raise TooManyRequestsError(sentence, 1)
         else:
             await self._wait(client, count)
+        self.requests += 1
         try:
             yield
         finally:
+            self.requests -= 1
             self._give_back(client, count)
 
     async def _wait(self, client: str, count: int) -> None:
@@ -249,3 +292,31 @@ class Places:
                 self._waiting.remove(turn)
                 self._held[turn.client] += turn.count
                 turn.come.set_result(None)
+
+
+class Choosing:
+    """Whose turn it is among the choices of one request. All go on at once where it is `alone`; beside other
+    requests CHOICES_AT_ONCE do, piece by piece in turn, so that `n` does not count as so many clients."""
+
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self.alone = alone
+        self._busy = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self, pieces: AsyncIterator[T]) -> T | None:
+        """The next piece of a choice, when it is its turn; None behind the last."""
+        while self._busy >= CHOICES_AT_ONCE and not self.alone():
+            come = asyncio.get_running_loop().create_future()
+            self._waiting.append(come)
+            await come
+        self._busy += 1
+        try:
+            return await anext(pieces, None)
+        finally:
+            self._busy -= 1
+            # One is always under way while others wait, so what has changed since is looked at here.
+            for _ in range(len(self._waiting) if self.alone() else 1):
+                while self._waiting and self._waiting[0].done():  # it was cancelled
+                    self._waiting.popleft()
+                if self._waiting:
+                    self._waiting.popleft().set_result(None)

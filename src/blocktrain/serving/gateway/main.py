@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import uvicorn
 
-from blocktrain.connections import limited_protocol, max_connections
+from blocktrain.connections import limited_protocol, max_connections, tls_context
 from blocktrain.errors import UserError
 from blocktrain.listening import open_port, url_of
 from blocktrain.serving.engine.engine import TextEngine
@@ -47,6 +47,8 @@ Announce = Callable[[str], None]
 class GatewayServer(uvicorn.Server):
     """uvicorn without its signal handlers, which raise the signal again before we can close the engine."""
 
+    scheme = "http"
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
@@ -57,13 +59,14 @@ class GatewayServer(uvicorn.Server):
 
 def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
     connections = max_connections()
-    return GatewayServer(
+    server = GatewayServer(
         uvicorn.Config(
             create_app(engines, config),
             http=limited_protocol(
                 connections,
                 lambda status, message: ApiError(status, message, code=CONNECTION_CODES[status]).json(),
                 per_network=max(1, min(MAX_PER_ADDRESS, connections * 3 // 4)),
+                tls=config.tls,
                 stall_seconds=config.limits.reader_seconds,
             ),
             log_config=None,
@@ -75,6 +78,8 @@ def new_server(engines: Engines, config: GatewayConfig) -> GatewayServer:
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
+    server.scheme = "http" if config.tls is None else "https"
+    return server
 
 
 async def serve_gateway(
@@ -86,15 +91,15 @@ async def serve_gateway(
 ) -> None:
     """Serve until the server is told to exit; `announce` gets the readiness line. What is `following` runs
     beside it and replaces engines (`follow`)."""
-    served = dict(engines.newest)
+    served, url = dict(engines.newest), url_of(opened, server.scheme)
     await asyncio.gather(*(engine.start() for engine in served.values()))
     beside = [asyncio.create_task(one()) for one in following]
     try:
         opened.listen(BACKLOG)  # before the announcement, so that who reads it can connect
         for name, engine in served.items():
             ready, reason = engine.ready
-            log.info("opened gateway url=%s model=%s ready=%s reason=%r", url_of(opened), name, ready, reason)
-        announce(f"gateway ready url={url_of(opened)} model={','.join(served)}")
+            log.info("opened gateway url=%s model=%s ready=%s reason=%r", url, name, ready, reason)
+        announce(f"gateway ready url={url} model={','.join(served)}")
         await server.serve(sockets=[opened])
         # uvicorn does not wait for the answers that it cut off, and each still owes its client an error.
         if cut_off := server.server_state.tasks:
@@ -152,16 +157,25 @@ async def follow(
 
 
 def gateway_config(
-    keys: Path | None, limits: Iterable[str], overflow: str, origins: Iterable[str]
+    keys: Path | None,
+    limits: Iterable[str],
+    overflow: str,
+    origins: Iterable[str],
+    *,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
 ) -> GatewayConfig:
     """From what a person typed; a mistake is told in words."""
     if overflow not in ("refuse", "slide"):
         raise UserError(f"--overflow must be refuse or slide, found {overflow!r}")
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError("--tls-cert and --tls-key go together; give both or neither")
     return GatewayConfig(
         limits=parse_limits(limits),
         keys=load_keys(keys) if keys is not None else None,
         overflow="slide" if overflow == "slide" else "refuse",
         origins=tuple(origins),
+        tls=None if tls_cert is None or tls_key is None else tls_context(tls_cert, tls_key),
     )
 
 
@@ -229,7 +243,7 @@ def background_gateway(engine: TextEngine, config: GatewayConfig | None = None) 
         opened.close()
         raise failures[0]
     try:
-        yield url_of(opened)
+        yield url_of(opened, server.scheme)
     finally:
         server.should_exit = True
         thread.join(SHUTDOWN_SECONDS + CUT_OFF_SECONDS)
