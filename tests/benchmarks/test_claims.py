@@ -70,7 +70,7 @@ def worse_asynchrony(report: Any) -> None:
     ("name", "claims", "worsen"),
     [
         ("../history/results/one-billion.json", one_billion.claims_of, worse_one_billion),
-        ("t8.json", t8_claims, worse_t8),
+        ("../history/results/t8.json", t8_claims, worse_t8),
         ("t4.json", asynchrony_claims("T4"), worse_asynchrony),
         ("t5.json", asynchrony_claims("T5"), worse_asynchrony),
     ],
