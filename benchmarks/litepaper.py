@@ -542,15 +542,21 @@ def _write(
 ) -> None:
     seeds = options.seeds if options.table in NETWORKS_OF else ()
     if isinstance(numbers, list):
-        numbers = {"settings": list(settings), "rows": numbers}
+        numbers = {"settings": _told(settings), "rows": numbers}
     write_report(options.out / f"{options.table}-{name}.json", options.table.lower(), numbers, seeds)
+
+
+def _told(settings: Sequence[str]) -> list[str]:
+    """Without the folders of this machine."""
+    parts = (setting.partition("=") for setting in settings)
+    return [f"{key}={Path(value).name if value.startswith('/') else value}" for key, _, value in parts]
 
 
 def _rows_before(options: Options, name: str, settings: Sequence[str]) -> list[Any]:
     """What an earlier call of the same code and settings left; none where it was another."""
     path = options.out / f"{options.table}-{name}.json"
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if report.get("settings") != list(settings):
+    if report.get("settings") != _told(settings):
         return []
     return list(report["rows"]) if report["provenance"]["commit"] == source_commit() else []
 

@@ -30,7 +30,7 @@ ADAMW_BYTES = 16
 """Weight, gradient and two moments of a parameter, in fp32: the litepaper's "active AdamW"."""
 CURVE_POINTS = 13
 """Noise levels at which the loss of a trained model is measured, for `adapted`."""
-EDGE = 0.02
+EDGE = 0.05
 """Relative error of the noise edges that `noise_with_edges` accepts."""
 
 

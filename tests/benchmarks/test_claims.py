@@ -29,15 +29,18 @@ def published(name: str) -> Any:
 
 
 def asynchrony_claims(table: str) -> Callable[[Any], dict[str, bool]]:
-    def claims(rows: Any) -> dict[str, bool]:
-        found = {(r["network"], r["policy"], r["codec"], r["seed"]): r for r in rows}
+    def claims(report: Any) -> dict[str, bool]:
+        found = {(r["network"], r["policy"], r["codec"], r["seed"]): r for r in report["rows"]}
         runs = {
             (network, policy, codec_, seed): found[litepaper._as_simulated((network, policy, codec_, seed))]
             for network in litepaper.NETWORKS_OF[table]
             for policy, codec_ in litepaper.VARIANTS
             for seed in (0, 1)
         }
-        return litepaper._asynchrony_claims(table, (0, 1), runs)
+        claims = litepaper._asynchrony_claims(table, (0, 1), runs)
+        # Published as missed.
+        assert not claims.pop("bad-edge, seed 0: carry within 0.02 of lockstep", False)
+        return claims
 
     return claims
 
@@ -58,7 +61,7 @@ def worse_one_billion(report: Any) -> None:
 
 
 def worse_asynchrony(report: Any) -> None:
-    for row in report:
+    for row in report["rows"]:
         if row["policy"] == "carry":
             row["final_ce"] += 0.05
 
@@ -67,7 +70,7 @@ def worse_asynchrony(report: Any) -> None:
     ("name", "claims", "worsen"),
     [
         ("../history/results/one-billion.json", one_billion.claims_of, worse_one_billion),
-        ("t8.json", t8_claims, worse_t8),
+        ("../history/results/t8.json", t8_claims, worse_t8),
         ("t4.json", asynchrony_claims("T4"), worse_asynchrony),
         ("t5.json", asynchrony_claims("T5"), worse_asynchrony),
     ],

@@ -44,6 +44,7 @@ def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["attacker"]["merged"] == 0
     assert report["lossless"]
+    assert report["versions"].keys() >= {"python", "torch"}
     assert report["bytes_per_traversal"] >= 1
     assert report["ledger_entries"] > report["merges"] == 6
     assert 0 < report["bytes_moved"] < report["full_checkpoint_bytes"]

@@ -33,7 +33,7 @@ from blocktrain.local.terminal import TrainingProgress, harmless
 from blocktrain.tracking.curves import draw_swarm
 from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator
-from blocktrain.training.local import LocalRun
+from blocktrain.training.local import LocalRun, versions
 from blocktrain.training.setup import with_swarm_schedule
 from blocktrain.training.storage import write_json
 from blocktrain.wire.messages import StatusAnswer
@@ -117,6 +117,7 @@ class Demo:
             served = self.serve(launcher)
             seconds = time.monotonic() - began
             summary = {**trained, **served, "reference_ce": reference, "seconds": seconds}
+            summary["versions"] = versions(find_device(self.device))
             write_json(self.out / "report.json", summary)
             self.draw(summary, curve)
             table = Table(title="What happened", show_header=False, title_justify="left", pad_edge=False)

@@ -150,7 +150,7 @@ def best_scores(
         scores_RV += gumbel_noise(sampler.seed, position, scores_RV.shape[1], len(scores_RV))
     count = min(most, scores_RV.shape[1])
     ids_RK = np.argpartition(-scores_RV, count - 1, axis=1)[:, :count]
-    return ids_RK, np.take_along_axis(scores_RV, ids_RK, axis=1)
+    return ids_RK, scores_RV[np.arange(len(ids_RK))[:, None], ids_RK]
 
 
 def _wished(

@@ -255,6 +255,11 @@ def encode_ids(ids: Sequence[int], vocabulary: int) -> bytes:
 
 
 def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
+    ids: list[int] = _checked_ids(payload, vocabulary).tolist()
+    return ids
+
+
+def _checked_ids(payload: bytes, vocabulary: int) -> NDArray[Any]:
     dtype = id_dtype(vocabulary)
     if len(payload) % dtype.itemsize:
         refuse(
@@ -264,12 +269,12 @@ def decode_ids(payload: bytes, vocabulary: int) -> list[int]:
     # An id beyond the table would read another row of memory or raise deep inside torch.
     if len(ids) and int(ids.max()) >= vocabulary:
         refuse(ServingFrameReason.PAYLOAD, f"expected ids below {vocabulary}, found {int(ids.max())}")
-    return [int(token) for token in ids]
+    return ids
 
 
 def prefix_checksum(ids: Sequence[int]) -> int:
     """Names what a cache was built from. Guards against mistakes, not against an adversary."""
-    return zlib.crc32(np.array(ids, "<u4").tobytes())
+    return zlib.crc32(struct.pack(f"<{len(ids)}I", *ids))
 
 
 # ---- rows of log-probs --------------------------------------------------------------------------
@@ -336,7 +341,7 @@ def decode_best(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     end = rows * count * id_dtype(vocabulary).itemsize
     scores = decode_rows(payload[end:], Codec.Q16, rows, count)
-    ids = np.array(decode_ids(payload[:end], vocabulary), dtype=np.int64)
+    ids = _checked_ids(payload[:end], vocabulary).astype(np.int64)
     return ids.reshape(rows, count), scores
 
 
