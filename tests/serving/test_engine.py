@@ -99,6 +99,22 @@ def test_verify_is_ar_for_any_draft_length_and_both_are_the_local_model(checkpoi
     asyncio.run(served())
 
 
+def test_passes_of_fixed_shapes_write_the_same_texts(checkpoint: Path) -> None:
+    async def served(graphs: bool) -> list[list[int]]:
+        async with cluster(checkpoint, [[0, 1], [2]], stage={"graphs": graphs}) as c:
+            writing = [
+                text_of(c.engine, prompt, 12, mode=mode, seed=seed, draft_tokens=5)
+                for seed, prompt in enumerate(PROMPTS[:2])
+                for mode in ("ar", "verify")
+            ]
+            # At once, so that they share passes.
+            return [text for text, _ in await asyncio.gather(*writing)]
+
+    fixed, free = asyncio.run(served(True)), asyncio.run(served(False))
+    assert fixed == free
+    assert fixed[::2] == fixed[1::2]
+
+
 @pytest.mark.parametrize("settings", [{"top_p": 0.7}, {"temperature": 0.5}, {"logprobs": 1}])
 def test_verify_is_ar_with_other_sampling(checkpoint: Path, settings: dict[str, object]) -> None:
     async def served() -> None:

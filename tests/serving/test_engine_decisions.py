@@ -132,7 +132,36 @@ def teach(
         length.stepped(step_seconds, requests, now=0.0)
         seconds = 8 * step_seconds + traversal_seconds
         found = Traversed([2.5] * min(accepted + 1, 8), accepted, accepted + 1, seconds, traversal_seconds)
-        length.observe(found, requests)
+        length.observe(found, requests, now=0.0)
+
+
+def written(
+    length: AdaptiveLength,
+    requests: int,
+    began: float,
+    rounds: int,
+    *,
+    step: float,
+    traversal: float,
+    row: float = 0.0,
+    chance: float = 0.95,
+) -> tuple[float, float]:
+    """Tokens a second of so many requests in step with one another, and when they end: each round they draft
+    together, a `step` for each token, and have a traversal, which takes longer by `row` for each of them."""
+    random, now, tokens = np.random.default_rng(0), began, 0
+    for _ in range(rounds):
+        last, drafts = now, 0
+        while drafts < 32 and length.go_on([2.5] * drafts, requests, now):
+            now, drafts = now + step, drafts + 1
+            length.stepped(step, requests, now)
+        seconds = traversal + row * drafts
+        now += seconds
+        for _ in range(requests):
+            accepted = int(min(random.geometric(1 - chance) - 1, drafts))
+            tokens += accepted + 1
+            found = Traversed([2.5] * min(accepted + 1, drafts), accepted, accepted + 1, now - last, seconds)
+            length.observe(found, requests, now)
+    return tokens / (now - began), now
 
 
 def drafted(
@@ -169,10 +198,50 @@ def test_a_request_alone_drafts_on_while_it_waits() -> None:
     assert drafted(far, requests=8, flying=True) == drafted(far, requests=8)
 
 
+def test_many_requests_write_no_slower_than_without_drafts() -> None:
+    dear, length = {"step": 0.2, "traversal": 0.25, "row": 0.15}, AdaptiveLength()
+    _, now = written(length, 32, 0.0, 30, **dear)
+    speed, now = written(length, 32, now, 400, **dear)
+    assert speed > 0.96 * 32 / 0.25
+    # What a burst taught is not applied to the few after it, nor theirs to the next burst.
+    few, now = written(length, 2, now, 30, step=0.005, traversal=0.1)
+    assert few > 5 * 2 / 0.1
+    speed, now = written(length, 32, now, 100, **dear)
+    assert speed > 0.9 * 32 / 0.25
+
+
+def test_drafts_that_look_dear_are_kept_where_all_write_more_with_them() -> None:
+    length = AdaptiveLength()
+    speed, _ = written(length, 32, 0.0, 100, step=0.15, traversal=0.25)
+    assert speed > 1.3 * 32 / 0.25
+
+
+def test_a_change_of_costs_is_found_out_in_both_directions() -> None:
+    length, now = AdaptiveLength(), 0.0
+    for _ in range(2):
+        _, now = written(length, 32, now, 200, step=0.2, traversal=0.25, row=0.15)
+        assert not length.costs(32).comparison.best
+        _, now = written(length, 32, now, 400, step=0.02, traversal=0.25)
+        assert length.costs(32).comparison.best
+        speed, now = written(length, 32, now, 100, step=0.02, traversal=0.25)
+        assert speed > 4 * 32 / 0.25
+
+
+def test_drafts_are_not_judged_while_prompts_are_read_for_them() -> None:
+    comparison = AdaptiveLength().costs(8).comparison
+    found = Traversed([], 0, 1, 0.1, 0.1)
+    for i in range(99):
+        comparison.observe(found, 0.0125, 8, i / 80, least=0.01, reading=True)
+    assert comparison.speeds == {}
+    for i in range(99, 999):
+        comparison.observe(found, 0.0125, 8, i / 80, least=0.01, reading=True)
+    assert set(comparison.speeds) == {True, False}, "requests that always come are no excuse"
+
+
 def test_drafting_begins_again_when_its_cost_is_old() -> None:
     length = taught(0.9, traversal_seconds=0.01, step_seconds=5.0)
-    assert drafted(length) == 0
-    assert drafted(length, now=60.0) > 0
+    assert drafted(length) == 1
+    assert drafted(length, now=60.0) > 1
 
 
 def test_drafts_are_made_with_the_first_blocks_that_need_no_others() -> None:
