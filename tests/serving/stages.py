@@ -23,7 +23,8 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> Stage:
-    held, shape = load_blocks(path, blocks, torch.device("cpu"))
+    graphs = settings.pop("graphs", False) is True
+    held, shape = load_blocks(path, blocks, torch.device("cpu"), graphs)
     return await Stage.open(held, shape, StageConfig(**settings))  # type: ignore[arg-type]
 
 

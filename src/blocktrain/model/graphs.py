@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,10 @@ MOST_GRAPHS = 64
 """Captured passes that are kept, the least recently used out first."""
 
 
+# torch has 32 streams for all, so an older and a newer model of one stage may have got the same one.
+_capturing = threading.Lock()
+
+
 @dataclass(frozen=True)
 class Shape:
     """What texts must have in common to share a pass."""
@@ -55,7 +60,7 @@ class Shape:
 
 
 class FixedPlaces:
-    """Where the positions of a pass are read and written; the same for all blocks."""
+    """Where the positions of a pass are read and written."""
 
     def __init__(self, slot_P: Tensor, position_P: Tensor, num_rows: int, capacity: int) -> None:
         self.slot_P, self.position_P, self.num_rows = slot_P, position_P, num_rows
@@ -63,15 +68,15 @@ class FixedPlaces:
         self.slot_M = slot_P.view(num_rows, -1)[:, 0].clamp(min=0)
         seen = torch.arange(capacity, device=slot_P.device)
         self._later_MTS = position_P.view(num_rows, -1)[:, :, None] < seen
-        self._masks: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._mask: Tensor | None = None
 
     def mask(self, q: Tensor, queries: int) -> Tensor:
         """What each position does not see, as minus infinity, for so many queries at each."""
-        key = q.dtype, queries
-        if key not in self._masks:
+        # The layers of a block have the same heads, so the first makes it for all.
+        if self._mask is None:
             mask = torch.zeros(self._later_MTS.shape, dtype=q.dtype, device=q.device)
-            self._masks[key] = mask.masked_fill_(self._later_MTS, -torch.inf).repeat(1, queries, 1)[:, None]
-        return self._masks[key]
+            self._mask = mask.masked_fill_(self._later_MTS, -torch.inf).repeat(1, queries, 1)[:, None]
+        return self._mask
 
 
 class FixedCache:
@@ -101,7 +106,7 @@ class FixedLayerCache:
         v_room[at.slot_P, :, at.position_P] = v_1GPK[0].transpose(0, 1)
         (_, heads, _, width), shared = q_1HPK.shape, k_1GPK.shape[1]
         # As in caches.py: queries that share a head of keys stand one after another as more positions.
-        q_MHTK = q_1HPK[0].view(heads, at.num_rows, -1, width).transpose(0, 1)
+        q_MHTK = q_1HPK[0].reshape(heads, at.num_rows, -1, width).transpose(0, 1)
         q = q_MHTK.reshape(at.num_rows, shared, -1, width)
         keys, values = k_room.index_select(0, at.slot_M), v_room.index_select(0, at.slot_M)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=at.mask(q, heads // shared))
@@ -209,16 +214,19 @@ class FixedPasses:
     def _capture(
         self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # Once before: libraries choose kernels and take memory at their first call, which no capture allows.
-        # It writes the caches as the replay will, with the same values.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._forward(shape, num_rows, shelves)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may be loading newer weights to the same GPU.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            log_probs_NPV = self._forward(shape, num_rows, shelves)
+        outside, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        with _capturing:
+            # Once before: libraries choose kernels and take memory at their first call, which no capture
+            # allows. It writes the caches as the replay will, with the same values.
+            self._stream.wait_stream(outside)
+            with torch.cuda.stream(self._stream):
+                self._forward(shape, num_rows, shelves)
+            outside.wait_stream(self._stream)
+            # Of this thread alone: another may be loading newer weights to the same GPU.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                log_probs_NPV = self._forward(shape, num_rows, shelves)
         return graph, log_probs_NPV
 
     def _forward(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
@@ -230,9 +238,10 @@ class FixedPasses:
         independent = not any(self._upstream(block) for block in shape.blocks)
         streams = self._own_streams if independent else {}
         for block in shape.blocks:
-            if own := streams.get(block):
+            own = streams.get(block)
+            if own is not None:
                 own.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(own) if own else contextlib.nullcontext():
+            with torch.cuda.stream(own) if own is not None else contextlib.nullcontext():
                 places = FixedPlaces(slot_P, position_P, num_rows, shape.capacity)
                 upstream = features if self._upstream(block) else None
                 output = self._blocks[block](

@@ -54,8 +54,7 @@ def load_blocks(
             f"{described.recipe.objective.kind}); give them to the same stage with --blocks"
         )
     checkpoint = load_checkpoint(path, device, only=blocks)
-    held = HeldBlocks(checkpoint, blocks, fixed_shapes=graphs and device.type == "cuda")
-    return held, fingerprint(path, checkpoint)
+    return HeldBlocks(checkpoint, blocks, fixed_shapes=graphs), fingerprint(path, checkpoint)
 
 
 async def follow(
@@ -83,7 +82,7 @@ def run_stage(
     announce: Callable[[str], None] = print,
 ) -> None:
     """The verb `stage`: serves until SIGTERM or SIGINT and returns when the stage has drained; `announce`
-    gets the readiness line. `graphs`: on a GPU, replay captured passes (`model.graphs`)."""
+    gets the readiness line. `graphs`: passes of fixed shapes, which a GPU captures and replays."""
     if threads is not None:
         torch.set_num_threads(threads)
     served = current_checkpoint(path)
