@@ -352,24 +352,30 @@ def lasting_rows(runs: Campaigns, wanted: Callable[[int], bool], quick: bool) ->
         yield wait()
 
 
-def rule_rows(attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
+def rule_rows(
+    attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int, pool: Executor
+) -> dict[str, dict[str, float]]:
     """By how much the loss is higher at the end than that of the honest workers' mean; the worst seed."""
     found: dict[str, dict[str, float]] = {}
     print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        for one in attacks:
-            risen: dict[str, list[float]] = {rule: [] for rule in RULES}
-            for seed in seeds:
-                training = training_of(Settings(seed=seed, steps=20), Path(name))
-                alone = merged_by(RULES["mean"], training, one.honest, rounds, (), seed)
-                for rule in RULES:
-                    crowd = [one.behaviour] * one.attackers
-                    losses = merged_by(RULES[rule], training, one.honest, rounds, crowd, seed)
-                    risen[rule].append(losses[-1] - alone[-1])
-            found[one.name] = {rule: max(rises) for rule, rises in risen.items()}
-            told = " | ".join(f"{rise:+.4f}" for rise in found[one.name].values())
-            print(f"| {one.name} | {told} |", flush=True)
+    begun = {one.name: [pool.submit(play_rules, one, seed, rounds) for seed in seeds] for one in attacks}
+    for name, futures in begun.items():
+        risen = [future.result() for future in futures]
+        found[name] = {rule: max(rises[rule] for rises in risen) for rule in RULES}
+        told = " | ".join(f"{rise:+.4f}" for rise in found[name].values())
+        print(f"| {name} | {told} |", flush=True)
     return found
+
+
+def play_rules(one: Lasting, seed: int, rounds: int) -> dict[str, float]:
+    crowd = [one.behaviour] * one.attackers
+    with tempfile.TemporaryDirectory() as name:
+        training = training_of(Settings(seed=seed, steps=20), Path(name))
+        alone = merged_by(RULES["mean"], training, one.honest, rounds, (), seed)[-1]
+        return {
+            rule: merged_by(RULES[rule], training, one.honest, rounds, crowd, seed)[-1] - alone
+            for rule in RULES
+        }
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
@@ -417,7 +423,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
-    parser.add_argument("--jobs", type=int, default=1, help="Attacks that last: runs at a time.")
+    parser.add_argument("--jobs", type=int, default=1, help="Attacks that last, and rules: runs at a time.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
     parser.add_argument("--json", type=Path, help="Write everything there too.")
     options = parser.parse_args(arguments)
@@ -436,7 +442,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.only is None or number in options.only
 
     if options.rules:
-        found = rule_rows([one for one in LASTING if wanted(one.number) and not one.fresh], seeds, rounds)
+        chosen = [one for one in LASTING if wanted(one.number) and not one.fresh]
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            found = rule_rows(chosen, seeds, rounds, pool)
         write_report(options.json, "rules", {"rounds": rounds, "rises": found}, seeds)
         return 0
     begun, rows, failures = time.monotonic(), [], 0

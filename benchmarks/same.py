@@ -3,11 +3,11 @@
     python benchmarks/same.py specialise OLD_COMMIT -- benchmarks/specialise.py --docs D --texts {own} --quick
 
 runs the command in a copy of the tree of OLD_COMMIT and in one of HEAD, on the CPU, and compares every number
-of the two reports (`--json` is added; {own} is a folder that each run has for itself). A new option changes a
-program's code and none of its published numbers: where all are equal to the last digit, that is written to
-docs/history/same-numbers.json, and `reports.py` calls a report of that kind and commit fresh as long as
-nothing has changed since HEAD. A CPU says nothing of what is done on a GPU only: it is refused where a line
-that mentions cuda, or one below it, is another.
+of the two reports (`--json FILE` is added, unless --report names the file; {own} is a folder that each run
+has for itself). A new option changes a program's code and none of its published numbers: where all are equal
+to the last digit, that is written to docs/history/same-numbers.json, and `reports.py` calls a report of that
+kind and commit fresh as long as nothing has changed since HEAD. A CPU says nothing of what is done on a GPU
+only: it is refused where a line that mentions cuda, or one below it, is another.
 """
 
 from __future__ import annotations
@@ -61,24 +61,28 @@ def on_cuda(tree: reach.Tree, key: reach.Key) -> list[str]:
     return found
 
 
-def run_at(commit: str, command: Sequence[str], folder: Path) -> Any:
-    tree, found = folder / commit, folder / f"{commit}.json"
+def run_at(commit: str, command: Sequence[str], report: str | None, folder: Path) -> Any:
+    tree, own = folder / commit, str(folder / f"{commit}-own")
+    found = report.replace("{own}", own) if report else str(folder / f"{commit}.json")
     packed = subprocess.run(["git", "archive", commit], cwd=reach.ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(tree, filter="data")
     paths = os.pathsep.join(str(tree / part) for part in ("src", "benchmarks", ""))
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "BLOCKTRAIN_COMMIT": commit}
-    words = [word.replace("{own}", str(folder / f"{commit}-own")) for word in command]
-    ended = subprocess.run([sys.executable, *words, "--json", str(found)], cwd=tree, env=environment)
+    words = [word.replace("{own}", own) for word in command] + ([] if report else ["--json", found])
+    ended = subprocess.run([sys.executable, *words], cwd=tree, env=environment)
     if ended.returncode not in (0, 1):  # 1: a claim fails, which a tiny run may
         raise SystemExit(f"{' '.join(words)} ended with {ended.returncode} at {commit[:7]}")
-    return json.loads(found.read_text(encoding="utf-8"))
+    return json.loads(Path(found).read_text(encoding="utf-8"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=reports.KINDS)
     parser.add_argument("commit")
+    parser.add_argument(
+        "--report", help="the file that the command writes, such as {own}/T1-one-process.json"
+    )
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     before, after = (
@@ -93,7 +97,9 @@ def main() -> int:
         if on_cuda(trees[0], key) != on_cuda(trees[1], key):
             parser.error(f"{':'.join(key)} does something else on cuda now, of which a CPU says nothing")
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as both:
-        old, new = both.map(lambda commit: run_at(commit, options.command, Path(name)), (before, after))
+        old, new = both.map(
+            lambda commit: run_at(commit, options.command, options.report, Path(name)), (before, after)
+        )
     if wrong := list(differences(old, new)):
         print(f"{len(wrong)} numbers are others, as {wrong[0]}", file=sys.stderr)
         return 1

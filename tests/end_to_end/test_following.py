@@ -26,7 +26,7 @@ from blocktrain.serving.versions import current_checkpoint, kept_checkpoints, ro
 from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe
 from tests.serving.cluster import PATIENT, text_of
 from tests.serving.stages import start_stage
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until_async
 
 PROMPT = "If the argument is "
 TOKENS, ROUNDS = 160, 3
@@ -89,24 +89,32 @@ def test_streams_before_during_and_after_merges_are_each_of_one_model(
         )
         await up.wait()
         answers: list[tuple[str, int]] = []
-        crossed = 0
+        crossings: list[int] = []
+
+        async def watch_crossings() -> None:
+            while True:
+                old = engines.newest["tiny"]
+                await until_async(lambda: engines.newest["tiny"] is not old)  # noqa: B023
+                assert isinstance(old, RemoteEngine)
+                crossings.append(len(old.running))
+
         async with httpx2.AsyncClient(base_url=url_of(opened), timeout=PATIENCE_SECONDS) as client:
 
             async def write_on(begun: asyncio.Event) -> None:
-                nonlocal crossed
                 while await version_served(client) < ROUNDS:
                     answers.append(await streamed(client, begun))
-                    crossed += answers[-1][1] < await version_served(client)
 
             begun = [asyncio.Event() for _ in range(3)]
+            watching = asyncio.create_task(watch_crossings())
             writing = [asyncio.create_task(write_on(one)) for one in begun]
             for one in begun:
                 await one.wait()
             looking.start()
             kit.worker(coordinator.url)
             await asyncio.gather(*writing)
+            watching.cancel()
             assert answers[0][1] == 0
-            assert crossed, "some answer was under way while a newer model came"
+            assert any(crossings), "some answer was being written by the old model when the new one came"
             after = await streamed(client, asyncio.Event())
             assert after[1] == ROUNDS
             # Back again: the stage still holds the first model, or loads it once more.

@@ -63,7 +63,7 @@ def sent(
 def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
     temperature: float, follows_text: bool
 ) -> None:
-    vocabulary, positions, random = 1024, 400, np.random.default_rng(7)
+    vocabulary, positions, random = 1024, 1000, np.random.default_rng(7)
     sampler, asked_again = Sampler(seed=11, temperature=temperature), 0
     for position in range(positions):
         rows = log_probs(vocabulary, random)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from blocktrain.config import EvaluationConfig
 from blocktrain.model.generation import LocalModel, generate
 from blocktrain.serving.engine import rows
+from blocktrain.serving.engine.engine import SCORING_WINDOWS_AT_ONCE
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageRefusedError
@@ -27,7 +29,7 @@ from blocktrain.serving.engine.requests import (
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.evaluation import Evaluator
-from blocktrain.wire.frames import Codec
+from blocktrain.wire.frames import Codec, FrameType
 from blocktrain.wire.identity import Identity
 from tests.serving.cluster import HOUR, PROMPTS, cluster, drain, text_of
 from tests.serving.stages import start_stage
@@ -77,6 +79,32 @@ def test_scores_equal_training_evaluation(checkpoint: Path) -> None:
 
     for ce in asyncio.run(served()):
         assert ce == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_long_text_is_scored_a_few_windows_at_a_time(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way = most = 0
+
+    async def served() -> None:
+        engine = LocalEngine(checkpoint)
+        rows_of = engine.window_rows
+
+        async def watched(ids: Sequence[int], deadline: float, stats: GenerationStats) -> rows.Rows:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            found = await rows_of(ids, deadline, stats)
+            under_way -= 1
+            return found
+
+        monkeypatch.setattr(engine, "window_rows", watched)
+        text = [120] * (12 * engine.model.context)
+        assert len(await engine.score(text)) == len(text) - 1
+        await engine.close()
+
+    asyncio.run(served())
+    assert most == SCORING_WINDOWS_AT_ONCE
 
 
 def test_verify_is_ar_for_any_draft_length_and_both_are_the_local_model(checkpoint: Path) -> None:
@@ -412,5 +440,27 @@ def test_the_round_trip_to_each_stage_is_measured(checkpoint: Path) -> None:
             while any(link.round_trip_seconds is None for link in c.engine.links):
                 await c.engine.fanout.wait_for_change(1.0)
             assert all(0 < (link.round_trip_seconds or 0) < HOUR for link in c.engine.links)
+
+    asyncio.run(served())
+
+
+def test_of_two_copies_the_near_one_is_asked(checkpoint: Path) -> None:
+    patient = LinkConfig(ping_seconds=0.01, connect_seconds=HOUR, dead_seconds=HOUR)
+    asked: list[FrameType] = []
+
+    def counted(kind: FrameType, raw: bytes) -> list[bytes]:
+        asked.append(kind)
+        return [raw]
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2], [0, 1, 2]], link=patient) as c:
+            far, near = c.engine.links
+            c.proxies[0].delay_seconds = 0.1
+            while near.round_trip_seconds is None or (far.round_trip_seconds or 0) < 0.1:
+                await c.engine.fanout.wait_for_change(0.01)
+            c.proxies[0].to_stage = counted
+            for seed in range(8):
+                await text_of(c.engine, PROMPTS[0], 4, seed=seed)
+            assert FrameType.TRAVERSE not in asked
 
     asyncio.run(served())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from blocktrain.data.tokenizer import ByteTokenizer, Tokens
+from blocktrain.serving.gateway.app import LONG_TEXT
 from blocktrain.serving.gateway.openai_messages import Ignored
 
 from .conftest import Served, served_by, stages
@@ -141,6 +144,26 @@ def test_tokens_are_counted_as_a_request_counts_them(served: Served, client: ope
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == counted
+
+
+def test_long_texts_are_cut_into_tokens_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = ByteTokenizer.encode
+
+    def watched(tokenizer: ByteTokenizer, text: bytes) -> Tokens:
+        threads.append(threading.current_thread().name)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", watched)
+    with served.http() as http:
+        text = "x" * LONG_TEXT
+        assert http.post("/tokenize", json={"prompt": text}).json()["count"] == LONG_TEXT
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": text})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(threads) == 2
+    assert "gateway" not in threads
 
 
 def test_an_answer_may_go_on_where_the_last_message_ends(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from blocktrain.errors import DeviceError, UserError
@@ -155,8 +157,6 @@ def test_processes_serve_and_a_killed_one_comes_back(
 
 
 def is_ready(remote: Served) -> bool:
-    import httpx2
-
     try:
         with remote.http() as client:
             return bool(client.get("/readyz").json()["reason"] == "ready")
@@ -195,6 +195,24 @@ def test_serve_that_is_ended_while_it_starts_leaves_no_folder_behind(
     assert list(tmp_path.glob("blocktrain-serve-*")) == []
 
 
+@pytest.mark.slow
+def test_serve_rolls_back_by_its_flag(checkpoint: Path, other_checkpoint: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "versions"
+    for name, path in (("000001", checkpoint), ("000002", other_checkpoint)):
+        shutil.copytree(path, kept / name)
+        (kept / name / "versions.json").write_text("[3, 3, 3]" if path is checkpoint else "[4, 4, 4]")
+    (kept / "current").write_text("000002")
+    options = ["--versions", str(kept), "--stages", "1", "--port", "0", "--logs", str(tmp_path / "logs")]
+    with verb("serve", "http://127.0.0.1:9", *options, "--roll-back", "1", python=quick_python()) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("serving tiny at http://")
+        with httpx2.Client(base_url=said.split()[3]) as client:
+            assert client.get("/v1/models/tiny").json()["versions"] == [3, 3, 3]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
 def test_serve_finds_its_port_taken_before_it_starts_a_stage(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +245,28 @@ def test_a_device_that_is_not_here_is_misuse_and_leaves_no_folder(
     assert failure.exit_code == 2
     assert "device 'cuda:99' does not exist here" in str(failure)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_gateway_takes_one_more_model_by_its_flag(checkpoint: Path, other_checkpoint: Path) -> None:
+    with verb("gateway", str(checkpoint), "--also", f"{other_checkpoint}=", "--port", "0") as process:
+        assert process.stdout is not None
+        found = re.fullmatch(r"gateway ready url=(\S+) model=tiny,other\n", process.stdout.readline())
+        assert found is not None
+        listed = httpx2.get(f"{found[1]}/v1/models").json()["data"]
+        assert [card["id"] for card in listed] == ["tiny", "other"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_one_more_model_needs_a_checkpoint(checkpoint: Path) -> None:
+    from typer.testing import CliRunner
+
+    from blocktrain.cli.main import app
+
+    failure = CliRunner().invoke(app, ["gateway", str(checkpoint), "--also", "127.0.0.1:9000"]).exception
+    assert isinstance(failure, UserError)
+    assert "--also expects CHECKPOINT=HOST:PORT" in str(failure)
 
 
 @pytest.mark.slow

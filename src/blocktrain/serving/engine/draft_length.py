@@ -22,8 +22,10 @@ HALF_LIFE_SECONDS = 2.0
 """In this time the cost of a draft counts half, where none was made to measure it again."""
 FLIGHTS = 8
 """Traversals of one request under way at most."""
-FLIGHTS_OF_ALL = 16
-"""The same of all requests together, but for one each: with more of them processors are busy anyhow."""
+FLIGHTS_OF_ALL = 8
+"""The same of all requests together, but for one each: with more of them processors are busy anyhow. Eight
+requests on two cores took 0.83 and 0.89 of the processor time for a byte with one flight each instead of two,
+and wrote 1.14 and 1.11 times as much (wikitext-2 at 100 ms, demo at 0)."""
 FLIGHT_TOKENS = 12
 """Drafted for each traversal, where several may be under way. A stage's pass takes 15 ms and 0.5 for each
 token: with 8, text came as fast (a simulation over recorded drafts), for a quarter more passes."""
