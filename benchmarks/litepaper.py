@@ -497,8 +497,8 @@ def _upload_once(options: Options, name: str, _: tuple[str, ...]) -> dict[str, A
                 "participation": None,
             }
         )
-    best = uploads[0]["consensus"]
-    return {"row": name, "consensus": best, "uploads": uploads, "seconds": time.monotonic() - started}
+    seconds = time.monotonic() - started
+    return {"row": name, "consensus": uploads[0]["consensus"], "uploads": uploads, "seconds": seconds}
 
 
 def arrays_of(block: torch.nn.Module) -> dict[str, NDArray[np.float32]]:
@@ -517,7 +517,7 @@ def uploaded(form: str, base: Tensors, local: Tensors) -> tuple[int, dict[str, N
 
 
 def _traffic(row: dict[str, Any]) -> str:
-    return f"{row['workers_bytes'] / 1e9:.4f} GB | {row['operator_bytes'] / 1e9:.4f} GB"
+    return f"{row['workers_bytes'] / 1e6:,.2f} MB | {row['operator_bytes'] / 1e6:,.2f} MB"
 
 
 def _percent(share: float | None) -> str:

@@ -104,6 +104,7 @@ class TextScores:
     euler: Score | None
     """None where the objective does not compose by euler."""
     blocks: list[Score]
+    """Of each alone; none of a serial model, whose parts predict nothing alone."""
     num_bytes: int
     text_tokens: int
     """Without what the tokenizer puts in front of a text. That has no bytes, and behind it the first token of
@@ -145,7 +146,7 @@ def evaluate(model: Checkpoint, text: str | bytes, *, draws: int | None = None) 
     return TextScores(
         consensus=scores.consensus,
         euler=scores.euler,
-        blocks=scores.blocks,
+        blocks=[] if model.objective.is_serial else scores.blocks,
         num_bytes=len(content),
         text_tokens=len(tokens) - len(model.tokenizer.front),
         scored_tokens=len(tokens) - 1,

@@ -48,8 +48,8 @@ def sent(
             weights, log_weights = np.exp(normalised(logs[list(blocks)])), logs[None, list(blocks)]
         row = (weights @ np.array([rows[block] for block in blocks])).astype(np.float32)
         total = float(sum(weights))
-        ids, scores = best_scores(row[None], sampler, position, total, most)
-        payload = frames.encode_best(ids, scores, vocabulary)
+        ids, scores = best_scores(row[None], [(sampler, position)], total, most)
+        (payload,) = frames.encode_best(ids, scores, vocabulary, [1])
         assert len(payload) == frames.best_bytes(min(most, vocabulary), vocabulary)
         ids, scores = frames.decode_best(payload, 1, min(most, vocabulary), vocabulary)
         tolerance = frames.row_tolerance(scores, Codec.Q16)
@@ -63,7 +63,7 @@ def sent(
 def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
     temperature: float, follows_text: bool
 ) -> None:
-    vocabulary, positions, random = 1024, 400, np.random.default_rng(7)
+    vocabulary, positions, random = 1024, 1000, np.random.default_rng(7)
     sampler, asked_again = Sampler(seed=11, temperature=temperature), 0
     for position in range(positions):
         rows = log_probs(vocabulary, random)

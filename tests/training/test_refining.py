@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import blocktrain
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.corpora import open_text
 from blocktrain.data.shards import Shards
@@ -152,6 +153,8 @@ def test_a_local_run_refines_the_parts_of_a_model_and_resumes_to_the_same_weight
     report = run.finish()
     assert report.scores.pooling.weights == (0.0, 0.0, 1.0)
     assert report.scores.consensus.ce < 5.54, "ln 256 is 5.545"
+    found = blocktrain.evaluate(blocktrain.load(tmp_path / "run" / "checkpoint"), prose(500))
+    assert (found.blocks, found.to_dict()["blocks"]) == ([], []), "parts predict nothing alone"
     again = LocalRun(recipe, tmp_path / "run", CPU, Silent())
     assert not again.train(resume=True)
     for block, other in zip(run.blocks, again.blocks, strict=True):

@@ -210,6 +210,8 @@ def test_the_sign_decides_from_the_first_round_of_refining_on(mean: float, reaso
     for recent in ([], [9.0]):
         assert evidence_ruling(evidence_of(mean), recent, refining=True).reason is reason
     assert evidence_ruling(evidence_of(0.006), [9.0]).reason is VerdictReason.NO_GAIN
+    told = evidence_ruling(evidence_of(0.0), refining=True).sentence
+    assert "must fall by more than 0.0 standard errors, and neither may rise by more than 1.0" in told
 
 
 def windows(mean: float) -> list[float]:

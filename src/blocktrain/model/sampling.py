@@ -138,16 +138,18 @@ def _winner(
 
 
 def best_scores(
-    rows_RV: NDArray[Any], sampler: Sampler, position: int, weight: float, most: int
+    rows_RV: NDArray[Any], places: Sequence[tuple[Sampler, int]], weight: float, most: int
 ) -> tuple[NDArray[np.int64], Row]:
     """Ids and scores [R, K] of the tokens that some blocks would choose first, `most` of each row: log-probs
-    by temperature, plus noise. The rows are those blocks' log-probs times `weight`, and follow one another
-    from `position` on. Scores of several holders add up, each times its share, to the score that `choose`
-    compares where `sampler.plain`."""
-    scores_RV = rows_RV.astype(np.float64) / (weight * (sampler.temperature or 1.0))
-    if sampler.temperature:
-        # The noise is known here too. Ranked without it, what only noise lifts would be missed.
-        scores_RV += gumbel_noise(sampler.seed, position, scores_RV.shape[1], len(scores_RV))
+    by temperature, plus noise. The rows are those blocks' log-probs times `weight`; each has a sampler and
+    the position of the token it is for. Scores of several holders add up, each times its share, to the score
+    that `choose` compares where `sampler.plain`."""
+    temperature_R = np.array([sampler.temperature for sampler, _ in places])
+    scores_RV = rows_RV.astype(np.float64) / (weight * np.where(temperature_R, temperature_R, 1.0))[:, None]
+    # The noise is known here too. Ranked without it, what only noise lifts would be missed.
+    keys = [(sampler.seed, position) for sampler, position in places if sampler.temperature]
+    if keys:
+        scores_RV[temperature_R > 0] += gumbel_noises(keys, scores_RV.shape[1])
     count = min(most, scores_RV.shape[1])
     ids_RK = np.argpartition(-scores_RV, count - 1, axis=1)[:, :count]
     return ids_RK, scores_RV[np.arange(len(ids_RK))[:, None], ids_RK]
@@ -225,16 +227,22 @@ def _nucleus(scores: Row, error: float, top_p: float) -> tuple[TokenSet, TokenSe
     return inside, doubtful
 
 
-def gumbel_noise(seed: int, position: int, vocabulary: int, positions: int = 1) -> Row:
-    """Standard Gumbel noise of absolute positions, [V] of one or [R, V], the same on every machine."""
+def gumbel_noise(seed: int, position: int, vocabulary: int) -> Row:
+    """Standard Gumbel noise [V] of an absolute position, the same on every machine."""
+    noise: Row = gumbel_noises([(seed, position)], vocabulary)[0]
+    return noise
+
+
+def gumbel_noises(keys: Sequence[tuple[int, int]], vocabulary: int) -> Row:
+    """The same [R, V] of several seeds and positions."""
     # A hash and not a generator: no state travels from token to token, so a retry or another machine draws
     # the same.
-    keys = (f"blocktrain-gumbel/{seed}/{position + i}".encode() for i in range(positions))
-    raw = b"".join(hashlib.shake_128(key).digest(8 * vocabulary) for key in keys)
+    names = (f"blocktrain-gumbel/{seed}/{position}".encode() for seed, position in keys)
+    raw = b"".join(hashlib.shake_128(name).digest(8 * vocabulary) for name in names)
     # Half a step off the grid: neither 0 nor 1 occurs, whose logarithms are infinite.
     uniform = (np.frombuffer(raw, dtype="<u8").astype(np.float64) + 0.5) / 2.0**64
     noise: Row = -np.log(-np.log(uniform))
-    return noise if positions == 1 else noise.reshape(positions, vocabulary)
+    return noise.reshape(len(keys), vocabulary)
 
 
 def normalised(scores: Row) -> Row:

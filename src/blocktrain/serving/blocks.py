@@ -26,14 +26,18 @@ from blocktrain.model.block import Block, BlockOutput
 from blocktrain.model.caches import Cache, PackedCache, Shelves
 from blocktrain.model.graphs import FixedPasses, Shape
 from blocktrain.model.packed import is_packable, packed
-from blocktrain.model.pooling import TrackRecord
+from blocktrain.model.pooling import LEAST_WEIGHT, TrackRecord
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
-from blocktrain.model.sampling import normalised
+from blocktrain.model.sampling import Sampler, best_scores, normalised
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
 from blocktrain.training.checkpoint import Checkpoint
 from blocktrain.wire import frames
+from blocktrain.wire.frame_metadata import Draw
 from blocktrain.wire.frames import Codec
 
+FEW_VALUES = 4096
+"""Log-probs of a work whose best are found in its pass, with those of the others; the noise of so many takes
+0.1 ms, and of 32,768 a millisecond."""
 KEPT_ROWS, KEPT_VALUES = 128, 1 << 20
 """Rows and log-probs of the last positions that a cache keeps at most where pooling follows the text. So far
 back a wrong draft may lie without the text being sent again."""
@@ -61,6 +65,8 @@ class WeighedRows:
     """Of all new tokens, where the work hands on; there are no rows then."""
     encoded: tuple[Codec, bytes] | None = None
     """Rows and log-weights as they travel, where the work asked for it and they are finite."""
+    draw: Draw | None = None
+    """What the best tokens were chosen with, where these alone are encoded."""
 
 
 @dataclass
@@ -100,6 +106,8 @@ class RowWork:
     """Another text's caches to begin with, which hold what stands before the ids."""
     codec: Codec | None = None
     """How the rows will travel: those of a pass are encoded at once."""
+    draw: Draw | None = None
+    """Where the best tokens alone will travel: how the engine chooses."""
 
     @property
     def hands_on(self) -> bool:
@@ -277,18 +285,49 @@ class HeldBlocks:
         """The part of each work, in the order of the rows, encoded as it asked."""
         codecs = {work.codec for work in works} - {None}
         finite = bool(codecs) and np.isfinite(whole.rows).all() and np.isfinite(whole.log_weights).all()
-        travels = {one: frames.encode_rows(whole.rows, one) for one in codecs if one is not None and finite}
+        wholly = codecs - {Codec.BEST} if finite else set()
+        travels = {one: frames.encode_rows(whole.rows, one) for one in wholly if one is not None}
+        best = self._best(works, whole.rows) if finite and Codec.BEST in codecs else {}
         answers, start = [], 0
-        for work in works:
+        for i, work in enumerate(works):
             first, start = start, start + work.num_rows
-            logs, codec, encoded = whole.log_weights[first:start], work.codec, None
-            if codec in travels:
+            logs, codec, rows, draw = whole.log_weights[first:start], work.codec, best.get(i), None
+            if rows is not None:
+                draw = work.draw
+            elif codec in travels:
                 size = frames.row_bytes(codec, self.vocabulary)
                 rows = travels[codec][first * size : start * size]
-                encoded = codec, rows + frames.encode_log_weights(logs)
+            encoded = (codec, rows + frames.encode_log_weights(logs)) if codec and rows is not None else None
             # Copies: of a view, a session would keep the rows of all others for as long as its own.
-            answers.append(WeighedRows(whole.rows[first:start].copy(), logs.copy(), encoded=encoded))
+            own = whole.rows[first:start].copy()
+            answers.append(WeighedRows(own, logs.copy(), encoded=encoded, draw=draw))
         return answers
+
+    def _best(self, works: Sequence[RowWork], rows_RV: NDArray[Any]) -> dict[int, bytes]:
+        """The best tokens of works that ask for these alone, by the works' places. Without works that have
+        many values: their noise takes long, and other threads can find it."""
+        ends = list(itertools.accumulate(work.num_rows for work in works))
+        alike: dict[int, list[int]] = defaultdict(list)
+        for i, work in enumerate(works):
+            if work.draw is not None and work.num_rows * self.vocabulary <= FEW_VALUES:
+                alike[work.draw.tokens].append(i)
+        found: dict[int, bytes] = {}
+        for tokens, members in alike.items():
+            places: list[tuple[Sampler, int]] = []
+            index: list[int] = []
+            for i in members:
+                draw, count = works[i].draw, works[i].num_rows
+                assert draw is not None
+                sampler = Sampler(seed=draw.seed, temperature=draw.temperature)
+                places += [(sampler, draw.position + t) for t in range(count)]
+                index += range(ends[i] - count, ends[i])
+            ids, scores = best_scores(rows_RV[index], places, self.share_of(works[0].blocks), tokens)
+            # A temperature may be so low that no score is finite; then the stage says so to its client.
+            if np.isfinite(scores).all():
+                counts = [works[i].num_rows for i in members]
+                payloads = frames.encode_best(ids, scores, self.vocabulary, counts)
+                found |= zip(members, payloads, strict=True)
+        return found
 
     def _upstream(self, work: RowWork, dtype: torch.dtype) -> Tensor | None:
         if work.upstream_TD is None:
@@ -343,9 +382,11 @@ class HeldBlocks:
             total += weights[:, i, None] * rows
         return WeighedRows(total.cpu().numpy(), logs[:, [blocks.index(block) for block in asked]])
 
-    def weight_of(self, asked: Sequence[int]) -> float:
+    def share_of(self, asked: Sequence[int]) -> float:
         """What the rows of these blocks together are multiplied by."""
-        return 1.0 if self.pooling.follows_text else sum(self.pooling.weights[block] for block in asked)
+        if self.pooling.follows_text:
+            return 1.0
+        return max(LEAST_WEIGHT, sum(self.pooling.weights[block] for block in asked))
 
     @torch.inference_mode()
     def refine(

@@ -215,9 +215,12 @@ def evidence_ruling(
         is_sure = gain.is_loss(FINAL_STANDARD_ERRORS) or least.is_loss(GAIN_STANDARD_ERRORS)
         return Ruling.refuse(VerdictReason.HARMFUL, sentence + others, bad if is_sure else Mark.NEUTRAL)
     # Between the two it is noise: it does not count, and it is not held against the worker.
+    each = f"each by more than {required_of_each:.1f}"
+    if required_of_each < 0:
+        each = f"neither may rise by more than {-required_of_each:.1f}"
     needed = (
-        f"; to count their mean must fall by more than {required:.1f} standard errors, and each by more than "
-        f"{required_of_each:.1f} (longer rounds show more)"
+        f"; to count their mean must fall by more than {required:.1f} standard errors, and {each} "
+        "(longer rounds show more)"
     )
     return Ruling.refuse(VerdictReason.NO_GAIN, sentence + needed)
 

@@ -330,10 +330,17 @@ def best_bytes(count: int, vocabulary: int) -> int:
     return count * id_dtype(vocabulary).itemsize + row_bytes(Codec.Q16, count)
 
 
-def encode_best(ids: NDArray[np.int64], scores: NDArray[np.float64], vocabulary: int) -> bytes:
-    """The best tokens of each row [R, K], in any order, and their scores. Every other token of the row has at
-    most the lowest of them."""
-    return ids.astype(id_dtype(vocabulary)).tobytes() + encode_rows(scores, Codec.Q16)
+def encode_best(
+    ids: NDArray[np.int64], scores: NDArray[np.float64], vocabulary: int, counts: Sequence[int]
+) -> list[bytes]:
+    """The best tokens of each row [R, K], in any order, and their scores, for answers of so many rows each.
+    Every other token of a row has at most the lowest of them."""
+    narrow, codes = ids.astype(id_dtype(vocabulary)), encode_rows(scores, Codec.Q16)
+    size, start, answers = row_bytes(Codec.Q16, ids.shape[1]), 0, []
+    for count in counts:
+        first, start = start, start + count
+        answers.append(narrow[first:start].tobytes() + codes[first * size : start * size])
+    return answers
 
 
 def decode_best(

@@ -160,8 +160,8 @@ def test_a_wrong_chat_is_refused_by_name(
     ("body", "param", "message"),
     [
         ({}, "prompt", "you must provide prompt"),
-        ({"prompt": "\ud800"}, "prompt", "prompt: expected"),
-        ({"prompt": 5}, "prompt", "prompt: expected"),
+        ({"prompt": "\ud800"}, "prompt", "prompt: the text holds half a surrogate pair"),
+        ({"prompt": 5}, "prompt", "prompt: expected a string"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "messages.0.content: expected a text"),
         ({"messages": [{"role": "bot", "content": ""}]}, "messages", "messages.0.role: must be 'system'"),
     ],

@@ -11,7 +11,7 @@ from blocktrain.serving.gateway.limits import (
     CHOICES_AT_ONCE,
     DAY_SECONDS,
     Bucket,
-    Choosing,
+    ChoiceTurns,
     GatewayLimits,
     Keys,
     Places,
@@ -61,7 +61,7 @@ def test_a_quota_that_is_no_number_is_refused(tmp_path: Path, quota: str) -> Non
 def test_many_choices_take_turns_beside_another_request() -> None:
     async def scene() -> None:
         others, under_way, most = 0, 0, 0
-        turns = Choosing(lambda: not others)
+        turns = ChoiceTurns(lambda: not others)
         held = asyncio.Event()
 
         async def pieces() -> AsyncIterator[int]:

@@ -24,7 +24,7 @@ from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.formats import AnswerFormat
 from blocktrain.serving.gateway.limits import (
     ANYONE,
-    Choosing,
+    ChoiceTurns,
     GatewayLimits,
     Keys,
     Places,
@@ -144,7 +144,7 @@ class Answerer:
                     self.places.taken(len(job.choices), job.client),
                     asyncio.timeout(self.limits.request_seconds),
                 ):
-                    turns = Choosing(lambda: self.places.requests == 1)
+                    turns = ChoiceTurns(lambda: self.places.requests == 1)
                     await write_choices(job.engine, job.choices, timed, job.totals, turns)
         except TooManyRequestsError:
             self.metrics.refusals.labels("places").inc()

@@ -37,16 +37,19 @@ FIELD_WORDS = {
     "input": "expected a string, or a list of messages with a role and a text; not empty",
     "stop": "expected a string or a list of up to 16 strings, each of 1 to 200 characters",
     "content": 'expected a text, or a list of parts {"type": "text", "text": …}',
+}
+"""Fields of several types: pydantic reports a problem for each type, and none of them helps."""
+RULE_WORDS = {
     "logit_bias": "expected token ids, each with a number from -100 to 100",
     "tools": "expected none: this model calls no tools",
     "tool_calls": "expected none: this model calls no tools",
     "annotations": "expected none",
 }
-"""Fields of several types, of which pydantic reports a problem for each, and others whose problem it tells in
-words of its own."""
+"""Fields whose rule pydantic would show as a pattern or a length."""
 OUR_WORDS = {
     "Input should be a valid dictionary or object to extract fields from": "expected a JSON object",
     "Input should be a valid dictionary": "expected a JSON object",
+    "Input should be a valid integer": "expected a whole number",
     "Input should be a valid ": "expected a ",
     "Input should be ": "must be ",
     "String should ": "must ",
@@ -152,8 +155,10 @@ def _invalid(errors: Sequence[Any], body: Any) -> ApiError:
     param = first.get("ctx", {}).get("param")
     if param is not None or field is None:
         return ApiError(400, message, param=param, code="invalid_value")
-    known = [FIELD_WORDS[name] for name in reversed(place) if name in FIELD_WORDS]
-    message = ".".join(place) + f": {known[0] if known else message}"
+    if kind != "value_error":  # which is a sentence of ours, about the value
+        words = {**RULE_WORDS, **(FIELD_WORDS if len(errors) > 1 else {})}
+        message = next((words[name] for name in reversed(place) if name in words), message)
+    message = f"{'.'.join(place)}: {message}"
     return ApiError(400, message, param=field, code="invalid_value")
 
 

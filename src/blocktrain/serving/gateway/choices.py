@@ -15,7 +15,7 @@ from blocktrain.data.tokenizer import Tokenizer
 from blocktrain.ids import derive_seed
 from blocktrain.serving.engine.engine import Generation, TextEngine
 from blocktrain.serving.engine.requests import Chunk, GenerationRequest, GenerationStats, TokenLogprob
-from blocktrain.serving.gateway.limits import Choosing
+from blocktrain.serving.gateway.limits import ChoiceTurns
 from blocktrain.serving.gateway.text import FinishReason, Offsets, TextStream
 
 
@@ -132,7 +132,7 @@ class ChoiceWriter:
 
 
 async def write_choices(
-    engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals, turns: Choosing
+    engine: TextEngine, choices: Sequence[Choice], emit: Emit, totals: Totals, turns: ChoiceTurns
 ) -> None:
     """All choices side by side, or in turn. Every request is checked before the first piece of any."""
     # Not begun yet: a request that is wrong fails before any text is sent.

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import hmac
 import math
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -139,9 +140,9 @@ def load_keys(path: Path) -> Keys:
             )
         keys.append((name, key))
         if quota is not None:
-            if not quota.isdecimal() or not int(quota[:19]) > 0:
+            if re.fullmatch(r"[1-9][0-9]{0,17}", quota) is None:
                 raise UserError(f"{path}, line {number}: expected {QUOTA} and a whole number above 0")
-            quotas[name] = int(quota[:19])
+            quotas[name] = int(quota)
     if not keys:
         raise UserError(f"{path} holds no keys; write one per line, or leave the option out to serve anyone")
     return Keys(keys, quotas)
@@ -294,7 +295,7 @@ class Places:
                 turn.come.set_result(None)
 
 
-class Choosing:
+class ChoiceTurns:
     """Whose turn it is among the choices of one request. All go on at once where it is `alone`; beside other
     requests CHOICES_AT_ONCE do, piece by piece in turn, so that `n` does not count as so many clients."""
 

@@ -117,7 +117,7 @@ class ModelSource(NamedTuple):
 
     checkpoint: Path
     stages: tuple[Address, ...]
-    """None: every block is held in this process."""
+    """Empty: every block is held in this process."""
 
     @classmethod
     def found(cls, checkpoint: Path, stages: str) -> ModelSource:

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.errors import BlocktrainError
-from blocktrain.model.pooling import LEAST_WEIGHT
 from blocktrain.model.sampling import Sampler, best_scores
 from blocktrain.serving.batching import Batcher, CacheGapError, LateError, QueueFullError
 from blocktrain.serving.blocks import HeldBlocks, Refinement, RowWork, WeighedRows
@@ -73,9 +72,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 20
-FEW_VALUES = 4096
-"""Log-probs whose best are found on the event loop: the noise of so many takes 0.1 ms, and the way to a
-thread and back as long. That of 32,768 takes a millisecond."""
 QUESTIONS = (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT)
 """What is answered with rows."""
 MAX_BEST_ROWS = 64
@@ -401,17 +397,21 @@ class Stage:
                 codec = Codec.F64 if asked.kind == FrameType.EXACT else codec
             self.metrics.rows.inc(len(rows))
             header = Header(kind, codec, rows=len(rows))
-            if found is not None and found.encoded is not None and found.encoded[0] == codec:
+            draw = asked.ask.draw if asked is not None and codec == Codec.BEST else None
+            # The same traversal may be asked again for other rows than before.
+            if (
+                found is not None
+                and found.encoded is not None
+                and (codec, draw) == (found.encoded[0], found.draw)
+            ):
                 await self._reply(connection, frame, header, "ok", payload=found.encoded[1])
                 return
             # Said here with a sentence; the engine would take such a row for a broken stage.
             if not (np.isfinite(rows).all() and np.isfinite(logs).all()):
                 raise RequestRefusedError(FailureCode.INTERNAL, "the blocks gave NaN or infinite log-probs")
             if codec == Codec.BEST and asked is not None:
-                if rows.size <= FEW_VALUES:
-                    encoded = _best(connection.model, asked.ask, rows)
-                else:
-                    encoded = await asyncio.to_thread(_best, connection.model, asked.ask, rows)
+                # In a thread: the noise of a row over 32,768 tokens takes a millisecond.
+                encoded = await asyncio.to_thread(_best, connection.model, asked.ask, rows)
             else:
                 encoded = frames.encode_rows(rows, codec)
             payload = encoded + frames.encode_log_weights(logs)
@@ -552,7 +552,8 @@ class Stage:
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
             work.like = other.caches if other is not None else None
-            work.codec = header.codec if header.codec != Codec.BEST and rows_of else None
+            work.codec = header.codec if rows_of else None
+            work.draw = ask.draw if header.codec == Codec.BEST else None
             session.supersede(header.base)
             session.outcome = model.batcher.submit(work, asked.deadline)
             session.waiting.append((header.base, session.outcome))
@@ -676,11 +677,11 @@ def _best(model: ServedModel, ask: Ask, rows: NDArray[Any]) -> bytes:
     """The best tokens of each row and their scores."""
     draw = ask.draw
     assert draw is not None, "checked when the rows were asked for"
-    weight = max(model.held.weight_of(ask.blocks), LEAST_WEIGHT)
     sampler = Sampler(seed=draw.seed, temperature=draw.temperature)
-    ids, scores = best_scores(rows, sampler, draw.position, weight, draw.tokens)
+    places = [(sampler, draw.position + i) for i in range(len(rows))]
+    ids, scores = best_scores(rows, places, model.held.share_of(ask.blocks), draw.tokens)
     if not np.isfinite(scores).all():
         raise RequestRefusedError(
             FailureCode.BAD_REQUEST, f"no finite scores at temperature {draw.temperature}; expected more"
         )
-    return frames.encode_best(ids, scores, model.shape.vocabulary)
+    return frames.encode_best(ids, scores, model.shape.vocabulary, [len(rows)])[0]
