@@ -13,7 +13,7 @@ import pytest
 
 from blocktrain.model.sampling import Sampler
 from blocktrain.serving.engine.draft_length import DraftLength, most_flights
-from blocktrain.serving.engine.drafting import DraftedToken, Drafter
+from blocktrain.serving.engine.drafting import DraftedToken, Drafter, ReadText
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest
@@ -138,7 +138,7 @@ def test_a_draft_does_not_wait_for_all_prompts_that_are_read(checkpoint: Path) -
 
         def begin(name: str, text: bytes, most: int) -> asyncio.Future[list[DraftedToken]]:
             drafter = Drafter(engine.drafting, Sampler(), DraftLength(most))
-            done = engine.drafting.begin(drafter, list(text), most, [])
+            done = engine.drafting.begin(drafter, ReadText(engine.drafting, 1), list(text), most, [])
             done.add_done_callback(lambda _: order.append(name))
             return done
 
@@ -166,7 +166,8 @@ def test_the_prompt_of_a_request_that_ended_is_not_read_for_drafts(checkpoint: P
             assert await drafter.draft([7] * 60, 4, [], flying=False) == []
         computing.set()
         await engine.batcher.call(lambda: None)  # behind what the thread had to do
-        assert drafter.cache.length == 0
+        assert drafter.read is not None
+        assert drafter.read.cache.length == 0
         await engine.close()
 
     asyncio.run(served())
@@ -179,13 +180,14 @@ def test_a_text_that_begins_as_another_did_is_read_for_drafts_from_there(
     read: list[int] = []
 
     async def drafts(engine: LocalEngine, texts: Sequence[bytes]) -> list[list[int]]:
-        extend, found = engine.drafting.steps.extend, []
+        steps, found = engine.drafting.steps(1), []
+        extend = steps.extend
 
         def noted(tokens: Sequence[int], cache: Any) -> None:
             read.append(len(tokens))
             extend(tokens, cache)
 
-        monkeypatch.setattr(engine.drafting.steps, "extend", noted)
+        monkeypatch.setattr(steps, "extend", noted)
         for text in texts:
             with Drafter(engine.drafting, Sampler(seed=1), DraftLength(8)) as drafter:
                 drafted = await drafter.draft(list(text), 8, [], flying=True)
@@ -208,7 +210,7 @@ def test_a_draft_that_is_alone_has_the_tokens_that_it_has_among_others(checkpoin
 
         def begin(text: bytes, seed: int) -> asyncio.Future[list[DraftedToken]]:
             drafter = Drafter(engine.drafting, Sampler(seed=seed), DraftLength(32))
-            return engine.drafting.begin(drafter, list(text), 30, [])
+            return engine.drafting.begin(drafter, ReadText(engine.drafting, 3), list(text), 30, [])
 
         # Begun before the computing thread comes to the first, so that they are drafted together.
         begun = threading.Event()

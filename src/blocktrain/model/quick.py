@@ -283,8 +283,18 @@ class QuickBlocks:
         """The first block, and all others, over the same matrices; their caches are rows of these blocks'."""
         return self._of(slice(0, 1)), self._of(slice(1, None))
 
+    def first(self, count: int) -> QuickBlocks:
+        """The first blocks alone, over the same matrices, with caches of their own."""
+        if count == len(self.blocks):
+            return self
+        part = self._of(slice(0, count))
+        part.rows, part.shelves = slice(None), Shelves()
+        part.like = [None if like is None else like[:count] for like in self.like]
+        return part
+
     def _of(self, rows: slice) -> QuickBlocks:
         part = copy.copy(self)
+        part.__dict__.pop("leading", None)
         part.blocks, part.rows = self.blocks[rows], rows
         part.embedding_NVD, part.logits_VD = self.embedding_NVD[rows], self.logits_VD[rows]
         part.layers, part.out_norm = [layer.of(rows) for layer in self.layers], self.out_norm.of(rows)
@@ -377,6 +387,10 @@ class PlainBlocks:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], cache: PlainCache) -> None:
         self._run(tokens, [cache], [len(tokens)])
+
+    def first(self, count: int) -> PlainBlocks:
+        """The first blocks alone, with caches of their own."""
+        return self if count == len(self.blocks) else PlainBlocks(self.blocks[:count], self.codebook)
 
     def _run(
         self, tokens: Sequence[int], caches: Sequence[PlainCache], lengths: list[int]

@@ -52,6 +52,8 @@ class RoughBlocks(Protocol):
 
     def extend(self, tokens: Sequence[int], cache: Any) -> None: ...
 
+    def first(self, count: int) -> RoughBlocks: ...
+
 
 @dataclass(frozen=True)
 class WeighedRows:

@@ -180,7 +180,15 @@ async def decode(
             if drafter is not None and written:
                 margins = [one.margin for one in judged]
                 drafter.observe(
-                    Traversed(margins, accepted, len(written), landed - last, landed - flight.began),
+                    Traversed(
+                        margins,
+                        accepted,
+                        len(written),
+                        landed - last,
+                        landed - flight.began,
+                        rows=flight.traversal.num_rows,
+                        blocks=judged[0].blocks if judged else 0,
+                    ),
                     found.weights[len(written) - 1],
                 )
             if written:

@@ -1,7 +1,7 @@
-"""How many tokens to draft before a traversal: policies that learn from what came of earlier drafts.
+"""How many blocks draft, and how many tokens before a traversal: policies that learn from earlier drafts.
 
-Pure state, fed with margins, counts, seconds and the time. A draft of any length gives the same text; these
-decide only how long it takes.
+Pure state, fed with margins, counts, seconds and the time. A draft of any length by any blocks gives the same
+text; these decide only how long it takes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
 """That a token of each class of margins holds, before any was seen: so many of one block's do, of four."""
 FIRST_COUNT = 4.0
 """Tokens of each class that this counts for."""
+FEW_REQUESTS = 4
+"""Up to so many begin to draft with all blocks held here, more with the first block alone: it costs a third
+and holds for 91 of 100 bytes instead of 97, which matters less the more requests share a traversal."""
 SETTLING, COUNTED = 2, 2
-"""Traversals of each request, in the mean, that pass after drafts began or ended, and those counted then."""
+"""Traversals of each request, in the mean, that pass after another way began, and those counted then."""
 LEAST_SECONDS = 0.3
 """Of counting: a shorter time says little."""
+BETTER = 1.03
+"""Another way must write so much more before it is kept: two runs of one way differ by as much."""
 FIRST_PATIENCE, MOST_PATIENCE = 8.0, 64.0
-"""Seconds until the slower way is tried again: twice as long whenever it was still slower."""
+"""Seconds until a slower way is tried again: twice as long whenever it was still slower."""
+LEAST_ROWS = 2.0
+"""Rows of a traversal in the mean, from which on what each of them costs is worked out."""
 TRIAL_SHARE = 12
 """And at least so many times as long as it took to find out."""
 MOST_READING_SECONDS = 10.0
@@ -68,6 +75,10 @@ class Traversed:
     seconds: float
     """Since the text was last written on."""
     traversal_seconds: float
+    rows: int = 1
+    """Asked for in this traversal, right or wrong."""
+    blocks: int = 0
+    """How many blocks drafted these tokens; 0 where nothing was drafted."""
 
 
 class DraftLength:
@@ -81,38 +92,53 @@ class DraftLength:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
 
+    def blocks(self, requests: int, held: int) -> int:
+        """How many of the blocks held here draft while so many requests are under way; 0 for no drafts."""
+        return held
+
     def go_on(
-        self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False, unsent: int = 0
+        self,
+        margins: Sequence[float],
+        requests: int,
+        now: float,
+        *,
+        blocks: int,
+        flying: bool = False,
+        unsent: int = 0,
     ) -> bool:
-        """Whether to draft one more token behind unverified tokens that won by these margins, while so many
-        requests are under way. `flying`: the text waits for a traversal anyhow. `unsent`: so many of those
-        tokens wait to be sent with the next one."""
+        """Whether so many blocks draft one more token behind unverified tokens that won by these margins,
+        while so many requests are under way. `flying`: the text waits for a traversal anyhow. `unsent`: so
+        many of those tokens wait to be sent with the next one."""
         return True
 
-    def stepped(self, seconds: float, requests: int, now: float) -> None:
-        """A step that drafted a token for each text took this long."""
+    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
+        """A step in which so many blocks drafted a token for each text took this long."""
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
         """Learn from a traversal. `reading`: the gateway still reads texts before it can draft for them."""
 
 
 class Comparison:
-    """Whether drafts pay: what all requests together write a second with them, and without.
+    """How many blocks should draft: what all requests together write a second with so many, and with none.
 
     Gateway and stages may share processors, and a batch makes traversals dear or cheap for all: what a draft
-    costs the others no request can tell. With 32 clients on two cores drafts halved what all of them wrote,
-    and the rule for one request went on. So both ways are tried, each for four traversals of every request,
-    and the faster one is kept; the other one is tried again from time to time.
+    costs the others no request can tell. With 32 clients on two cores drafts by three blocks halved what all
+    of them wrote, and the rule for one request went on. So each way is tried, for four traversals of every
+    request, and the fastest one is kept; the others are tried again from time to time.
     """
 
-    def __init__(self) -> None:
-        self.drafts = True
+    def __init__(self, first: int, ways: Sequence[int]) -> None:
+        self.ways = list(ways)
+        """Numbers of blocks, 0 among them."""
+        self.blocks = first
         """What is done now."""
-        self.best = True
-        self.speeds: dict[bool, float] = {}
-        """Tokens a second of all requests, with drafts and without."""
-        self.known_at: dict[bool, float] = {}
-        self.patience = FIRST_PATIENCE
+        self.best = first
+        self.speeds: dict[int, float] = {}
+        """Tokens a second of all requests, by number of blocks."""
+        self.known_at: dict[int, float] = {}
+        self.patience = dict.fromkeys(ways, FIRST_PATIENCE)
+        self.began = math.inf
+        """When the first traversal of this load landed."""
         self.last = -math.inf
         self._settle(-math.inf)
 
@@ -128,16 +154,16 @@ class Comparison:
     ) -> None:
         """A traversal landed, `seconds` after the one before it. None of late took less than `least`."""
         if now - self.last > found.seconds + AWAY_SECONDS:
-            old = [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]
-            for way in old:
+            # Another crowd: what was found long ago may be true no more, and its first traversals pass.
+            for way in [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]:
                 del self.speeds[way], self.known_at[way]
-            self.best = max(self.speeds, key=self.speeds.__getitem__, default=True)
-            self.drafts = self.best
+            self.best = max(self.speeds, key=self.speeds.__getitem__, default=self.best)
+            self.blocks = self.best
             self._settle(now)
-        self.last = now
+        self.last, self.began = now, min(self.began, now)
         self.traversals += 1
         if self.is_settling:
-            reads = self.drafts and reading and now - self.since < MOST_READING_SECONDS
+            reads = self.blocks > 0 and reading and now - self.since < MOST_READING_SECONDS
             if self.traversals >= SETTLING * requests and not reads:
                 self.is_settling = False
                 self._count()
@@ -146,30 +172,39 @@ class Comparison:
         self.seconds += seconds
         if self.traversals < COUNTED * requests or self.seconds < LEAST_SECONDS:
             return
-        tried, speed = self.drafts, self.tokens / self.seconds
+        tried, speed = self.blocks, self.tokens / self.seconds
         # What was found just before counts too; what was found long ago may be true no more.
         if now - self.known_at.get(tried, -math.inf) < FIRST_PATIENCE:
             speed = (speed + self.speeds[tried]) / 2
         self.speeds[tried] = speed
         self.known_at[tried] = now
-        best = max(self.speeds, key=self.speeds.__getitem__)
-        if best != self.best:
-            self.patience = FIRST_PATIENCE
-        elif tried != best:
-            self.patience = max(min(2 * self.patience, MOST_PATIENCE), TRIAL_SHARE * (now - self.since))
-        self.best, other = best, not best
-        # Without drafts a traversal brings a token: where they bring more than that can, nothing is tried.
-        hopeless = best and self.speeds[best] * least > requests
-        due = other not in self.speeds or now - self.known_at[other] > self.patience
-        self.drafts = other if due and not hopeless else best
-        if self.drafts == tried:
+        before, found_best = self.best, max(self.speeds, key=self.speeds.__getitem__)
+        if self.speeds[found_best] > BETTER * self.speeds.get(before, 0.0):
+            self.best = found_best
+        if self.best != before:
+            self.patience[self.best] = FIRST_PATIENCE
+        elif tried != before:
+            longer = max(2 * self.patience[tried], TRIAL_SHARE * (now - self.since))
+            self.patience[tried] = min(longer, MOST_PATIENCE)
+        # Without drafts a traversal brings a token: where drafts bring more than that can, it is not tried.
+        # More blocks than now read all texts first, so they are not tried as soon as a load comes.
+        hopeless = self.best > 0 and self.speeds[self.best] * least > requests
+        untried = {way: -math.inf if way < self.best else self.began for way in self.ways}
+        tried_at = untried | self.known_at
+        due = [
+            way
+            for way in self.ways
+            if now - tried_at[way] > self.patience[way] and way != self.best and not (way == 0 and hopeless)
+        ]
+        self.blocks = min(due, key=tried_at.__getitem__, default=self.best)
+        if self.blocks == tried:
             self._count()
         else:
             self._settle(now)
 
 
 class Costs:
-    """What things take while about so many requests are under way; older observations count less."""
+    """What things take one way at one load; older observations count less."""
 
     def __init__(self) -> None:
         self.step_seconds, self.step_at = 0.0, -math.inf
@@ -177,13 +212,29 @@ class Costs:
         the second already knows its cost."""
         self.tokens, self.seconds = 1.0, 0.05
         """Of recent traversals with their drafts."""
-        self.traversal_seconds = 0.0
+        self.traversal_seconds, self.rows = 0.0, 1.0
         """Of recent ones, in the mean."""
-        self.comparison = Comparison()
 
     def trust(self, now: float) -> float:
         """What `step_seconds` counts now, of 1 just after a step."""
         return math.pow(0.5, max(0.0, now - self.step_at) / HALF_LIFE_SECONDS)
+
+
+class Load:
+    """What is known of about so many requests under way."""
+
+    def __init__(self, first: int, ways: Sequence[int]) -> None:
+        self.comparison = Comparison(first, ways)
+        self.costs = {way: Costs() for way in ways}
+        """By number of blocks that draft."""
+
+    def row_seconds(self, blocks: int) -> float:
+        """By how much each further row makes a traversal longer, where that was measured."""
+        plain, drafted = self.costs[0], self.costs[blocks]
+        if not plain.traversal_seconds or drafted.rows < LEAST_ROWS:
+            return 0.0
+        more = drafted.traversal_seconds - plain.traversal_seconds
+        return max(0.0, more / (drafted.rows - plain.rows)) if drafted.rows > plain.rows else 0.0
 
 
 class AdaptiveLength(DraftLength):
@@ -191,20 +242,24 @@ class AdaptiveLength(DraftLength):
 
     A token that won its draft by a wide margin is rarely wrong, so the chance of acceptance is counted by
     margin. The next token brings (chance that all before it hold) * (its own chance) tokens. It costs one
-    step of all drafts, and in that time a request makes `rate` tokens by going on as usual. So drafts are
-    long where the network is slow or the text is easy, and short where processors are busy.
+    step of all drafts and one more row of their traversals, and in that time a request makes `rate` tokens by
+    going on as usual. So drafts are long where the network is slow or the text is easy, and short where
+    processors are busy.
 
     Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught says
     nothing about the one request after it. And a cost that nobody measured lately is believed less and
-    less: before, one burst of 32 ended drafting until the gateway was started again. Whether to draft at all
-    is left to a `Comparison`.
+    less: before, one burst of 32 ended drafting until the gateway was started again. How many blocks draft,
+    and whether any do, is left to a `Comparison`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        """`blocks`: how many may draft."""
         super().__init__(MAX_DRAFT_TOKENS)
-        self.tries = [FIRST_COUNT] * len(FIRST_CHANCES)
-        self.hits = [FIRST_COUNT * chance for chance in FIRST_CHANCES]
-        self.by_load: dict[int, Costs] = {}
+        self.most_blocks = blocks
+        self.ways = sorted({0, min(1, blocks), blocks})
+        self.tries = {way: [FIRST_COUNT] * len(FIRST_CHANCES) for way in self.ways}
+        self.hits = {way: [FIRST_COUNT * chance for chance in FIRST_CHANCES] for way in self.ways}
+        self.by_load: dict[int, Load] = {}
         self.least_seconds = math.inf
         """The shortest traversal of late."""
         self.last = -math.inf
@@ -213,50 +268,72 @@ class AdaptiveLength(DraftLength):
     def most_of(self, flights: int) -> int:
         return self.most if flights == 1 else FLIGHT_TOKENS
 
-    def costs(self, requests: int) -> Costs:
+    def load(self, requests: int) -> Load:
         # Rounded: as many requests as a power of two, and some that come and go, are one load.
-        return self.by_load.setdefault(round(math.log2(max(1, requests))), Costs())
+        load = round(math.log2(max(1, requests)))
+        if load not in self.by_load:
+            # Where fewer requests write more without drafts, so do more.
+            fewer = self.by_load.get(load - 1)
+            plain = fewer is not None and fewer.comparison.best == 0
+            first = 0 if plain else self.most_blocks if requests <= FEW_REQUESTS else min(1, self.most_blocks)
+            self.by_load[load] = Load(first, self.ways)
+        return self.by_load[load]
+
+    def blocks(self, requests: int, held: int) -> int:
+        return self.load(requests).comparison.blocks
 
     def go_on(
-        self, margins: Sequence[float], requests: int, now: float, *, flying: bool = False, unsent: int = 0
+        self,
+        margins: Sequence[float],
+        requests: int,
+        now: float,
+        *,
+        blocks: int,
+        flying: bool = False,
+        unsent: int = 0,
     ) -> bool:
-        costs = self.costs(requests)
-        # The first token is what the comparison is about: where drafts seemed too dear, both ways were alike.
-        if not (costs.comparison.drafts and margins):
-            return costs.comparison.drafts
-        gain = sum(self.hits) / sum(self.tries)
+        # The first token is what the comparison is about: where drafts seemed too dear, all ways were alike.
+        if not margins:
+            return True
+        load, tries, hits = self.load(requests), self.tries[blocks], self.hits[blocks]
+        costs = load.costs[blocks]
+        gain = sum(hits) / sum(tries)
         for margin in margins:
             bucket = bisect(MARGINS, margin)
-            gain *= self.hits[bucket] / self.tries[bucket]
+            gain *= hits[bucket] / tries[bucket]
         step_seconds = costs.step_seconds * costs.trust(now)
         # Drafts that cost too much lower the usual rate, and would look cheap beside it. The rate without any
         # was measured, or else a traversal brings a token.
-        plain, alone = costs.comparison.speeds.get(False), costs.traversal_seconds
+        plain, alone = load.comparison.speeds.get(0), costs.traversal_seconds
         least_rate = plain / requests if plain else 1 / alone if alone else 0.0
         rate = max(costs.tokens / costs.seconds, least_rate)
         # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
-        cost = rate * step_seconds
+        cost = rate * (step_seconds + load.row_seconds(blocks))
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
-    def stepped(self, seconds: float, requests: int, now: float) -> None:
-        costs = self.costs(requests)
+    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
+        costs = self.load(requests).costs[blocks]
         kept = KEEP_COST * costs.trust(now)
         costs.step_seconds = kept * costs.step_seconds + (1 - kept) * seconds
         costs.step_at = now
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
+        tries, hits = self.tries[found.blocks], self.hits[found.blocks]
         for i, margin in enumerate(found.margins):
             bucket = bisect(MARGINS, margin)
-            self.tries[bucket] = KEEP * self.tries[bucket] + 1
-            self.hits[bucket] = KEEP * self.hits[bucket] + (i < found.accepted)
-        costs = self.costs(requests)
+            tries[bucket] = KEEP * tries[bucket] + 1
+            hits[bucket] = KEEP * hits[bucket] + (i < found.accepted)
+        load = self.load(requests)
+        # Of the way that is tried now: the first traversal of a text has no draft in any.
+        costs = load.costs[load.comparison.blocks]
         costs.tokens = KEEP_COST * costs.tokens + found.tokens
         costs.seconds = KEEP_COST * costs.seconds + found.seconds
         mean = costs.traversal_seconds or found.traversal_seconds
         costs.traversal_seconds = mean + (1 - KEEP_COST) * (found.traversal_seconds - mean)
+        costs.rows += (1 - KEEP_COST) * (found.rows - costs.rows)
         self.least_seconds = min(found.traversal_seconds, SLOWER * self.least_seconds)
         # The time since anybody's last traversal, but for that in which there was no request.
         seconds, self.last = min(now - self.last, found.seconds), now
-        costs.comparison.observe(found, seconds, requests, now, least=self.least_seconds, reading=reading)
+        load.comparison.observe(found, seconds, requests, now, least=self.least_seconds, reading=reading)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,46 @@ class DraftedToken:
     token: int
     margin: float
     """By how much it won."""
+    blocks: int = 0
+    """How many blocks guessed it; 0 where it was looked up."""
+
+
+class ReadText:
+    """What some blocks have read of a request's text; the computing thread's own once a draft has begun."""
+
+    def __init__(self, drafting: Drafting, blocks: int) -> None:
+        self.drafting, self.blocks = drafting, blocks
+        """How many of the blocks held here."""
+        self.cache: Any = drafting.steps(blocks).new_cache()
+        self.seen: list[int] = []
+        """The window that the cache holds, all but its last token at least."""
+        self.start = 0
+        """Of the window, in the text."""
+        self.is_fresh = False
+        """Whether the cache was read or copied, and no step has gone on from it."""
+
+    def catch_up(self, text: Sequence[int], context: int) -> list[int]:
+        """Have the cache hold what it shares with the text; gives what is due before a guess."""
+        start = window_start(len(text), context)
+        window = list(text[start:])
+        # What the cache holds beyond the text they share was a wrong draft, or another window.
+        keep = shared_length(self.seen, window) if start == self.start else 0
+        keep = min(keep, len(window) - 1, self.cache.length)
+        if len(window) - keep > READ_FIRST:
+            # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
+            self.is_fresh = True
+            cache, length = self.drafting.like(window[:-1], self.blocks)
+            if length > keep:
+                self.cache, keep = cache, length
+        self.cache.truncate(keep)
+        due = window[keep:]
+        if len(due) > STEPS_AT_MOST + 1:
+            self.drafting.steps(self.blocks).extend(due[:-1], self.cache)
+            if len(due) > READ_FIRST:
+                self.drafting.keep(window[:-1], self.cache, self.blocks)
+            due = due[-1:]
+        self.seen, self.start = window, start
+        return due
 
 
 @dataclass(eq=False)
@@ -72,6 +113,9 @@ class Draft:
     """One draft under way."""
 
     drafter: Drafter
+    read: ReadText
+    weights: Row
+    """The share of each block that drafts."""
     text: list[int]
     most: int
     """Tokens to draft at most; 0 where the text is only read."""
@@ -83,6 +127,11 @@ class Draft:
     due: list[int] = field(default_factory=list)
     """What the cache still has to read before a row says what follows the text; the last token at least."""
     tokens: list[DraftedToken] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        """How many draft."""
+        return self.read.blocks
 
 
 class Drafting:
@@ -97,24 +146,29 @@ class Drafting:
         self._lock = threading.Lock()
         self._waiting: list[Draft] = []
         self._running = False
-        self._kept: list[tuple[list[int], Any]] = []
-        """Texts that were read and their caches, the one used last at the end; the computing thread's own."""
+        self._kept: dict[int, list[tuple[list[int], Any]]] = defaultdict(list)
+        """By how many blocks draft: texts that were read and their caches, the one used last at the end; the
+        computing thread's own."""
+        self._steps: dict[int, RoughBlocks] = {}
 
-    @property
-    def steps(self) -> RoughBlocks:
+    def steps(self, count: int) -> RoughBlocks:
+        """The first so many blocks held here."""
         # Made at the first draft: not every engine is asked for one.
-        return self.batcher.held.steps(tuple(self.blocks))
+        if count not in self._steps:
+            self._steps[count] = self.batcher.held.steps(tuple(self.blocks)).first(count)
+        return self._steps[count]
 
-    def own_shares(self, weights: Row) -> Row:
-        """The share of each block held here. One of weight 0 may be the only one here; it still guesses
-        better than nothing."""
-        own = np.maximum(weights[self.blocks], 1e-9)
+    def own_shares(self, weights: Row, count: int) -> Row:
+        """The share of each of the first blocks held here. One of weight 0 may be the only one here; it still
+        guesses better than nothing."""
+        own = np.maximum(weights[self.blocks[:count]], 1e-9)
         shares: Row = own / own.sum()
         return shares
 
     def begin(
         self,
         drafter: Drafter,
+        read: ReadText,
         text: Sequence[int],
         most: int,
         margins: Sequence[float],
@@ -122,7 +176,9 @@ class Drafting:
         flying: bool = False,
     ) -> asyncio.Future[list[DraftedToken]]:
         loop = asyncio.get_running_loop()
-        draft = Draft(drafter, list(text), most, list(margins), loop.create_future(), flying)
+        weights = self.own_shares(drafter.weights, read.blocks)
+        done = loop.create_future()
+        draft = Draft(drafter, read, weights, list(text), most, list(margins), done, flying)
         if not most:
             self.num_unread += 1
             draft.done.add_done_callback(self._was_read)
@@ -149,17 +205,17 @@ class Drafting:
                 return
             # One text is read for every step of the drafts. Of 64 that come at once the first get drafts
             # while the others are read, which takes a second; before, they all waited for the last.
-            now, asked = time.monotonic(), unread + [draft for draft in came if not draft.most]
-            unread = [one for one in asked if one.drafter.length.go_on([], self.num_open, now)]
+            asked = unread + [draft for draft in came if not draft.most]
+            unread = [draft for draft in asked if draft.blocks == self.blocks_now(draft.drafter.length)]
             for draft in set(asked) - set(unread):
-                # No drafts for now; what is not read by then is asked for again.
+                # No drafts for now, or by other blocks; what is not read by then is asked for again.
                 loop.call_soon_threadsafe(_finish, draft.done, [])
             came = [draft for draft in came if draft.most] + unread[:1]
             del unread[:1]
             try:
                 for draft in came:
                     if not draft.done.cancelled():
-                        draft.drafter.catch_up(draft)
+                        draft.due = draft.read.catch_up(draft.text, self.batcher.held.context)
                 active = self._step(active + [draft for draft in came if draft.due], loop)
             except Exception as error:  # those who wait are told; the next draft starts fresh
                 for draft in active + came:
@@ -179,31 +235,34 @@ class Drafting:
                 loop.call_soon_threadsafe(_finish, draft.done, draft.tokens)
         if not going:
             return []
-        written, blocks = 1, self.steps
-        if len(going) == 1 and len(self.blocks) > 1 and isinstance(blocks, QuickBlocks):
-            written = self._run_ahead(going[0], blocks)
-        else:
-            self._step_together(going)
-        seconds = (time.monotonic() - now) / written
-        # Caches that were just read move together first: of 32, that took 0.5 s once and a step 0.1.
-        fresh = sum(draft.drafter.is_fresh for draft in going)
-        for draft in going:
-            draft.drafter.is_fresh = False
-        if fresh > len(going) / 4:
-            return going
-        for length in {id(draft.drafter.length): draft.drafter.length for draft in going}.values():
-            length.stepped(seconds, self.num_open, time.monotonic())
+        # All have the same number but for moments after it changed.
+        for count in {draft.blocks for draft in going}:
+            alike = [draft for draft in going if draft.blocks == count]
+            began, written, blocks = time.monotonic(), 1, self.steps(count)
+            if len(alike) == 1 and count > 1 and isinstance(blocks, QuickBlocks):
+                written = self._run_ahead(alike[0], blocks)
+            else:
+                self._step_together(alike, blocks)
+            seconds = (time.monotonic() - began) / written
+            # Caches that were just read move together first: of 32, that took 0.5 s once and a step 0.1.
+            fresh = sum(draft.read.is_fresh for draft in alike)
+            for draft in alike:
+                draft.read.is_fresh = False
+            if fresh > len(alike) / 4:
+                continue
+            for length in {id(draft.drafter.length): draft.drafter.length for draft in alike}.values():
+                length.stepped(seconds, self.num_open, time.monotonic(), blocks=count)
         return going
 
-    def _step_together(self, going: Sequence[Draft]) -> None:
+    def _step_together(self, going: Sequence[Draft], blocks: RoughBlocks) -> None:
         """A token of each."""
-        logits_NMV = self.steps.step(
-            [draft.due.pop(0) for draft in going], [draft.drafter.cache for draft in going]
+        logits_NMV = blocks.step(
+            [draft.due.pop(0) for draft in going], [draft.read.cache for draft in going]
         ).numpy()
         # Where a text is not read to its end yet, its row is of no use.
         asked = [m for m, draft in enumerate(going) if not draft.due]
         if asked:
-            weights_MN = np.array([going[m].drafter.weights for m in asked])
+            weights_MN = np.array([going[m].weights for m in asked])
             logs_NMV = normalised(logits_NMV[:, asked].astype(np.float64))
             rows_MV = np.einsum("mn,nmv->mv", weights_MN, logs_NMV)
             for m, row in zip(asked, rows_MV, strict=True):
@@ -214,7 +273,7 @@ class Drafting:
         itself, and the others read its guesses in one pass: reading the matrices is most of a step, and it
         is right nine times of ten. Three blocks of width 384: 0.72 of the time of a token (decision 0023)."""
         first, others = blocks.leading
-        cache, due, text = draft.drafter.cache, draft.due, list(draft.text)
+        cache, due, text = draft.read.cache, draft.due, list(draft.text)
         at, most = cache.length, max(1, min(READ_AT_ONCE + 1 - len(due), draft.most - len(draft.tokens)))
         blocks.reserve(cache, len(due) + most)
         guessed: list[int] = []
@@ -229,7 +288,7 @@ class Drafting:
             logits_RV.append(first.read(guessed[-1:], cache, at + len(due) + len(guessed) - 1)[0, 0].numpy())
         rest_NRV = others.read(due + guessed, cache, at)[:, -len(logits_RV) :].numpy()
         logs_NRV = normalised(np.concatenate([np.stack(logits_RV)[None], rest_NRV]).astype(np.float64))
-        rows_RV = np.einsum("n,nrv->rv", draft.drafter.weights, logs_NRV)
+        rows_RV = np.einsum("n,nrv->rv", draft.weights, logs_NRV)
         # Each row counts while all guesses before it were those of all blocks.
         written = 0
         for row, guess in zip(rows_RV, [*guessed, None], strict=True):
@@ -240,18 +299,23 @@ class Drafting:
         cache.wrote(len(due) + written - 1)
         return written
 
-    def keep(self, text: list[int], cache: Any) -> None:
-        """Have a copy of the cache, which holds this text, for others that begin as it does."""
-        self._kept = [*self._kept[1 - KEPT_TEXTS :], (text, cache.copy())]
+    def blocks_now(self, length: DraftLength) -> int:
+        """How many blocks draft for a request of this policy."""
+        return length.blocks(self.num_open, len(self.blocks))
 
-    def like(self, text: list[int]) -> tuple[Any, int]:
+    def keep(self, text: list[int], cache: Any, count: int) -> None:
+        """Have a copy of the cache of so many blocks, which holds this text, for others that begin alike."""
+        self._kept[count] = [*self._kept[count][1 - KEPT_TEXTS :], (text, cache.copy())]
+
+    def like(self, text: list[int], count: int) -> tuple[Any, int]:
         """A cache that holds a beginning of the text, and how much of it; None and 0 where that is little."""
-        lengths = [shared_length(known, text) for known, _ in self._kept]
+        kept = self._kept[count]
+        lengths = [shared_length(known, text) for known, _ in kept]
         longest = max(lengths, default=0)
         if longest < READ_FIRST:
             return None, 0
-        self._kept.append(self._kept.pop(lengths.index(longest)))
-        return self._kept[-1][1].copy(), longest
+        kept.append(kept.pop(lengths.index(longest)))
+        return kept[-1][1].copy(), longest
 
 
 def _finish(done: asyncio.Future[list[DraftedToken]], tokens: list[DraftedToken]) -> None:
@@ -265,19 +329,15 @@ def _fail(done: asyncio.Future[list[DraftedToken]], error: Exception) -> None:
 
 
 class Drafter:
-    """Drafts for one request; its cache follows the text."""
+    """Drafts for one request."""
 
     def __init__(self, drafting: Drafting, sampler: Sampler, length: DraftLength) -> None:
         self.drafting, self.sampler, self.length = drafting, sampler, length
         held = drafting.batcher.held
         self.context = held.context
-        self.weights = drafting.own_shares(np.array(held.pooling.weights))
-        self.cache: Any = drafting.steps.new_cache()
-        self.seen: list[int] = []
-        """The window that the cache holds, all but its last token at least."""
-        self.start = 0
-        self.is_fresh = False
-        """Whether the cache was read or copied, and no step has gone on from it."""
+        self.weights: Row = np.array(held.pooling.weights)
+        """Of all blocks of the model, at the end of the text."""
+        self.read: ReadText | None = None
         self._reading: asyncio.Future[list[DraftedToken]] | None = None
         """The cache reads a long stretch of text; no draft before it is through."""
 
@@ -301,62 +361,49 @@ class Drafter:
     ) -> list[DraftedToken]:
         """Up to `most` tokens, as many as seem worth it; the last of `tokens`, those `ahead`, are drafts
         themselves. A long text is waited for until it is read here only if a traversal is `flying`."""
-        margins = [one.margin for one in ahead]
+        margins, blocks = [one.margin for one in ahead], self.drafting.blocks_now(self.length)
         # Asked here too: where no token is worth its time, the computing thread is left alone.
-        num_open, now = self.drafting.num_open, time.monotonic()
-        if most <= 0 or not self.length.go_on(margins, num_open, now, flying=flying):
+        if most <= 0 or not blocks or not self._goes_on(margins, blocks, flying):
             return []
+        if self.read is None or self.read.blocks != blocks:
+            # Other blocks draft from now on. They read the text into caches of their own.
+            if self._reading is not None:
+                self._reading.cancel()
+            self._reading, self.read = None, ReadText(self.drafting, blocks)
+        read = self.read
         if self._reading is None or self._reading.done():
             start = window_start(len(tokens), self.context)
-            known = len(self.seen) if start == self.start else 0
+            known = len(read.seen) if start == read.start else 0
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
             is_long = len(tokens) - start - known > READ_FIRST
-            self._reading = self.drafting.begin(self, tokens, 0, []) if is_long else None
+            self._reading = self.drafting.begin(self, read, tokens, 0, []) if is_long else None
         if self._reading is not None:
             if not flying:
                 return []
             # Shielded: a draft that is called off leaves the reading to the next one.
             await asyncio.shield(self._reading)
-            if not self.length.go_on(margins, self.drafting.num_open, time.monotonic(), flying=flying):
+            if self.drafting.blocks_now(self.length) != blocks or not self._goes_on(margins, blocks, flying):
                 return []
-        return await self.drafting.begin(self, tokens, most, margins, flying=flying)
+        return await self.drafting.begin(self, read, tokens, most, margins, flying=flying)
+
+    def _goes_on(self, margins: Sequence[float], blocks: int, flying: bool) -> bool:
+        now = time.monotonic()
+        return self.length.go_on(margins, self.drafting.num_open, now, blocks=blocks, flying=flying)
 
     def observe(self, found: Traversed, weights: Row) -> None:
         """What came of a traversal, and all blocks' weights at its end: those of the next few tokens are
         about the same."""
-        self.weights = self.drafting.own_shares(weights)
+        self.weights = weights
         reading = self.drafting.num_unread > 0
         self.length.observe(found, self.drafting.num_open, time.monotonic(), reading=reading)
 
     # ---- in the computing thread ----
 
-    def catch_up(self, draft: Draft) -> None:
-        """Have the cache hold what it shares with the draft's text, and leave what is due before a guess."""
-        start = window_start(len(draft.text), self.context)
-        window = draft.text[start:]
-        # What the cache holds beyond the text they share was a wrong draft, or another window.
-        keep = shared_length(self.seen, window) if start == self.start else 0
-        keep = min(keep, len(window) - 1, self.cache.length)
-        if len(window) - keep > READ_FIRST:
-            # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
-            self.is_fresh = True
-            cache, length = self.drafting.like(window[:-1])
-            if length > keep:
-                self.cache, keep = cache, length
-        self.cache.truncate(keep)
-        draft.due = window[keep:]
-        if len(draft.due) > STEPS_AT_MOST + 1:
-            self.drafting.steps.extend(draft.due[:-1], self.cache)
-            if len(draft.due) > READ_FIRST:
-                self.drafting.keep(window[:-1], self.cache)
-            draft.due = draft.due[-1:]
-        self.seen, self.start = window, start
-
     def goes_on(self, draft: Draft, requests: int, now: float) -> bool:
         drafted = len(draft.tokens)
         return drafted < draft.most and self.length.go_on(
-            draft.margins, requests, now, flying=draft.flying, unsent=drafted
+            draft.margins, requests, now, blocks=draft.blocks, flying=draft.flying, unsent=drafted
         )
 
     def append(self, draft: Draft, row: Row) -> None:
@@ -365,6 +412,6 @@ class Drafter:
         choice = choose(row, self.sampler, len(text), EXACT_TOLERANCE, text)
         draft.margins.append(choice.margin)
         draft.text.append(choice.token)
-        self.seen.append(choice.token)
-        draft.tokens.append(DraftedToken(choice.token, choice.margin))
+        draft.read.seen.append(choice.token)
+        draft.tokens.append(DraftedToken(choice.token, choice.margin, draft.blocks))
         draft.due = [choice.token]
