@@ -129,7 +129,7 @@ def teach(
     random = np.random.default_rng(0)
     for _ in range(300):
         accepted = int(min(random.geometric(1 - chance) - 1, 8))
-        length.stepped(step_seconds, requests, now=0.0, blocks=1)
+        length.stepped(step_seconds / requests, requests, now=0.0, blocks=1)
         seconds, margins = 8 * step_seconds + traversal_seconds, [2.5] * min(accepted + 1, 8)
         found = Traversed(margins, accepted, accepted + 1, seconds, traversal_seconds, rows=9, blocks=1)
         length.observe(found, requests, now=0.0)
@@ -157,7 +157,7 @@ def written(
         last, drafts, blocks = now, 0, length.blocks(requests, length.most_blocks)
         while blocks and drafts < 32 and length.go_on([2.5] * drafts, requests, now, blocks=blocks):
             now, drafts = now + blocks * step, drafts + 1
-            length.stepped(blocks * step, requests, now, blocks=blocks)
+            length.stepped(blocks * step / requests, requests, now, blocks=blocks)
         seconds = traversal + row * drafts
         now += seconds
         for _ in range(requests):

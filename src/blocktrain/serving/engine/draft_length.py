@@ -112,7 +112,7 @@ class DraftLength:
         return True
 
     def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
-        """A step in which so many blocks drafted a token for each text took this long."""
+        """So many blocks drafted a token for each of some texts; this is each text's part of the time."""
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
         """Learn from a traversal. `reading`: the gateway still reads texts before it can draft for them."""
@@ -208,7 +208,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.step_seconds, self.step_at = 0.0, -math.inf
-        """Of one step of all drafts, and when the last one was made. None so far: the first one is free, and
+        """Of one token of one draft, and when the last one was made. None so far: the first one is free, and
         the second already knows its cost."""
         self.tokens, self.seconds = 1.0, 0.05
         """Of recent traversals with their drafts."""
@@ -229,7 +229,7 @@ class Load:
         """By number of blocks that draft."""
 
     def row_seconds(self, blocks: int) -> float:
-        """By how much each further row makes a traversal longer, where that was measured."""
+        """By how much one more row of every request makes traversals longer, where that was measured."""
         plain, drafted = self.costs[0], self.costs[blocks]
         if not plain.traversal_seconds or drafted.rows < LEAST_ROWS:
             return 0.0
@@ -241,10 +241,9 @@ class AdaptiveLength(DraftLength):
     """Draft on while the next token is worth its time; shared by all requests of an engine.
 
     A token that won its draft by a wide margin is rarely wrong, so the chance of acceptance is counted by
-    margin. The next token brings (chance that all before it hold) * (its own chance) tokens. It costs one
-    step of all drafts and one more row of their traversals, and in that time a request makes `rate` tokens by
-    going on as usual. So drafts are long where the network is slow or the text is easy, and short where
-    processors are busy.
+    margin. The next token brings (chance that all before it hold) * (its own chance) tokens. It costs its
+    part of a step and one more row, and in that time all requests together make tokens by going on as usual.
+    So drafts are long where the network is slow or the text is easy, and short where processors are busy.
 
     Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught says
     nothing about the one request after it. And a cost that nobody measured lately is believed less and
@@ -310,7 +309,7 @@ class AdaptiveLength(DraftLength):
         # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
-        cost = rate * (step_seconds + load.row_seconds(blocks))
+        cost = rate * (requests * step_seconds + load.row_seconds(blocks))
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
     def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
