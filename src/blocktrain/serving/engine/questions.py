@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -123,7 +123,8 @@ class StageCache:
     Where one got lost it finds that its ids are others, and has them sent again."""
     traversal: int = 0
     like: int | None = None
-    """Before the first traversal, the session whose caches this one begins with."""
+    """Before the first traversal is sent (in a chain, answered), the session whose caches this one begins
+    with."""
     question: Question | None = None
     """The question that `traversal` numbers. Asked again for lack of an answer, it keeps its number while it
     is the last one, and the stage answers from memory."""
@@ -147,14 +148,19 @@ class KeptSessions:
         dropped, self._caches = self._caches, OrderedDict()
         return dropped
 
-    def like(self, link: int, blocks: tuple[int, ...], ids: list[int]) -> tuple[int, list[int]] | None:
-        """The session that has most of `ids` cached on this stage, and how much; None where it is little."""
+    def like(self, legs: Mapping[int, tuple[int, ...]], ids: list[int]) -> tuple[int, list[int]] | None:
+        """The session that has most of `ids` cached on all of these links, with the blocks of each, and how
+        much; None where it is little."""
         best, shared = None, LEAST_SHARED - 1
         for session, caches in self._caches.items():
-            cache = caches.get(link)
-            if cache is not None and cache.blocks == blocks and cache.start == 0:
-                length = shared_length(cache.ids, ids)
-                best, shared = (session, length) if length > shared else (best, shared)
+            known = [caches.get(link) for link in legs]
+            lengths = [
+                shared_length(cache.ids, ids)
+                for cache, blocks in zip(known, legs.values(), strict=True)
+                if cache is not None and cache.blocks == blocks and cache.start == 0
+            ]
+            if len(lengths) == len(legs) and min(lengths) > shared:
+                best, shared = session, min(lengths)
         if best is None:
             return None
         self._caches.move_to_end(best)
@@ -193,7 +199,7 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            known = self.kept.like(link.number, blocks, self.ids) if link.knows_like else None
+            known = self.kept.like({link.number: blocks}, self.ids) if link.knows_like else None
             like = known if cache is None and not self.start else None
             cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)

@@ -108,8 +108,7 @@ class RemoteEngine(TextEngine):
             self.fanout = Pipeline(self.links, self.shape.num_blocks, config.fanout, config.activations)
         self.running: weakref.WeakSet[StageSession] = weakref.WeakSet()
         """Generations that hold caches on stages."""
-        # A chain of stages has no word for another session's caches.
-        self.kept = KeptSessions(0 if checkpoint.objective.is_serial else config.kept_sessions)
+        self.kept = KeptSessions(config.kept_sessions)
         large = self.shape.vocabulary >= LEAST_VOCABULARY
         self.best_tokens = (BEST_TOKENS if large else 0) if config.best_tokens is None else config.best_tokens
         self._adaptive = AdaptiveLength()
