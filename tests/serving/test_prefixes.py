@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,56 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
             # As many at once as like to begin with what is kept.
             together = await asyncio.gather(*(text_of(c.engine, prompt, 16, seed=2) for prompt in prompts))
             assert [tokens for tokens, _ in together] == [tokens for tokens, _ in expected]
+
+    asyncio.run(served())
+
+
+def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
+    prompt = SHARED + SHARED[:20]
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
+            expected = [await text_of(c.engine, prompt, 6, seed=seed, mode="ar") for seed in range(8)]
+            # Each of the five tokens that were read, and the prompt.
+            assert [tokens_computed(stage) for stage in c.stages] == [8 * (len(prompt) + 5)] * 2
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            texts = (text_of(c.engine, prompt, 6, seed=seed, mode="ar") for seed in range(8))
+            found = await asyncio.gather(*texts)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+            assert sum(stats.retries for _, stats in found) == 0
+            # The last token of the prompt is read by each: its row is the first that each asks for.
+            once = len(prompt) - 1 + 8 * (1 + 5)
+            assert [tokens_computed(stage) for stage in c.stages] == [once] * 2
+
+    asyncio.run(served())
+
+
+def test_texts_that_wait_for_one_which_is_given_up_are_the_same(checkpoint: Path) -> None:
+    prompt = SHARED + SHARED[:20]
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            expected = [(await text_of(c.engine, prompt, 6, seed=seed, mode="ar"))[0] for seed in range(3)]
+            c.engine.release(c.engine.kept.drop())
+            await until_async(lambda: not len(c.stages[0].sessions))
+            batcher, computing = c.stages[0].newest.batcher, threading.Event()
+            # The stage is busy with another text until all three wait, and the first is released.
+            batcher.executor.submit(computing.wait)
+            other = asyncio.create_task(text_of(c.engine, b"Note", 1, mode="ar"))
+            await until_async(lambda: len(c.stages[0].sessions) == 1 and not batcher.num_waiting)
+            texts = [
+                asyncio.create_task(text_of(c.engine, prompt, 6, seed=seed, mode="ar")) for seed in range(3)
+            ]
+            await until_async(lambda: batcher.num_waiting == 3)
+            texts[0].cancel()
+            await asyncio.gather(texts[0], return_exceptions=True)
+            c.engine.release(c.engine.kept.drop())
+            await until_async(lambda: len(c.stages[0].sessions) == 3)
+            computing.set()
+            await other
+            found = await asyncio.gather(*texts[1:])
+            assert [tokens for tokens, _ in found] == expected[1:]
+            assert [stats.retries for _, stats in found] == [1, 1]
 
     asyncio.run(served())
 

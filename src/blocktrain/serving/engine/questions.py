@@ -7,9 +7,11 @@ stats. Ids are sent from where the stage's cache ends, and from the start when i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -131,12 +133,28 @@ class StageCache:
 
 
 class KeptSessions:
-    """Sessions that have ended in whatever way, and whose caches stages still hold: a text that begins as one
-    of them does is sent from where the two part."""
+    """Sessions that have ended in whatever way, and whose caches stages still hold, and those whose first
+    traversal is under way: a text that begins as one of them does is sent from where the two part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._caches: OrderedDict[int, dict[int, StageCache]] = OrderedDict()
+        self._beginning: dict[int, dict[int, StageCache]] = {}
+
+    @contextlib.contextmanager
+    def beginning(self, session: int, caches: dict[int, StageCache]) -> Iterator[None]:
+        """While the session's first traversal is under way: stages have others that begin alike wait for it.
+        Eight choices of one request would read their prompt eight times."""
+        if self.most:
+            self._beginning[session] = caches
+        try:
+            yield
+        finally:
+            self._beginning.pop(session, None)
+
+    def went_on(self, session: int) -> None:
+        """Its second traversal is sent: what the stages have of it changes from now on."""
+        self._beginning.pop(session, None)
 
     def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
         """Gives the sessions that make room, those least recently used."""
@@ -152,7 +170,7 @@ class KeptSessions:
         """The session that has most of `ids` cached on all of these links, with the blocks of each, and how
         much; None where it is little."""
         best, shared = None, LEAST_SHARED - 1
-        for session, caches in self._caches.items():
+        for session, caches in itertools.chain(self._caches.items(), self._beginning.items()):
             known = [caches.get(link) for link in legs]
             lengths = [
                 shared_length(cache.ids, ids)
@@ -163,7 +181,8 @@ class KeptSessions:
                 best, shared = session, min(lengths)
         if best is None:
             return None
-        self._caches.move_to_end(best)
+        if best in self._caches:
+            self._caches.move_to_end(best)
         return best, ids[:shared]
 
 

@@ -11,6 +11,7 @@ does not depend on the codec. Knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -249,6 +250,7 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
+        self._begun = False
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
@@ -279,7 +281,11 @@ class StageSession:
             traversal=traversal,
             kept=self.engine.kept,
         )
-        parts = await self.engine.fanout.collect(question)
+        kept, first, self._begun = self.engine.kept, not self._begun, True
+        if not first:
+            kept.went_on(self.session)
+        with kept.beginning(self.session, self.caches) if first else contextlib.nullcontext():
+            parts = await self.engine.fanout.collect(question)
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)
