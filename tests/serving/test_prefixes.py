@@ -24,7 +24,7 @@ from blocktrain.wire.frames import (
     encode_frame,
     prefix_checksum,
 )
-from tests.serving.cluster import UNHURRIED, cluster, text_of
+from tests.serving.cluster import HOUR, UNHURRIED, cluster, text_of
 from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, tokens_computed, wait_ready
 from tests.waiting import until_async
 
@@ -198,6 +198,35 @@ def test_a_stage_of_a_chain_that_was_killed_has_the_chain_sent_all_ids(serial: P
     finally:
         for process in processes:
             process.stop()
+
+
+def test_a_chain_that_breaks_at_a_shared_beginning_is_gone_around(serial: Path) -> None:
+    prompt = SHARED[:40]
+
+    async def served() -> None:
+        async with cluster(serial, ((0,), (1,), (2,), (1,)), **UNHURRIED) as c:
+            # The spare is asked last.
+            c.engine.links[3].slow_until = HOUR**2
+            expected, _ = await text_of(c.engine, prompt, 8, seed=2, mode="ar")
+            bases: list[int] = []
+
+            def dies(kind: FrameType, raw: bytes) -> list[bytes]:
+                if kind != FrameType.HAND_ON:
+                    return [raw]
+                bases.append(decode_header(raw[:HEADER_BYTES], LIMITS).base)
+                c.proxies[1].accepting = False
+                c.proxies[1].cut()
+                return []
+
+            c.proxies[1].to_stage = dies
+            found, stats = await text_of(c.engine, prompt, 8, seed=2, mode="ar")
+            assert found == expected
+            assert bases == [len(prompt) - 1]
+            assert stats.retries > 0
+            # It had nothing of the text that the chain began with.
+            assert tokens_computed(c.stages[3]) == len(prompt) + 7
+
+    asyncio.run(served())
 
 
 def test_what_no_kept_session_of_the_client_has_is_asked_for_again(serial: Path) -> None:
