@@ -126,12 +126,15 @@ KINDS: Mapping[str, Kind] = {
         ("benchmarks/activations.py", *SERVING),
         {"activations": str, "ce": NUMBER, "largest_error": NUMBER},
     ),
-    "serving": Kind(
-        "serving-one-client.json",
-        ("benchmarks/serving.py:run_benchmark", "benchmarks/serving.py:stage_role"),
-        ("benchmarks/serving.py", *SERVING),
-        {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
-    ),
+    **{
+        name: Kind(
+            f"serving-{files}.json",
+            ("benchmarks/serving.py:run_benchmark", "benchmarks/serving.py:stage_role"),
+            ("benchmarks/serving.py", *SERVING),
+            {"mode": str, "rtt_ms": int, "bytes_per_second": NUMBER, "bytes_per_traversal": NUMBER},
+        )
+        for name, files in (("serving", "one-client"), ("serving, five stages", "five-stages"))
+    },
     "serving-cost": Kind(
         "serving-cost*.json",
         ("benchmarks/clients.py:run_cost", *verbs("gateway", "stage")),

@@ -36,6 +36,14 @@ PATIENT: dict[str, Any] = {
 """No stage is given up because the machine is busy. A process that dies is noticed at once all the same."""
 
 
+UNHURRIED: dict[str, Any] = {
+    "start_seconds": HOUR,
+    "fanout": FanoutConfig(degrade_seconds=HOUR, hedge_seconds=HOUR),
+    "link": LinkConfig(connect_seconds=HOUR, suspect_seconds=HOUR, dead_seconds=HOUR),
+}
+"""And no spare is asked because a stage is slow: only one that died is gone around."""
+
+
 @dataclass
 class Cluster:
     engine: RemoteEngine

@@ -1,4 +1,4 @@
-"""A tiny trained checkpoint, shared by every serving test."""
+"""Tiny checkpoints that the serving tests share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from blocktrain.config import (
     ObjectiveConfig,
     Recipe,
     TrainingConfig,
+    resolve_recipe,
 )
+from blocktrain.ids import CorpusHash
 from blocktrain.model.pooling import DECAYS, Pooling
+from blocktrain.training.checkpoint import save_checkpoint
 from blocktrain.training.local import LocalRun, Silent
+from blocktrain.training.setup import Setup
 from tests.conftest import MadeOnce
+from tests.tiny import shaken
 
 TINY = Recipe(
     name="tiny",
@@ -81,6 +87,33 @@ def sweep_checkpoint(made_once: MadeOnce) -> Path:
     objective = ObjectiveConfig(hint_probability=0.6, sweep_probability=0.5, sigma_min=0.15)
     make = partial(train_tiny, name="swept", objective=objective)
     return made_once("sweep", make) / "checkpoint"
+
+
+SERIAL: dict[str, Any] = {
+    "model": {
+        "family": "llama",
+        "width": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "layers_per_block": 1,
+        "blocks": 3,
+        "context": 48,
+    },
+    "objective": {"kind": "serial"},
+}
+
+
+@pytest.fixture(scope="session")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three parts in series with random weights that say something."""
+    recipe = resolve_recipe(SERIAL)
+    setup = Setup.of(recipe)
+    parts = [shaken(setup.initial(index), seed=index) for index in range(3)]
+    folder = tmp_path_factory.mktemp("serial")
+    save_checkpoint(
+        folder, recipe, CorpusHash("ab" * 32), parts, setup.codebook()(), Pooling((0.0, 0.0, 1.0))
+    )
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,13 @@ async def start_stage(path: Path, blocks: Sequence[int], **settings: object) -> 
     return await Stage.open(held, shape, StageConfig(**settings))  # type: ignore[arg-type]
 
 
+def tokens_computed(stage: Stage) -> int:
+    """Tokens that it has run through its blocks since its start, as its metrics say."""
+    found = stage.metrics.registry.get_sample_value("blocktrain_stage_tokens_total")
+    assert found is not None
+    return int(found)
+
+
 LIMITS = FrameLimits(payload_bytes=1 << 20)
 
 

@@ -18,7 +18,8 @@ from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest
 from blocktrain.wire.frames import FrameType
-from tests.serving.cluster import HOUR, PATIENT, PROMPTS, Cluster, cluster, text_of
+from tests.serving.cluster import HOUR, PROMPTS, UNHURRIED, Cluster, cluster, text_of
+from tests.serving.killing import Killer
 from tests.serving.stages import StageProcess, spawn, wait_ready
 
 
@@ -97,30 +98,37 @@ def test_second_questions_and_near_ties_are_settled_under_flights(checkpoint: Pa
 
 @pytest.mark.timeout(HOUR)
 def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
-    """Stages with a spare die one after another while traversals are under way, and come back."""
+    """A stage dies that has several traversals of the text under way, the first of them too: of each part."""
 
-    async def served(stages: list[StageProcess]) -> int:
-        engine = RemoteEngine(checkpoint, EngineConfig(stages=[one.address for one in stages], **PATIENT))
+    async def served(stages: list[StageProcess]) -> None:
+        killer = Killer(least_held=2)
+        addresses = [(await killer.watch(one)).address for one in stages]
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, **UNHURRIED))
         await engine.start()
-        kills = 0
-        for seed, victim in enumerate((0, 1)):
+        for seed, part in enumerate(((0, 2), (1, 3))):
             settings = {"seed": seed, "temperature": float(seed), "deadline_seconds": HOUR}
-            ar, _ = await text_of(engine, PROMPTS[seed], 60, mode="ar", **settings)
+            ar, plain = await text_of(engine, PROMPTS[seed], 60, mode="ar", **settings)
+            assert plain.retries == 0
             request = GenerationRequest(list(PROMPTS[seed]), 60, draft_tokens=2, **settings)  # type: ignore[arg-type]
-            generation, found = engine.generate(request), list[int]()
+            generation = engine.generate(request)
+            killer.texts[seed] = text = list(PROMPTS[seed])
             async for chunk in generation:
-                found += chunk.tokens
-                if len(found) > 12 and kills == seed:
-                    stages[victim].kill()
-                    kills += 1
-            assert found == ar
+                text += chunk.tokens
+                if len(text) > len(PROMPTS[seed]) + 12 and len(killer.killed) == seed:
+                    [session] = engine.running
+                    [killer.victim] = set(part) & session.caches.keys()
+                killer.kill_if_awaited()
+            assert text == [*PROMPTS[seed], *ar]
             assert generation.stats.degraded_blocks == []
+            assert generation.stats.retries > 0
+            assert killer.killed[seed][0] in part
+            del killer.texts[seed]
         await engine.close()
-        return kills
+        await killer.close()
 
-    stages = [wait_ready(one) for one in [spawn(checkpoint, blocks) for blocks in ("0", "1-2", "0-2")]]
+    stages = [wait_ready(one) for one in [spawn(checkpoint, blocks) for blocks in ("0", "1-2") * 2]]
     try:
-        assert asyncio.run(served(stages)) == 2
+        asyncio.run(served(stages))
     finally:
         for stage in stages:
             stage.stop()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,11 @@ from blocktrain.config import DataConfig
 from blocktrain.data.corpora import load_corpus
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
-from blocktrain.serving.engine.requests import GenerationRequest
-from tests.serving.cluster import HOUR, PATIENT, cluster, drain, text_of
+from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
+from tests.serving.cluster import HOUR, UNHURRIED, cluster, drain, text_of
+from tests.serving.killing import Killer
 from tests.serving.stages import StageProcess, spawn, wait_ready
-from tests.waiting import POLL_SECONDS, until_async
+from tests.waiting import until_async
 
 NUM_PROMPTS = 200
 TOKENS = 40
@@ -31,61 +33,73 @@ def held_out_prompts(count: int) -> list[bytes]:
 async def write_all(
     engine: RemoteEngine | LocalEngine,
     prompts: list[bytes],
-    finished: Callable[[int], None] = lambda prompt: None,
-    **settings: object,
-) -> list[list[int]]:
-    """A few at a time, so that texts are written among each other's rows."""
+    wrote: Callable[[int, list[int]], None] = lambda prompt, text: None,
+    **settings: Any,
+) -> tuple[list[list[int]], list[GenerationStats]]:
+    """A few at a time, so that texts are written among each other's rows. `wrote` is told of every text that
+    begins or was written on, and how it reads by then."""
     gate = asyncio.Semaphore(6)
     lengths = random.Random(0)
 
-    async def one(i: int, prompt: bytes) -> list[int]:
+    async def one(i: int, prompt: bytes) -> tuple[list[int], GenerationStats]:
         async with gate:
-            drawn = {"draft_tokens": lengths.randint(0, 32)} if settings.get("mode") == "verify" else {}
-            tokens, stats = await text_of(
-                engine,
-                prompt,
-                TOKENS,
-                seed=i,
-                temperature=float(i % 2),
-                deadline_seconds=HOUR,
-                **settings,
-                **drawn,
-            )
-            assert stats.degraded_blocks == []
-            finished(i)
-            return tokens
+            drawn: dict[str, Any] = {"seed": i, "temperature": float(i % 2), "deadline_seconds": HOUR}
+            if settings.get("mode") == "verify":
+                drawn["draft_tokens"] = lengths.randint(0, 32)
+            request = GenerationRequest(list(prompt), TOKENS, **settings, **drawn)
+            generation, tokens = engine.generate(request), list[int]()
+            wrote(i, list(prompt))
+            async for chunk in generation:
+                tokens += chunk.tokens
+                wrote(i, [*prompt, *tokens])
+            assert generation.stats.degraded_blocks == []
+            return tokens, generation.stats
 
-    return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    written = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    return [tokens for tokens, _ in written], [stats for _, stats in written]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(HOUR)
-def test_verify_is_ar_for_200_prompts_across_kills_and_resets(checkpoint: Path) -> None:
+def test_verify_is_ar_for_200_prompts_across_kills(checkpoint: Path) -> None:
+    """A stage of each part dies, and each has tokens under way that a text waits for."""
     prompts = held_out_prompts(NUM_PROMPTS)
 
     async def local() -> list[list[int]]:
         engine = LocalEngine(checkpoint)
         await engine.start()
-        texts = await write_all(engine, prompts, mode="ar")
+        texts, _ = await write_all(engine, prompts, mode="ar")
         await engine.close()
         return texts
 
     async def served(stages: list[StageProcess]) -> tuple[list[list[int]], list[list[int]]]:
-        engine = RemoteEngine(checkpoint, EngineConfig(stages=[one.address for one in stages], **PATIENT))
+        killer = Killer()
+        addresses = [(await killer.watch(one)).address for one in stages]
+        engine = RemoteEngine(checkpoint, EngineConfig(stages=addresses, **UNHURRIED))
         await engine.start()
-        ar = await write_all(engine, prompts, mode="ar")
-        written: list[int] = []
-        writing = asyncio.create_task(write_all(engine, prompts, written.append, mode="verify"))
-        for victim, enough in ((0, NUM_PROMPTS // 4), (1, NUM_PROMPTS // 2)):
-            while len(written) < enough and not writing.done():
-                await asyncio.sleep(POLL_SECONDS)
-            assert not writing.done(), "the stage must die while texts are being written"
-            stages[victim].kill()
-        verify = await writing
+        ar, plain = await write_all(engine, prompts, mode="ar")
+        assert not any(stats.retries for stats in plain)
+        finished = 0
+
+        def wrote(number: int, text: list[int]) -> None:
+            nonlocal finished
+            killer.texts[number] = text
+            if len(text) == len(prompts[number]) + TOKENS:
+                del killer.texts[number]
+                finished += 1
+            dead = len(killer.killed)
+            if killer.victim is None and dead < 2 and finished >= (dead + 1) * NUM_PROMPTS // 4:
+                killer.victim = dead
+            killer.kill_if_awaited()
+
+        verify, disturbed = await write_all(engine, prompts, wrote, mode="verify")
+        assert [victim for victim, _ in killer.killed] == [0, 1]
+        assert all(disturbed[number].retries for _, number in killer.killed)
         await engine.close()
+        await killer.close()
         return ar, verify
 
-    stages = [wait_ready(p) for p in [spawn(checkpoint, blocks) for blocks in ("0", "1-2", "0-1", "1-2")]]
+    stages = [wait_ready(one) for one in [spawn(checkpoint, blocks) for blocks in ("0", "1-2") * 2]]
     try:
         expected = asyncio.run(local())
         ar, verify = asyncio.run(served(stages))

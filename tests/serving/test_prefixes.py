@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from blocktrain.serving.engine.questions import KeptSessions, StageCache
-from blocktrain.wire.frames import HEADER_BYTES, FrameType, decode_header
-from tests.serving.cluster import cluster, text_of
-from tests.serving.stages import LIMITS
+from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.wire.frame_metadata import Ask, Failure, Handed, decode_metadata, encode_metadata
+from blocktrain.wire.frames import (
+    HEADER_BYTES,
+    ActivationCodec,
+    Codec,
+    FrameType,
+    Header,
+    decode_header,
+    decode_rows,
+    encode_activations,
+    encode_frame,
+    prefix_checksum,
+)
+from tests.serving.cluster import HOUR, UNHURRIED, cluster, text_of
+from tests.serving.stages import LIMITS, greeted, reply, spawn, start_stage, tokens_computed, wait_ready
 from tests.waiting import until_async
 
 SHARED = b"The arguments of the function are given in the order "
@@ -48,6 +65,56 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
     asyncio.run(served())
 
 
+def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
+    prompt = SHARED + SHARED[:20]
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
+            expected = [await text_of(c.engine, prompt, 6, seed=seed, mode="ar") for seed in range(8)]
+            # Each of the five tokens that were read, and the prompt.
+            assert [tokens_computed(stage) for stage in c.stages] == [8 * (len(prompt) + 5)] * 2
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            texts = (text_of(c.engine, prompt, 6, seed=seed, mode="ar") for seed in range(8))
+            found = await asyncio.gather(*texts)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+            assert sum(stats.retries for _, stats in found) == 0
+            # The last token of the prompt is read by each: its row is the first that each asks for.
+            once = len(prompt) - 1 + 8 * (1 + 5)
+            assert [tokens_computed(stage) for stage in c.stages] == [once] * 2
+
+    asyncio.run(served())
+
+
+def test_texts_that_wait_for_one_which_is_given_up_are_the_same(checkpoint: Path) -> None:
+    prompt = SHARED + SHARED[:20]
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            expected = [(await text_of(c.engine, prompt, 6, seed=seed, mode="ar"))[0] for seed in range(3)]
+            c.engine.release(c.engine.kept.drop())
+            await until_async(lambda: not len(c.stages[0].sessions))
+            batcher, computing = c.stages[0].newest.batcher, threading.Event()
+            # The stage is busy with another text until all three wait, and the first is released.
+            batcher.executor.submit(computing.wait)
+            other = asyncio.create_task(text_of(c.engine, b"Note", 1, mode="ar"))
+            await until_async(lambda: len(c.stages[0].sessions) == 1 and not batcher.num_waiting)
+            texts = [
+                asyncio.create_task(text_of(c.engine, prompt, 6, seed=seed, mode="ar")) for seed in range(3)
+            ]
+            await until_async(lambda: batcher.num_waiting == 3)
+            texts[0].cancel()
+            await asyncio.gather(texts[0], return_exceptions=True)
+            c.engine.release(c.engine.kept.drop())
+            await until_async(lambda: len(c.stages[0].sessions) == 3)
+            computing.set()
+            await other
+            found = await asyncio.gather(*texts[1:])
+            assert [tokens for tokens, _ in found] == expected[1:]
+            assert [stats.retries for _, stats in found] == [1, 1]
+
+    asyncio.run(served())
+
+
 def test_a_stage_that_lost_the_kept_session_is_sent_all_ids(checkpoint: Path) -> None:
     async def served() -> None:
         async with cluster(checkpoint, [[0, 1, 2]], kept_sessions=1) as c:
@@ -70,13 +137,152 @@ def test_what_is_kept_is_bounded_and_looked_up_by_stage_and_blocks() -> None:
     for number, ids in texts.items():
         freed = kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)})
         assert list(freed) == ([0] if number == 2 else [])
-    assert kept.like(0, (0, 1), texts[1] + [7]) == (1, texts[1])
-    assert kept.like(0, (0,), texts[1]) is None
-    assert kept.like(1, (0, 1), texts[1]) is None
-    assert kept.like(0, (0, 1), texts[0]) is None
+    assert kept.like({0: (0, 1)}, texts[1] + [7]) == (1, texts[1])
+    assert kept.like({0: (0,)}, texts[1]) is None
+    assert kept.like({1: (0, 1)}, texts[1]) is None
+    assert kept.like({0: (0, 1)}, texts[0]) is None
     # Used last, it stays; the other makes room.
     assert list(kept.keep(5, {})) == [2]
     assert set(kept.drop()) == {1, 5}
+
+
+def test_a_chain_of_stages_computes_a_shared_beginning_once(serial: Path) -> None:
+    beginning = SHARED[:36]
+    prompts = [beginning + ending for ending in (b"of a", b"the ", b"in x")]
+
+    async def served() -> None:
+        async with cluster(serial, kept_sessions=0) as c:
+            expected = [await text_of(c.engine, prompt, 8, seed=2, mode="ar") for prompt in prompts]
+        async with cluster(serial) as c:
+            for i, (prompt, (tokens, _)) in enumerate(zip(prompts, expected, strict=True)):
+                before = [tokens_computed(stage) for stage in c.stages]
+                found, stats = await text_of(c.engine, prompt, 8, seed=2, mode="ar")
+                assert found == tokens
+                assert stats.retries == 0
+                # The last token of a text is not read. Endings part at their first byte.
+                new = len(prompt) + 7 - (len(beginning) if i else 0)
+                assert [tokens_computed(stage) for stage in c.stages] == [one + new for one in before]
+            # As many at once as like to begin with what is kept, with guesses.
+            together = await asyncio.gather(*(text_of(c.engine, prompt, 8, seed=2) for prompt in prompts))
+            assert [tokens for tokens, _ in together] == [tokens for tokens, _ in expected]
+            assert all(len(stage.sessions) == 6 for stage in c.stages)
+
+    asyncio.run(served())
+
+
+def test_a_stage_of_a_chain_that_was_killed_has_the_chain_sent_all_ids(serial: Path) -> None:
+    prompt = SHARED[:40]
+    processes = [wait_ready(one) for one in [spawn(serial, part) for part in ("0", "1", "2")]]
+
+    async def served() -> None:
+        engine = RemoteEngine(serial, EngineConfig(stages=[one.address for one in processes], **UNHURRIED))
+        await engine.start()
+        expected, first = await text_of(engine, prompt, 8, seed=2, mode="ar")
+        found, second = await text_of(engine, prompt, 8, seed=2, mode="ar")
+        assert found == expected
+        assert second.retries == 0
+        assert second.wire_bytes_sent < first.wire_bytes_sent
+        for victim in range(3):
+            processes[victim].kill()
+            await until_async(lambda: not engine.ready[0])
+            address = processes[victim].address.text
+            processes.append(wait_ready(spawn(serial, str(victim), listen=address)))
+            await until_async(lambda: engine.ready[0])
+            found, stats = await text_of(engine, prompt, 8, seed=2, mode="ar")
+            assert found == expected
+            assert stats.retries == 1
+        await engine.close()
+
+    try:
+        asyncio.run(served())
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def test_a_chain_that_breaks_at_a_shared_beginning_is_gone_around(serial: Path) -> None:
+    prompt = SHARED[:40]
+
+    async def served() -> None:
+        async with cluster(serial, ((0,), (1,), (2,), (1,)), **UNHURRIED) as c:
+            # The spare is asked last.
+            c.engine.links[3].slow_until = HOUR**2
+            expected, _ = await text_of(c.engine, prompt, 8, seed=2, mode="ar")
+            bases: list[int] = []
+
+            def dies(kind: FrameType, raw: bytes) -> list[bytes]:
+                if kind != FrameType.HAND_ON:
+                    return [raw]
+                bases.append(decode_header(raw[:HEADER_BYTES], LIMITS).base)
+                c.proxies[1].accepting = False
+                c.proxies[1].cut()
+                return []
+
+            c.proxies[1].to_stage = dies
+            found, stats = await text_of(c.engine, prompt, 8, seed=2, mode="ar")
+            assert found == expected
+            assert bases == [len(prompt) - 1]
+            assert stats.retries > 0
+            # It had nothing of the text that the chain began with.
+            assert tokens_computed(c.stages[3]) == len(prompt) + 7
+
+    asyncio.run(served())
+
+
+def test_what_no_kept_session_of_the_client_has_is_asked_for_again(serial: Path) -> None:
+    """Frames as the stage before would hand them on, to one that has the last parts."""
+    text = list(b"The values that are handed on, and more.")
+    values = np.random.default_rng(1).standard_normal((len(text), 32)).astype(np.float32)
+
+    def handed(
+        start: int, end: int, ask: Ask, session: int, client: str = "test", base: int | None = None
+    ) -> bytes:
+        at = start if base is None else base
+        header = Header(FrameType.HAND_ON, Codec.F32, session=session, traversal=1, base=at, rows=1)
+        metadata = encode_metadata(Handed(client, FrameType.TRAVERSE, ask))
+        payload = bytes(text[start:end]) + encode_activations(values[start:end], ActivationCodec.F32)
+        return encode_frame(header, metadata, payload)
+
+    def like(session: int, base: int, **fields: Any) -> Ask:
+        return Ask(**{"blocks": [1, 2], "prefix": prefix_checksum(text[:base]), "like": session, **fields})
+
+    async def served() -> None:
+        stage = await start_stage(serial, [1, 2])
+        stream, other = await greeted(stage), await greeted(stage, "other")
+        assert (await reply(stream, handed(0, 36, Ask([1, 2]), 1))).type == FrameType.LOG_PROBS
+        whole = await reply(stream, handed(0, 40, Ask([1, 2]), 2))
+        before = tokens_computed(stage)
+        lacking = {
+            "a session that never was": handed(36, 40, like(99, 36), 3),
+            "itself": handed(36, 40, like(3, 36), 3),
+            "more than it has": handed(37, 40, like(1, 37), 3),
+            "another beginning": handed(36, 40, like(1, 36, prefix=7), 3),
+            "other parts": handed(36, 40, like(1, 36, blocks=[2]), 3),
+        }
+        for name, raw in lacking.items():
+            assert (await reply(stream, raw)).type == FrameType.RESEND, name
+        # Sessions belong to the client that is named, and it is another's that is asked for.
+        await stream.write(handed(36, 40, like(1, 36), 3, "other"))
+        assert (await other.read(LIMITS)).type == FrameType.RESEND
+        beyond = handed(36, 40, like(1, 36), 3, base=45)
+        for raw, words in ((beyond, "positions up to 48"), (handed(36, 40, like(-1, 36), 3), "Handed")):
+            frame = await reply(stream, raw)
+            assert frame.type == FrameType.FAILED
+            assert words in decode_metadata(frame, Failure).sentence
+        # Nothing was computed or kept for any of them.
+        assert tokens_computed(stage) == before
+        assert len(stage.sessions) == 2
+        # And what it has, it goes on from.
+        found = await reply(stream, handed(36, 40, like(1, 36), 3))
+        assert found.type == FrameType.LOG_PROBS
+        assert tokens_computed(stage) == before + 4
+        rows = [decode_rows(one.payload, Codec.F32, 1, 256) for one in (whole, found)]
+        assert np.abs(rows[0] - rows[1]).max() < 1e-4
+        for one in (stream, other):
+            await one.close()
+        await stage.close()
+
+    asyncio.run(served())
 
 
 def test_a_closed_engine_keeps_nothing_on_its_stages(checkpoint: Path) -> None:

@@ -15,13 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from blocktrain.config import resolve_recipe
 from blocktrain.data.bpe import train_bpe
 from blocktrain.errors import UserError
-from blocktrain.ids import CorpusHash
 from blocktrain.local.launcher import LaunchConfig, stage_programs
 from blocktrain.model.generation import LocalModel, generate
-from blocktrain.model.pooling import Pooling
 from blocktrain.serving.engine import pipeline
 from blocktrain.serving.engine.fanout import Candidate, FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
@@ -32,9 +29,8 @@ from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats, StagesUnavailableError
 from blocktrain.serving.stage.main import load_blocks
 from blocktrain.serving.transport import ConnectionLostError
-from blocktrain.training.checkpoint import load_checkpoint, save_checkpoint
+from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.hugging_face import import_folder
-from blocktrain.training.setup import Setup
 from blocktrain.wire.frame_metadata import Ask, Failure, Handed, Hop, decode_metadata, encode_metadata
 from blocktrain.wire.frames import (
     ActivationCodec,
@@ -46,31 +42,16 @@ from blocktrain.wire.frames import (
 )
 from blocktrain.wire.identity import load_or_create
 from tests.serving.cluster import HOUR, PATIENT, cluster, text_of
-from tests.serving.stages import greeted, reply, spawn, start_stage, wait_ready
-from tests.tiny import prose, shaken
+from tests.serving.stages import greeted, reply, spawn, start_stage, tokens_computed, wait_ready
+from tests.tiny import prose
 from tests.waiting import until_async
 
 LINK = LinkConfig(connect_seconds=HOUR, ping_seconds=0.1, suspect_seconds=0.5, dead_seconds=2.0)
 WAITS: dict[str, Any] = {"fanout": FanoutConfig(degrade_seconds=HOUR, slow_seconds=HOUR), "link": LINK}
 GIVES_UP: dict[str, Any] = {"fanout": FanoutConfig(degrade_seconds=0.5), "link": LINK}
-MODEL = {"family": "llama", "width": 32, "heads": 4, "kv_heads": 2, "layers_per_block": 1, "blocks": 3}
-RECIPE: dict[str, Any] = {"model": {**MODEL, "context": 48}, "objective": {"kind": "serial"}}
 # The window slides over the second.
 PROMPTS = (b"The class of the", b"x" * 40)
 NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three parts with random weights that say something."""
-    recipe = resolve_recipe(RECIPE)
-    setup = Setup.of(recipe)
-    parts = [shaken(setup.initial(index), seed=index) for index in range(3)]
-    folder = tmp_path_factory.mktemp("serial")
-    save_checkpoint(
-        folder, recipe, CorpusHash("ab" * 32), parts, setup.codebook()(), Pooling((0.0, 0.0, 1.0))
-    )
-    return folder
 
 
 @cache
@@ -97,7 +78,8 @@ def test_stages_in_series_write_the_text_of_the_whole_model(
                     expected = [expected_text(serial, prompt, temperature) for prompt in PROMPTS]
                     assert [tokens for tokens, _ in texts] == expected
                     assert all(stats.retries == 0 for _, stats in texts)
-            # Every cache is freed when its text is complete.
+            # Every cache is freed: those that are kept for other texts, when the engine is closed.
+            await c.engine.close()
             await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
 
     asyncio.run(served())
@@ -405,6 +387,13 @@ def test_repeated_text_is_guessed_and_takes_fewer_traversals(serial: Path) -> No
             assert tokens == [97] * 48
             assert stats.accepted > 24
             assert stats.traversals < 24
+            # Within one window every position is computed once, and no draft that held a second time.
+            before = [tokens_computed(stage) for stage in c.stages]
+            prompt = b"abcdefgh"
+            _, stats = await text_of(c.engine, prompt, 40, logit_bias=((97, 1000.0),))
+            assert stats.accepted > 20
+            expected = len(prompt) + 39 + stats.drafted - stats.accepted
+            assert [tokens_computed(stage) for stage in c.stages] == [expected + one for one in before]
             # And one who guesses wrong guesses less.
             _, stats = await text_of(c.engine, b"abcabcabcabc", NEW_TOKENS, draft_tokens=8, seed=3)
             assert 0 < stats.drafted < NEW_TOKENS

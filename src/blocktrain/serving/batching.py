@@ -46,6 +46,11 @@ class _Job:
         """Works of one session share its caches, and run one after another."""
         return id(self.work.caches) if self.work.caches else id(self)
 
+    @property
+    def needs(self) -> set[int]:
+        """Whose earlier works must have run before this one."""
+        return {self.owner} if self.work.like is None else {self.owner, id(self.work.like)}
+
 
 class Batcher:
     def __init__(
@@ -115,9 +120,14 @@ class Batcher:
             try:
                 rows = await loop.run_in_executor(self.executor, self.held.rows, [job.work for job in jobs])
             except Exception as error:  # translated once for everybody who waits
+                failed = {job.owner for job in jobs}
                 for job in jobs:
                     if not job.future.done():
                         job.future.set_exception(error)
+                # Caches may be half way through the pass: nothing goes on from them.
+                for job in self._waiting:
+                    if job.needs & failed and not job.future.done():
+                        job.future.set_exception(CacheGapError("the pass before this one failed"))
                 continue
             self._observe(len(jobs), sum(len(job.work.ids) for job in jobs), loop.time() - began)
             for job, values in zip(jobs, rows, strict=True):
@@ -125,7 +135,8 @@ class Batcher:
                     job.future.set_result(values)
 
     def _take(self, now: float) -> list[_Job]:
-        """The next batch in order of arrival: at most one job of a session, exact passes alone."""
+        """The next batch in order of arrival: at most one job of a session, one that begins with another
+        session's caches behind the jobs of that one, exact passes alone."""
         taken: list[_Job] = []
         later: deque[_Job] = deque()
         owners: set[int] = set()
@@ -136,7 +147,7 @@ class Batcher:
             full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
             if job.future.done():
                 continue  # its client has gone away, and what the session asks next need not wait for it
-            if job.owner in owners or full:
+            if job.needs & owners or full:
                 later.append(job)
             elif now >= job.deadline:
                 job.future.set_exception(LateError("the deadline passed while the request was waiting"))

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -284,4 +283,4 @@ def test_probes_answer(served: Served) -> None:
         assert client.get("/healthz").json() == {"status": "ok"}
         assert client.get("/readyz").json()["ready"] is True
         assert math.isfinite(served.metric("blocktrain_gateway_requests_total"))
-        assert isinstance(client.get("/openapi.json"), httpx2.Response)
+        assert "/v1/completions" in client.get("/openapi.json").json()["paths"]

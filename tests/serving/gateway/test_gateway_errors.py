@@ -325,6 +325,18 @@ def test_a_key_whose_quota_is_used_up_is_refused_until_the_next_day(engine_of: A
         assert bob.completions.create(model="tiny", prompt="The ", max_tokens=5).choices
 
 
+def test_a_restart_does_not_give_a_quota_back(engine_of: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice = sk-aaaaaaaa tokens_per_day=9\n")
+    statuses = []
+    for _ in range(2):
+        with serve_engine(engine_of(), gateway_config(file, [], "refuse", [])) as served:
+            with served.http(headers={"authorization": "Bearer sk-aaaaaaaa"}) as alice:
+                answer = alice.post("/v1/completions", json={**OK, "prompt": "The ", "max_tokens": 5})
+            statuses.append(answer.status_code)
+    assert statuses == [200, 429]
+
+
 def test_a_gateway_speaks_https_where_it_has_a_certificate(engine_of: Any, tmp_path: Path) -> None:
     files = make_certificate(tmp_path, days_left=1)
     config = gateway_config(None, [], "refuse", [], tls_cert=files.certificate, tls_key=files.key)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -48,6 +49,49 @@ def test_a_key_may_have_a_quota_for_each_day(tmp_path: Path) -> None:
     quotas.check("key-2", noon)
     quotas.check("bob, who has none", noon)
     quotas.check("alice", noon + 43_200)  # the next day
+
+
+def test_what_was_used_of_a_quota_outlives_the_gateway(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, noon = tmp_path / "keys", 20_000 * DAY_SECONDS + 43_200.0
+    file.write_text("alice = sk-alice-123 tokens_per_day=100\nbob = sk-bob-1234\n")
+
+    def started() -> Quotas:
+        keys = load_keys(file)
+        return Quotas(keys.quotas, keys.usage_file)
+
+    before = started()
+    before.count("alice", 60, noon)
+    before.count("bob", 1000, noon)
+    before.flush()
+    again = started()
+    again.check("alice", noon)
+    for _ in range(40):
+        again.count("alice", 1, noon)
+    again.flush()
+    with pytest.raises(TooManyRequestsError, match="the 100 tokens of this day"):
+        started().check("alice", noon)
+    started().check("alice", noon + DAY_SECONDS)
+    assert json.loads((tmp_path / "keys.used").read_text()) == {"day": 20_000, "used": {"alice": 100}}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keys", "keys.used"]
+    assert caplog.records == []
+    # What cannot be read or written is told, and nobody is locked out.
+    (tmp_path / "keys.used").write_text("")
+    started().check("alice", noon)
+    assert "lost the usage of keys" in caplog.text
+    (tmp_path / "keys.used").unlink()
+    (tmp_path / "keys.used").mkdir()
+    started().check("alice", noon)
+    assert "a restart will forget the usage of keys" in caplog.text
+
+
+def test_no_usage_is_written_where_there_is_no_quota(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice = sk-alice-123\n")
+    keys = load_keys(file)
+    Quotas(keys.quotas, keys.usage_file).count("alice", 5, 0.0)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("quota", ["", "many", "0", "-5", "1.5"])

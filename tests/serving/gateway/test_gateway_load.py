@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
 
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.app import GatewayConfig
 from blocktrain.serving.gateway.limits import GatewayLimits
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 from .conftest import Served, serve_engine, served_by, stages
 
@@ -29,6 +32,27 @@ def active(served: Served) -> float:
 
 def cancelled(served: Served) -> float:
     return served.metric("blocktrain_gateway_cancelled_total")
+
+
+def test_others_are_answered_while_the_schema_is_made(
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, asked, go_on = FastAPI.openapi, list[str](), threading.Event()
+
+    def held_up(app: FastAPI) -> dict[str, Any]:
+        asked.append(threading.current_thread().name)
+        assert go_on.wait(PATIENCE_SECONDS)
+        return made(app)
+
+    monkeypatch.setattr(FastAPI, "openapi", held_up)
+    with serve_engine(engine_of()) as served, ThreadPoolExecutor(3) as pool, served.http() as client:
+        readers = [pool.submit(client.get, "/openapi.json") for _ in range(3)]
+        until("it is being made", lambda: asked)
+        assert client.get("/healthz").status_code == 200
+        go_on.set()
+        pages = [reader.result(PATIENCE_SECONDS) for reader in readers]
+    assert len(asked) == 1
+    assert all("/v1/completions" in page.json()["paths"] for page in pages)
 
 
 def test_a_client_that_leaves_a_stream_ends_its_generation(served: Served, client: openai.OpenAI) -> None:

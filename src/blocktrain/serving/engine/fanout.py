@@ -1,6 +1,6 @@
 """One traversal over the stages: every block asked at once, spares when one fails or lags, fewer if need be.
 
-The time it takes is the slowest leg's round trip, not the sum: five stages took 0.98 times as long as one
+The time it takes is the slowest leg's round trip, not the sum: five stages took 1.02 times as long as one
 at a round trip of 100 ms (docs/experiments.md). A leg that breaks is asked of another stage at once; a leg
 that lags is asked of a spare as well, and the first answer counts; blocks that nobody serves any more are
 left out once they have been gone for `degrade_seconds`.

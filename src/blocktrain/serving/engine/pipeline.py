@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from blocktrain.model.generation import shared_length
 from blocktrain.serving.engine.fanout import HEALTH_POLL_SECONDS, Candidate, Fanout, FanoutConfig
 from blocktrain.serving.engine.link import LinkError, StageLink
 from blocktrain.serving.engine.questions import Question, StageCache, TraverseQuestion
@@ -171,14 +172,14 @@ class Pipeline(Fanout):
             )
         return question.read(last, frame, self.blocks)
 
-    def _metadata(self, question: Question, legs: Legs, prefix: int = 0) -> Ask:
+    def _metadata(self, question: Question, legs: Legs, prefix: int = 0, like: int | None = None) -> Ask:
         if len(legs) > MAX_HOPS + 1:
             raise StagesUnavailableError(
                 f"a chain of {len(legs)} stages is too long; expected at most {MAX_HOPS + 1}: give stages "
                 "more parts each"
             )
         onward = [Hop(link.address.text, list(parts)) for link, parts in legs[1:]]
-        ask = Ask(list(legs[0][1]), prefix, question.draw, onward, self.activations)
+        ask = Ask(list(legs[0][1]), prefix, question.draw, onward, self.activations, like)
         taken = len(encode_metadata(ask))
         if taken > MAX_CHAIN_BYTES:
             raise StagesUnavailableError(
@@ -196,10 +197,11 @@ class Pipeline(Fanout):
                 traversal = first.traversal + 1
                 for cache in caches:
                     cache.traversal, cache.question = traversal, question
-            base = min(len(first.ids), len(question.ids) - question.num_rows)
+            base = min(shared_length(first.ids, question.ids), len(question.ids) - question.num_rows)
+            prefix = frames.prefix_checksum(question.ids[:base])
             frame = await question.send(
                 legs[0][0],
-                self._metadata(question, legs, frames.prefix_checksum(question.ids[:base])),
+                self._metadata(question, legs, prefix, first.like if base else None),
                 frames.encode_ids(question.ids[base:], question.shape.vocabulary),
                 behind=[link for link, _ in legs[1:]],
                 session=question.session,
@@ -209,14 +211,15 @@ class Pipeline(Fanout):
             )
             if frame.type != FrameType.RESEND:
                 for cache in caches:
-                    # All but the drafts are certain to stay in the text.
-                    cache.ids = question.ids[: len(question.ids) - question.num_rows + 1]
+                    # Not before: asked again, each stage must find what it found, or not, the first time.
+                    cache.ids, cache.like = question.ids, None
                 return frame
             question.stats.retries += 1
         raise LinkError("a stage keeps asking for ids it was sent; it is short of caches")
 
     def _caches(self, question: TraverseQuestion, legs: Legs, *, start_over: bool) -> list[StageCache]:
-        """What each stage of the chain has cached: the same for all, or nothing in a new epoch."""
+        """What each stage of the chain has cached: the same for all, or in a new epoch what all of them have
+        of another session, or nothing."""
         known = [question.caches.get(link.number) for link, _ in legs]
         first = known[0]
         same = first is not None and all(
@@ -228,6 +231,12 @@ class Pipeline(Fanout):
         if not same or start_over:
             # Above every epoch that any stage has seen, so that none takes it for an old one.
             epoch = max((cache.epoch for cache in question.caches.values()), default=-1) + 1
+            # A stage that knows the session by another chain gives it no other's caches.
+            new_to_all = not any(known) and all(link.knows_like for link, _ in legs)
+            kept = None
+            if new_to_all and not question.start:
+                kept = question.kept.like({link.number: parts for link, parts in legs}, question.ids)
+            like, ids = kept or (None, [])
             for link, parts in legs:
-                question.caches[link.number] = StageCache(epoch, parts, question.start)
+                question.caches[link.number] = StageCache(epoch, parts, question.start, ids, like=like)
         return [question.caches[link.number] for link, _ in legs]

@@ -7,9 +7,11 @@ stats. Ids are sent from where the stage's cache ends, and from the start when i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -123,19 +125,36 @@ class StageCache:
     Where one got lost it finds that its ids are others, and has them sent again."""
     traversal: int = 0
     like: int | None = None
-    """Before the first traversal, the session whose caches this one begins with."""
+    """Before the first traversal is sent (in a chain, answered), the session whose caches this one begins
+    with."""
     question: Question | None = None
     """The question that `traversal` numbers. Asked again for lack of an answer, it keeps its number while it
     is the last one, and the stage answers from memory."""
 
 
 class KeptSessions:
-    """Sessions that have ended in whatever way, and whose caches stages still hold: a text that begins as one
-    of them does is sent from where the two part."""
+    """Sessions that have ended in whatever way, and whose caches stages still hold, and those whose first
+    traversal is under way: a text that begins as one of them does is sent from where the two part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._caches: OrderedDict[int, dict[int, StageCache]] = OrderedDict()
+        self._beginning: dict[int, dict[int, StageCache]] = {}
+
+    @contextlib.contextmanager
+    def beginning(self, session: int, caches: dict[int, StageCache]) -> Iterator[None]:
+        """While the session's first traversal is under way: stages have others that begin alike wait for it.
+        Eight choices of one request would read their prompt eight times."""
+        if self.most:
+            self._beginning[session] = caches
+        try:
+            yield
+        finally:
+            self._beginning.pop(session, None)
+
+    def went_on(self, session: int) -> None:
+        """Its second traversal is sent: what the stages have of it changes from now on."""
+        self._beginning.pop(session, None)
 
     def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
         """Gives the sessions that make room, those least recently used."""
@@ -147,17 +166,23 @@ class KeptSessions:
         dropped, self._caches = self._caches, OrderedDict()
         return dropped
 
-    def like(self, link: int, blocks: tuple[int, ...], ids: list[int]) -> tuple[int, list[int]] | None:
-        """The session that has most of `ids` cached on this stage, and how much; None where it is little."""
+    def like(self, legs: Mapping[int, tuple[int, ...]], ids: list[int]) -> tuple[int, list[int]] | None:
+        """The session that has most of `ids` cached on all of these links, with the blocks of each, and how
+        much; None where it is little."""
         best, shared = None, LEAST_SHARED - 1
-        for session, caches in self._caches.items():
-            cache = caches.get(link)
-            if cache is not None and cache.blocks == blocks and cache.start == 0:
-                length = shared_length(cache.ids, ids)
-                best, shared = (session, length) if length > shared else (best, shared)
+        for session, caches in itertools.chain(self._caches.items(), self._beginning.items()):
+            known = [caches.get(link) for link in legs]
+            lengths = [
+                shared_length(cache.ids, ids)
+                for cache, blocks in zip(known, legs.values(), strict=True)
+                if cache is not None and cache.blocks == blocks and cache.start == 0
+            ]
+            if len(lengths) == len(legs) and min(lengths) > shared:
+                best, shared = session, min(lengths)
         if best is None:
             return None
-        self._caches.move_to_end(best)
+        if best in self._caches:
+            self._caches.move_to_end(best)
         return best, ids[:shared]
 
 
@@ -193,7 +218,7 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            known = self.kept.like(link.number, blocks, self.ids) if link.knows_like else None
+            known = self.kept.like({link.number: blocks}, self.ids) if link.knows_like else None
             like = known if cache is None and not self.start else None
             cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)

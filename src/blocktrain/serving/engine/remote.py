@@ -11,6 +11,7 @@ does not depend on the codec. Knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,8 +109,7 @@ class RemoteEngine(TextEngine):
             self.fanout = Pipeline(self.links, self.shape.num_blocks, config.fanout, config.activations)
         self.running: weakref.WeakSet[StageSession] = weakref.WeakSet()
         """Generations that hold caches on stages."""
-        # A chain of stages has no word for another session's caches.
-        self.kept = KeptSessions(0 if checkpoint.objective.is_serial else config.kept_sessions)
+        self.kept = KeptSessions(config.kept_sessions)
         large = self.shape.vocabulary >= LEAST_VOCABULARY
         self.best_tokens = (BEST_TOKENS if large else 0) if config.best_tokens is None else config.best_tokens
         self._adaptive = AdaptiveLength(len(draft_blocks))
@@ -250,6 +250,7 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
+        self._begun = False
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
@@ -280,7 +281,11 @@ class StageSession:
             traversal=traversal,
             kept=self.engine.kept,
         )
-        parts = await self.engine.fanout.collect(question)
+        kept, first, self._begun = self.engine.kept, not self._begun, True
+        if not first:
+            kept.went_on(self.session)
+        with kept.beginning(self.session, self.caches) if first else contextlib.nullcontext():
+            parts = await self.engine.fanout.collect(question)
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)

@@ -122,7 +122,7 @@ class Answerer:
         """Where callers have keys, what they use is counted by key."""
         self.engines, self.limits, self.metrics, self.keyed = engines, limits, metrics, keys is not None
         self.places = Places(limits)
-        self.quotas = Quotas({} if keys is None else keys.quotas)
+        self.quotas = Quotas({}) if keys is None else Quotas(keys.quotas, keys.usage_file)
 
     async def write(self, job: Job, emit: Emit) -> None:
         """Waits for places, then writes every choice. Raises what ended it early."""

@@ -10,10 +10,12 @@ TLS is the connection's affair (`connections`).
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +113,11 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.answerer = Answerer(engines, config.limits, self.metrics, config.keys)
         self.created = int(time.time())
+
+    @asynccontextmanager
+    async def running(self, app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(self.answerer.quotas.flush)
 
     def _engine(self, model: str | None) -> TextEngine:
         """What a request for this model gets that comes now; the first model's where it names none."""
@@ -418,8 +425,14 @@ def create_app(engines: Engines, config: GatewayConfig | None = None) -> FastAPI
     config = config or GatewayConfig()
     gateway = Gateway(engines, config)
 
-    # No /docs: its page would load scripts from another origin. /openapi.json is served.
-    app = FastAPI(title="BlockTrain gateway", version=blocktrain.__version__, docs_url=None, redoc_url=None)
+    # No /docs: its page would load scripts from another origin. /openapi.json is served, but not by FastAPI,
+    # which would make it in the event loop.
+    app = FastAPI(
+        title="BlockTrain gateway",
+        version=blocktrain.__version__,
+        openapi_url=None,
+        lifespan=gateway.running,
+    )
     app.include_router(gateway.router())
     app.add_middleware(AccessCheck, keys=config.keys, limits=config.limits, metrics=gateway.metrics)
     if config.origins:
@@ -452,6 +465,17 @@ def create_app(engines: Engines, config: GatewayConfig | None = None) -> FastAPI
 
     # Made when somebody asks: it takes longer than all the rest of a gateway's start.
     app.openapi = openapi  # type: ignore[method-assign]
+    making: asyncio.Task[bytes] | None = None
+
+    async def schema() -> Response:
+        """This description."""
+        nonlocal making
+        # Once, in a thread: it takes 0.24 s, in which no stream would go on.
+        if making is None:
+            making = asyncio.create_task(asyncio.to_thread(lambda: json.dumps(openapi()).encode()))
+        return Response(await asyncio.shield(making), media_type="application/json")
+
+    app.add_api_route("/openapi.json", schema, methods=["GET"], include_in_schema=False)
     return app
 
 

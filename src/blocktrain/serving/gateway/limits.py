@@ -1,7 +1,8 @@
 """Who may come in, how often and how many at once.
 
-Decisions take the clock as an argument and give a value; only `Places` waits. Nothing here knows HTTP:
-the gateway turns a `TooManyRequestsError` into an answer. Keys are compared as hashes, in constant time.
+Decisions take the clock as an argument and give a value; only `Places` waits, and only `Quotas` writes a
+file. Nothing here knows HTTP: the gateway turns a `TooManyRequestsError` into an answer. Keys are compared as
+hashes, in constant time.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ import asyncio
 import dataclasses
 import hashlib
 import hmac
+import logging
 import math
 import re
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from blocktrain.errors import UserError
+from blocktrain.files import write_whole
+
+log = logging.getLogger(__name__)
 
 ANYONE = "anyone"
 CLIENT_SHARE = 0.75
@@ -99,10 +108,16 @@ class Keys:
     """The bearer keys of a file: one per line, optionally `name = key` and behind it `tokens_per_day=NUMBER`;
     `#` starts a comment."""
 
-    def __init__(self, keys: Iterable[tuple[str, str]], quotas: Mapping[str, int] | None = None) -> None:
-        """`quotas` are tokens per day by name."""
+    def __init__(
+        self,
+        keys: Iterable[tuple[str, str]],
+        quotas: Mapping[str, int] | None = None,
+        usage_file: Path | None = None,
+    ) -> None:
+        """`quotas` are tokens per day by name; what is used of them is written to `usage_file`."""
         self._names = {_digest(key): name for name, key in keys}
         self.quotas = dict(quotas or {})
+        self.usage_file = usage_file
 
     def owner(self, key: str) -> str | None:
         """The name that goes with a key, or None for a key nobody was given."""
@@ -145,7 +160,7 @@ def load_keys(path: Path) -> Keys:
             quotas[name] = int(quota)
     if not keys:
         raise UserError(f"{path} holds no keys; write one per line, or leave the option out to serve anyone")
-    return Keys(keys, quotas)
+    return Keys(keys, quotas, path.with_name(f"{path.name}.used"))
 
 
 @dataclass(frozen=True)
@@ -183,12 +198,49 @@ class Rates:
             raise TooManyRequestsError(f"more than {self.per_minute} requests per minute", math.ceil(wait))
 
 
-class Quotas:
-    """Tokens that each key's owner has used on the present day, UTC. A restart forgets them."""
+class Usage(msgspec.Struct, forbid_unknown_fields=True):
+    """What is written of quotas: a day, counted from 1970, and the tokens that each owner used on it."""
 
-    def __init__(self, tokens_per_day: Mapping[str, int]) -> None:
-        self.tokens_per_day = tokens_per_day
+    day: int
+    used: dict[str, int]
+
+
+class Quotas:
+    """Tokens that each key's owner has used on the present day, UTC; with a file, restarts or not. They are
+    counted on the event loop and written by a thread; what is counted while it writes is written together."""
+
+    def __init__(self, tokens_per_day: Mapping[str, int], file: Path | None = None) -> None:
+        self.tokens_per_day, self.file = tokens_per_day, file if tokens_per_day else None
         self._day, self._used = 0, Counter[str]()
+        self._lock = threading.Lock()
+        self._unwritten = False
+        if self.file is None:
+            return
+        try:
+            usage = msgspec.json.decode(self.file.read_bytes(), type=Usage)
+            self._day, self._used = usage.day, Counter(usage.used)
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            # Somebody's mistake, as it is written whole. Nobody is locked out for that.
+            log.warning("lost the usage of keys file=%s reason=%s", self.file, error)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="quotas")
+        # Now, and not with the first answer: an operator should read here that nothing can be written.
+        self._write(self.file)
+
+    def _write(self, file: Path) -> None:
+        with self._lock:
+            self._unwritten = False
+            content = msgspec.json.encode(Usage(self._day, dict(self._used)))
+        try:
+            write_whole(file, content)
+        except OSError as error:
+            log.warning("a restart will forget the usage of keys file=%s reason=%s", file, error)
+
+    def flush(self) -> None:
+        """Wait until all is written."""
+        if self.file is not None:
+            self._writer.submit(lambda: None).result()
 
     def check(self, owner: str, now: float) -> None:
         """An answer that begins within the quota is written to its end; the next is refused."""
@@ -199,10 +251,15 @@ class Quotas:
             raise TooManyRequestsError(sentence, left, code="insufficient_quota")
 
     def count(self, owner: str, tokens: int, now: float) -> None:
-        if int(now // DAY_SECONDS) != self._day:
-            self._day, self._used = int(now // DAY_SECONDS), Counter()
-        if owner in self.tokens_per_day:
+        with self._lock:
+            if int(now // DAY_SECONDS) != self._day:
+                self._day, self._used = int(now // DAY_SECONDS), Counter()
+            if owner not in self.tokens_per_day:
+                return
             self._used[owner] += tokens
+            waits, self._unwritten = self._unwritten, True
+        if self.file is not None and not waits:
+            self._writer.submit(self._write, self.file)
 
 
 @dataclass(frozen=True, eq=False)

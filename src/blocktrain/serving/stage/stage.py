@@ -535,8 +535,7 @@ class Stage:
         wanted = Asked(header.epoch, header.traversal, header.base, blocks, ask.prefix)
         step = next_step(session, wanted)
         other = model.sessions.get((connection.client, ask.like)) if ask.like is not None else None
-        # What it has cached is what its ids say only while nothing of it is under way.
-        if session is None and other is not None and other.outcome is not None and other.outcome.done():
+        if session is None and other is not None and other.may_be_copied:
             step = next_step(other, replace(wanted, epoch=other.epoch, traversal=other.traversal + 1))
         else:
             other = None
@@ -556,6 +555,7 @@ class Stage:
             work.draw = ask.draw if header.codec == Codec.BEST else None
             session.supersede(header.base)
             session.outcome = model.batcher.submit(work, asked.deadline)
+            session.first = session.first or session.outcome
             session.waiting.append((header.base, session.outcome))
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
