@@ -36,14 +36,17 @@ FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
 FIRST_COUNT = 4.0
 """Tokens of each class that this counts for."""
 FEW_REQUESTS = 4
-"""Up to so many begin to draft with all blocks held here, more with the first block alone: it costs a third
-and holds for 91 of 100 bytes instead of 97, which matters less the more requests share a traversal."""
-SETTLING, COUNTED = 2, 2
+"""For up to so many all blocks held here draft, for more the first block alone: it costs a third and holds
+for 91 of 100 bytes instead of 97, which matters less the more requests share a traversal."""
+SETTLING, COUNTED = 2, 4
 """Traversals of each request, in the mean, that pass after another way began, and those counted then."""
-LEAST_SECONDS = 0.3
-"""Of counting: a shorter time says little."""
-BETTER = 1.03
+LEAST_SECONDS = 1.0
+"""Of counting. Traversals of many requests land in bursts, and in 0.3 s one way had 931 and 281 tokens a
+second."""
+BETTER = 1.05
 """Another way must write so much more before it is kept: two runs of one way differ by as much."""
+KNOWN_SECONDS = 30.0
+"""So long what was found before counts half, beside what is found now."""
 FIRST_PATIENCE, MOST_PATIENCE = 8.0, 64.0
 """Seconds until a slower way is tried again: twice as long whenever it was still slower."""
 LEAST_ROWS = 2.0
@@ -111,34 +114,30 @@ class DraftLength:
         many of those tokens wait to be sent with the next one."""
         return True
 
-    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
-        """So many blocks drafted a token for each of some texts; this is each text's part of the time."""
+    def stepped(self, seconds: float, requests: int, now: float) -> None:
+        """A token was drafted for each of some texts; this is each text's part of the time."""
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
         """Learn from a traversal. `reading`: the gateway still reads texts before it can draft for them."""
 
 
 class Comparison:
-    """How many blocks should draft: what all requests together write a second with so many, and with none.
+    """Whether drafts pay: what all requests together write a second with them, and without.
 
     Gateway and stages may share processors, and a batch makes traversals dear or cheap for all: what a draft
-    costs the others no request can tell. With 32 clients on two cores drafts by three blocks halved what all
-    of them wrote, and the rule for one request went on. So each way is tried, for four traversals of every
-    request, and the fastest one is kept; the others are tried again from time to time.
+    costs the others no request can tell. With 32 clients on two cores drafts halved what all of them wrote,
+    and the rule for one request went on. So both ways are tried, each for six traversals of every request,
+    and the faster one is kept; the other one is tried again from time to time.
     """
 
-    def __init__(self, first: int, ways: Sequence[int]) -> None:
-        self.ways = list(ways)
-        """Numbers of blocks, 0 among them."""
-        self.blocks = first
+    def __init__(self, *, drafts: bool) -> None:
+        self.drafts = drafts
         """What is done now."""
-        self.best = first
-        self.speeds: dict[int, float] = {}
-        """Tokens a second of all requests, by number of blocks."""
-        self.known_at: dict[int, float] = {}
-        self.patience = dict.fromkeys(ways, FIRST_PATIENCE)
-        self.began = math.inf
-        """When the first traversal of this load landed."""
+        self.best = drafts
+        self.speeds: dict[bool, float] = {}
+        """Tokens a second of all requests, with drafts and without."""
+        self.known_at: dict[bool, float] = {}
+        self.patience = FIRST_PATIENCE
         self.last = -math.inf
         self._settle(-math.inf)
 
@@ -154,16 +153,16 @@ class Comparison:
     ) -> None:
         """A traversal landed, `seconds` after the one before it. None of late took less than `least`."""
         if now - self.last > found.seconds + AWAY_SECONDS:
-            # Another crowd: what was found long ago may be true no more, and its first traversals pass.
-            for way in [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]:
+            old = [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]
+            for way in old:
                 del self.speeds[way], self.known_at[way]
             self.best = max(self.speeds, key=self.speeds.__getitem__, default=self.best)
-            self.blocks = self.best
+            self.drafts = self.best
             self._settle(now)
-        self.last, self.began = now, min(self.began, now)
+        self.last = now
         self.traversals += 1
         if self.is_settling:
-            reads = self.blocks > 0 and reading and now - self.since < MOST_READING_SECONDS
+            reads = self.drafts and reading and now - self.since < MOST_READING_SECONDS
             if self.traversals >= SETTLING * requests and not reads:
                 self.is_settling = False
                 self._count()
@@ -172,32 +171,25 @@ class Comparison:
         self.seconds += seconds
         if self.traversals < COUNTED * requests or self.seconds < LEAST_SECONDS:
             return
-        tried, speed = self.blocks, self.tokens / self.seconds
+        tried, speed = self.drafts, self.tokens / self.seconds
         # What was found just before counts too; what was found long ago may be true no more.
-        if now - self.known_at.get(tried, -math.inf) < FIRST_PATIENCE:
+        if now - self.known_at.get(tried, -math.inf) < KNOWN_SECONDS:
             speed = (speed + self.speeds[tried]) / 2
         self.speeds[tried] = speed
         self.known_at[tried] = now
-        before, found_best = self.best, max(self.speeds, key=self.speeds.__getitem__)
-        if self.speeds[found_best] > BETTER * self.speeds.get(before, 0.0):
-            self.best = found_best
-        if self.best != before:
-            self.patience[self.best] = FIRST_PATIENCE
-        elif tried != before:
-            longer = max(2 * self.patience[tried], TRIAL_SHARE * (now - self.since))
-            self.patience[tried] = min(longer, MOST_PATIENCE)
-        # Without drafts a traversal brings a token: where drafts bring more than that can, it is not tried.
-        # More blocks than now read all texts first, so they are not tried as soon as a load comes.
-        hopeless = self.best > 0 and self.speeds[self.best] * least > requests
-        untried = {way: -math.inf if way < self.best else self.began for way in self.ways}
-        tried_at = untried | self.known_at
-        due = [
-            way
-            for way in self.ways
-            if now - tried_at[way] > self.patience[way] and way != self.best and not (way == 0 and hopeless)
-        ]
-        self.blocks = min(due, key=tried_at.__getitem__, default=self.best)
-        if self.blocks == tried:
+        other = not self.best
+        if self.speeds.get(other, 0.0) > BETTER * self.speeds.get(self.best, math.inf):
+            self.best, self.patience = other, FIRST_PATIENCE
+        elif tried == other:
+            self.patience = max(min(2 * self.patience, MOST_PATIENCE), TRIAL_SHARE * (now - self.since))
+        # Without drafts a traversal brings a token: where they bring more than that can, it is not tried,
+        # but for once where many share a traversal. What one without drafts takes is not known before.
+        other = not self.best
+        known = other in self.speeds or requests == 1
+        hopeless = self.best and known and self.speeds[self.best] * least > requests
+        due = now - self.known_at.get(other, -math.inf) > self.patience
+        self.drafts = other if due and not hopeless else self.best
+        if self.drafts == tried:
             self._count()
         else:
             self._settle(now)
@@ -223,14 +215,15 @@ class Costs:
 class Load:
     """What is known of about so many requests under way."""
 
-    def __init__(self, first: int, ways: Sequence[int]) -> None:
-        self.comparison = Comparison(first, ways)
-        self.costs = {way: Costs() for way in ways}
-        """By number of blocks that draft."""
+    def __init__(self, *, drafts: bool) -> None:
+        self.comparison = Comparison(drafts=drafts)
+        self.costs = {True: Costs(), False: Costs()}
+        """With drafts, and without."""
 
-    def row_seconds(self, blocks: int) -> float:
+    @property
+    def row_seconds(self) -> float:
         """By how much one more row of every request makes traversals longer, where that was measured."""
-        plain, drafted = self.costs[0], self.costs[blocks]
+        plain, drafted = self.costs[False], self.costs[True]
         if not plain.traversal_seconds or drafted.rows < LEAST_ROWS:
             return 0.0
         more = drafted.traversal_seconds - plain.traversal_seconds
@@ -245,19 +238,17 @@ class AdaptiveLength(DraftLength):
     part of a step and one more row, and in that time all requests together make tokens by going on as usual.
     So drafts are long where the network is slow or the text is easy, and short where processors are busy.
 
-    Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught says
-    nothing about the one request after it. And a cost that nobody measured lately is believed less and
-    less: before, one burst of 32 ended drafting until the gateway was started again. How many blocks draft,
-    and whether any do, is left to a `Comparison`.
+    Up to FEW_REQUESTS all blocks held here draft, for more the first one alone. Costs are kept apart by how
+    many requests are under way, in powers of two: what a burst of 64 taught says nothing about the one
+    request after it. And a cost that nobody measured lately is believed less and less: before, one burst of
+    32 ended drafting until the gateway was started again. Whether to draft at all is left to a `Comparison`.
     """
 
-    def __init__(self, blocks: int) -> None:
-        """`blocks`: how many may draft."""
+    def __init__(self) -> None:
         super().__init__(MAX_DRAFT_TOKENS)
-        self.most_blocks = blocks
-        self.ways = sorted({0, min(1, blocks), blocks})
-        self.tries = {way: [FIRST_COUNT] * len(FIRST_CHANCES) for way in self.ways}
-        self.hits = {way: [FIRST_COUNT * chance for chance in FIRST_CHANCES] for way in self.ways}
+        self.tries = {alone: [FIRST_COUNT] * len(FIRST_CHANCES) for alone in (True, False)}
+        """By margin, of tokens that one block drafted alone, and several."""
+        self.hits = {alone: [FIRST_COUNT * chance for chance in FIRST_CHANCES] for alone in (True, False)}
         self.by_load: dict[int, Load] = {}
         self.least_seconds = math.inf
         """The shortest traversal of late."""
@@ -273,13 +264,13 @@ class AdaptiveLength(DraftLength):
         if load not in self.by_load:
             # Where fewer requests write more without drafts, so do more.
             fewer = self.by_load.get(load - 1)
-            plain = fewer is not None and fewer.comparison.best == 0
-            first = 0 if plain else self.most_blocks if requests <= FEW_REQUESTS else min(1, self.most_blocks)
-            self.by_load[load] = Load(first, self.ways)
+            self.by_load[load] = Load(drafts=fewer is None or fewer.comparison.best)
         return self.by_load[load]
 
     def blocks(self, requests: int, held: int) -> int:
-        return self.load(requests).comparison.blocks
+        if not self.load(requests).comparison.drafts:
+            return 0
+        return held if requests <= FEW_REQUESTS else min(1, held)
 
     def go_on(
         self,
@@ -291,11 +282,11 @@ class AdaptiveLength(DraftLength):
         flying: bool = False,
         unsent: int = 0,
     ) -> bool:
-        # The first token is what the comparison is about: where drafts seemed too dear, all ways were alike.
+        # The first token is what the comparison is about: where drafts seemed too dear, both ways were alike.
         if not margins:
             return True
-        load, tries, hits = self.load(requests), self.tries[blocks], self.hits[blocks]
-        costs = load.costs[blocks]
+        load, tries, hits = self.load(requests), self.tries[blocks == 1], self.hits[blocks == 1]
+        costs = load.costs[True]
         gain = sum(hits) / sum(tries)
         for margin in margins:
             bucket = bisect(MARGINS, margin)
@@ -303,30 +294,30 @@ class AdaptiveLength(DraftLength):
         step_seconds = costs.step_seconds * costs.trust(now)
         # Drafts that cost too much lower the usual rate, and would look cheap beside it. The rate without any
         # was measured, or else a traversal brings a token.
-        plain, alone = load.comparison.speeds.get(0), costs.traversal_seconds
+        plain, alone = load.comparison.speeds.get(False), costs.traversal_seconds
         least_rate = plain / requests if plain else 1 / alone if alone else 0.0
         rate = max(costs.tokens / costs.seconds, least_rate)
         # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
-        cost = rate * (requests * step_seconds + load.row_seconds(blocks))
+        cost = rate * (requests * step_seconds + load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
-    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
-        costs = self.load(requests).costs[blocks]
+    def stepped(self, seconds: float, requests: int, now: float) -> None:
+        costs = self.load(requests).costs[True]
         kept = KEEP_COST * costs.trust(now)
         costs.step_seconds = kept * costs.step_seconds + (1 - kept) * seconds
         costs.step_at = now
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
-        tries, hits = self.tries[found.blocks], self.hits[found.blocks]
+        tries, hits = self.tries[found.blocks == 1], self.hits[found.blocks == 1]
         for i, margin in enumerate(found.margins):
             bucket = bisect(MARGINS, margin)
             tries[bucket] = KEEP * tries[bucket] + 1
             hits[bucket] = KEEP * hits[bucket] + (i < found.accepted)
         load = self.load(requests)
-        # Of the way that is tried now: the first traversal of a text has no draft in any.
-        costs = load.costs[load.comparison.blocks]
+        # Of the way that is tried now: the first traversal of a text has no draft in either.
+        costs = load.costs[load.comparison.drafts]
         costs.tokens = KEEP_COST * costs.tokens + found.tokens
         costs.seconds = KEEP_COST * costs.seconds + found.seconds
         mean = costs.traversal_seconds or found.traversal_seconds

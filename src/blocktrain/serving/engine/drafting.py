@@ -260,7 +260,7 @@ class Drafting:
             if fresh > len(alike) / 4:
                 continue
             for length in {id(draft.drafter.length): draft.drafter.length for draft in alike}.values():
-                length.stepped(seconds, self.num_open, time.monotonic(), blocks=count)
+                length.stepped(seconds, self.num_open, time.monotonic())
 
     def _step_together(self, going: Sequence[Draft], blocks: RoughBlocks) -> None:
         """A token of each."""

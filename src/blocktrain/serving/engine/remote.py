@@ -112,7 +112,7 @@ class RemoteEngine(TextEngine):
         self.kept = KeptSessions(config.kept_sessions)
         large = self.shape.vocabulary >= LEAST_VOCABULARY
         self.best_tokens = (BEST_TOKENS if large else 0) if config.best_tokens is None else config.best_tokens
-        self._adaptive = AdaptiveLength(len(draft_blocks))
+        self._adaptive = AdaptiveLength()
 
     # ---- life ----
 
