@@ -245,7 +245,7 @@ def test_more_requests_begin_without_drafts_where_fewer_wrote_more_without() -> 
 
 def test_a_row_that_makes_traversals_longer_makes_drafts_shorter() -> None:
     lengths = []
-    for row in (0.0, 0.02):
+    for row in (0.0, 0.1):
         length = AdaptiveLength()
         # A stage that is near: what a traversal without drafts takes is worth a try.
         _, now = written(length, 1, 0.0, 10, step=0.001, traversal=0.005)

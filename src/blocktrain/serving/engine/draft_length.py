@@ -300,7 +300,8 @@ class AdaptiveLength(DraftLength):
         # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
-        cost = rate * (requests * step_seconds + load.row_seconds)
+        # The gateway drafts for some while stages verify for others, so the longer of both counts.
+        cost = rate * max(requests * step_seconds, load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
     def stepped(self, seconds: float, requests: int, now: float) -> None:
