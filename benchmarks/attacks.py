@@ -8,28 +8,34 @@ the end, seed by seed, and the largest of all rounds. Memory is the peak of the 
 above that of a run in which as many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--jobs 2]
-    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100]
+    python benchmarks/attacks.py --long [--size demo] [--only 25] [--rounds 100] [--steps 10] [--json REPORT]
+    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100] [--steps 10]
 
-`--quick` takes one seed and fewer rounds. `--rules` runs the lasting attacks against rules of the literature
-instead of judge and guard, and prints by how much each lets the loss rise; it claims nothing. Exit code 1 if
-anything is not as it should be.
+`--quick` takes one seed and fewer rounds. `--long` runs five of the lasting attacks for a whole schedule, at
+the suite's size or that of the demo's blocks, and compares loss on fresh text after every round; runs that
+REPORT has are not made again, so a table can be made in pieces. `--rules` runs the lasting attacks against
+rules of the literature instead of judge and guard, and prints by how much each lets the loss rise; it claims
+nothing. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from provenance import write_report
+
+from blocktrain.training.source import source_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -71,6 +77,7 @@ from tests.adversaries.swarm import (  # noqa: E402
     Settings,
     Warm,
     fresh_text,
+    size_named,
     training_of,
     warmed_up,
 )
@@ -378,6 +385,169 @@ def play_rules(one: Lasting, seed: int, rounds: int) -> dict[str, float]:
         }
 
 
+# --- for a hundred rounds -----------------------------------------------------------------------------------
+
+
+LONG_ROUNDS, LONG_STEPS = 100, 10
+LONG = tuple(
+    one
+    for behaviour in (
+        drifts,
+        stays_within_the_spread,
+        reverses_the_mean,
+        plants_backdoor,
+        knows_held_out_text,
+    )
+    for one in LASTING
+    if one.behaviour is behaviour
+)
+CROWDS = {"suite": (5, 3), "demo": (3, 2)}
+"""Honest workers and attackers of a size."""
+SCORED_BYTES = {"suite": 40_000, "demo": 16_384}
+"""Of fresh text, after every round."""
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """One run of a whole schedule, with nobody but honest workers where `attack` is empty."""
+
+    size: str
+    seed: int
+    rounds: int
+    steps: int
+    honest: int
+    judged: bool = True
+    attack: str = ""
+    attackers: int = 0
+
+
+def play_long(run: LongRun) -> dict[str, Any]:
+    """In a process of its own; what is kept of it in a report."""
+    begun, behaviours = time.monotonic(), {one.behaviour.__name__: one.behaviour for one in LONG}
+    settings = Settings(
+        seed=run.seed,
+        steps=run.steps,
+        batch=size_named(run.size).batch,
+        deadline=PATIENT_SECONDS,
+        lease=PATIENT_SECONDS,
+        rounds=run.rounds,
+        size=run.size,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ending = campaign(
+            folder / "run",
+            settings if run.judged else undefended(settings),
+            run.honest,
+            run.rounds,
+            [behaviours[run.attack]] * run.attackers if run.attack else (),
+            fresh_text()[: SCORED_BYTES[run.size]],
+        )
+        phrase = ending.backdoor_loss(training_of(settings, folder))
+    return {
+        **asdict(run),
+        "losses": ending.losses,
+        "verdicts": dict(ending.verdicts),
+        "merged": ending.merged,
+        "bans": ending.bans,
+        "honest_refused": ending.honest_refused,
+        "honest_merged": ending.honest_merged,
+        "phrase_after_trigger": phrase,
+        "judging_share": ending.judging_share,
+        "growth_mb": ending.growth_mb,
+        "seconds": time.monotonic() - begun,
+        "commit": source_commit() or "",
+    }
+
+
+def key_of(kept: dict[str, Any]) -> LongRun:
+    return LongRun(**{part.name: kept[part.name] for part in fields(LongRun)})
+
+
+def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each attack of which there are whole runs: by how much the loss on fresh text is higher than
+    that of the same honest workers alone, who are neither judged nor guarded."""
+    known = {key_of(one): one for one in runs}
+    tables: dict[tuple[Lasting, LongRun], list[tuple[dict[str, Any], ...]]] = {}
+    for run, found in known.items():
+        honest = replace(run, attack="", attackers=0)
+        alone, judged = known.get(replace(honest, judged=False)), known.get(honest)
+        if run.attack and alone and judged:
+            [one] = [one for one in LONG if one.behaviour.__name__ == run.attack]
+            tables.setdefault((one, replace(run, seed=0)), []).append((alone, judged, found))
+    for (one, run), seeds in tables.items():
+        risen = [
+            [mine - theirs for mine, theirs in zip(found["losses"], alone["losses"], strict=True)]
+            for alone, _, found in seeds
+        ]
+        worst = max(map(max, risen))
+        verdicts = sum((Counter(found["verdicts"]) for *_, found in seeds), Counter[str]())
+        told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+        growth = max(found["growth_mb"] - judged["growth_mb"] for _, judged, found in seeds)
+        crowd = f"{run.attackers} of {run.honest + run.attackers}"
+        yield {
+            "number": one.number,
+            "attack": f"{one.name.partition(', 3 of')[0]}, {crowd}",
+            "size": run.size,
+            "rounds": run.rounds,
+            "steps": run.steps,
+            "seeds": [found["seed"] for *_, found in seeds],
+            "happened": f"{told}; {sum(found['merged'] for *_, found in seeds)} merged",
+            "loss": f"{' '.join(f'{rises[-1]:+.4f}' for rises in risen)}; at worst {worst:+.4f}",
+            "last": [rises[-1] for rises in risen],
+            "worst": [max(rises) for rises in risen],
+            "worst_round": [rises.index(max(rises)) + 1 for rises in risen],
+            "honest_rise": [judged["losses"][-1] - alone["losses"][-1] for alone, judged, _ in seeds],
+            "honest_refused": [
+                [judged["honest_refused"], found["honest_refused"]] for _, judged, found in seeds
+            ],
+            "honest_merged": [
+                [judged["honest_merged"], found["honest_merged"]] for _, judged, found in seeds
+            ],
+            "phrase_after_trigger": [
+                [alone["phrase_after_trigger"], found["phrase_after_trigger"]] for alone, _, found in seeds
+            ],
+            "growth_mb": growth,
+            "seconds": sum(found["seconds"] for *_, found in seeds),
+            "passed": worst <= TOLERANCE and growth < MAX_GROWTH_MB,
+            "commits": sorted({part["commit"] for parts in seeds for part in parts}),
+        }
+
+
+def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence[Lasting]) -> int:
+    rounds, steps = options.rounds or LONG_ROUNDS, options.steps or LONG_STEPS
+    honest, attackers = CROWDS[options.size]
+    kept: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        kept = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
+    known = {key_of(one) for one in kept}
+    wanted = []
+    for seed in seeds:
+        alone = LongRun(options.size, seed, rounds, steps, honest)
+        attacked = [replace(alone, attack=one.behaviour.__name__, attackers=attackers) for one in chosen]
+        wanted += [replace(alone, judged=False), alone, *attacked]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(play_long, run) for run in wanted if run not in known]):
+            kept.append(future.result())
+            print(f"{key_of(kept[-1])}: {kept[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
+            told = {"runs": kept, "rows": list(long_rows(kept))}
+            write_report(options.json, "long attacks", told, sorted({one["seed"] for one in kept}))
+    print("| # | attack | what happened | fresh text | round of the worst | honest refused |")
+    print("|---|---|---|---|---|---|")
+    rows = [
+        row
+        for row in long_rows(kept)
+        if (row["size"], row["rounds"], row["steps"]) == (options.size, rounds, steps)
+    ]
+    for row in rows:
+        mark = "" if row["passed"] else "  **not as it should be**"
+        print(
+            f"| {row['number']} | {row['attack']} | {row['happened']}{mark} | {row['loss']} | "
+            f"{row['worst_round']} | {row['honest_refused']} |"
+        )
+    return int(not all(row["passed"] for row in rows))
+
+
 # --- what else the suite measures ---------------------------------------------------------------------------
 
 
@@ -424,8 +594,11 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
     parser.add_argument("--jobs", type=int, default=1, help="Attacks that last, and rules: runs at a time.")
+    parser.add_argument("--long", action="store_true", help="Five attacks for a whole schedule.")
+    parser.add_argument("--size", choices=sorted(CROWDS), default="suite", help="With --long: of the block.")
+    parser.add_argument("--steps", type=int, help="Steps of a round, with --long and --rules.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
-    parser.add_argument("--json", type=Path, help="Write everything there too.")
+    parser.add_argument("--json", type=Path, help="Write everything there too; with --long, add to it.")
     options = parser.parse_args(arguments)
     known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER}
     if unknown := sorted((options.only or set()) - known):
@@ -441,6 +614,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def wanted(number: int) -> bool:
         return options.only is None or number in options.only
 
+    if options.long:
+        return run_long(options, options.seeds, [one for one in LONG if wanted(one.number)])
     if options.rules:
         chosen = [one for one in LASTING if wanted(one.number) and not one.fresh]
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
