@@ -14,14 +14,15 @@ above that of a run in which as many updates are all honest.
 `--quick` takes one seed and fewer rounds. `--long` runs five of the lasting attacks for a whole schedule, at
 the suite's size or that of the demo's blocks, and compares loss on fresh text after every round; runs that
 REPORT has are not made again, so a table can be made in pieces. `--rules` runs the lasting attacks against
-rules of the literature instead of judge and guard, and prints by how much each lets the loss rise; it claims
-nothing. Exit code 1 if anything is not as it should be.
+rules of the literature instead of judge and guard, and prints by how much each lets the loss rise at the end
+and at most; it adds to its report too, and claims nothing. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -359,30 +360,77 @@ def lasting_rows(runs: Campaigns, wanted: Callable[[int], bool], quick: bool) ->
         yield wait()
 
 
-def rule_rows(
-    attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int, pool: Executor
-) -> dict[str, dict[str, float]]:
-    """By how much the loss is higher at the end than that of the honest workers' mean; the worst seed."""
-    found: dict[str, dict[str, float]] = {}
-    print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
-    begun = {one.name: [pool.submit(play_rules, one, seed, rounds) for seed in seeds] for one in attacks}
-    for name, futures in begun.items():
-        risen = [future.result() for future in futures]
-        found[name] = {rule: max(rises[rule] for rises in risen) for rule in RULES}
-        told = " | ".join(f"{rise:+.4f}" for rise in found[name].values())
-        print(f"| {name} | {told} |", flush=True)
+@dataclass(frozen=True)
+class RuleRun:
+    """One run in which a rule alone merges; with nobody but honest workers where `attack` is empty."""
+
+    rule: str
+    seed: int
+    rounds: int
+    steps: int
+    honest: int
+    attack: str = ""
+    attackers: int = 0
+
+
+def play_rule(run: RuleRun) -> dict[str, Any]:
+    """In a process of its own; what is kept of it in a report."""
+    behaviours = {one.behaviour.__name__: one.behaviour for one in LASTING}
+    crowd = [behaviours[run.attack]] * run.attackers if run.attack else []
+    with tempfile.TemporaryDirectory() as name:
+        settings = Settings(seed=run.seed, steps=run.steps, rounds=max(run.rounds, Settings.rounds))
+        training = training_of(settings, Path(name))
+        losses = merged_by(RULES[run.rule], training, run.honest, run.rounds, crowd, run.seed)
+    return {**asdict(run), "losses": losses, "commit": source_commit() or ""}
+
+
+def rises_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By attack and rule, the worst seed: by how much the loss is higher than that of the honest workers'
+    mean at the end, and at most after any round."""
+    parts = [part.name for part in fields(RuleRun)]
+    known = {RuleRun(**{part: kept[part] for part in parts}): kept["losses"] for kept in runs}
+    named = {(one.behaviour.__name__, one.attackers): one.name for one in LASTING}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for run, losses in known.items():
+        alone = known.get(replace(run, rule="mean", attack="", attackers=0))
+        if not run.attack or alone is None:
+            continue
+        risen = [mine - theirs for mine, theirs in zip(losses, alone, strict=True)]
+        row = found.setdefault(named[run.attack, run.attackers], {})
+        before = row.get(run.rule, {"last": -math.inf, "worst": -math.inf})
+        row[run.rule] = {"last": max(before["last"], risen[-1]), "worst": max(before["worst"], *risen)}
     return found
 
 
-def play_rules(one: Lasting, seed: int, rounds: int) -> dict[str, float]:
-    crowd = [one.behaviour] * one.attackers
-    with tempfile.TemporaryDirectory() as name:
-        training = training_of(Settings(seed=seed, steps=20), Path(name))
-        alone = merged_by(RULES["mean"], training, one.honest, rounds, (), seed)[-1]
-        return {
-            rule: merged_by(RULES[rule], training, one.honest, rounds, crowd, seed)[-1] - alone
-            for rule in RULES
-        }
+def run_rules(
+    options: argparse.Namespace, seeds: Sequence[int], rounds: int, chosen: Sequence[Lasting]
+) -> int:
+    steps, wanted = options.steps or 20, []
+    for seed in seeds:
+        for one in chosen:
+            alone = RuleRun("mean", seed, rounds, steps, one.honest)
+            attacked = replace(alone, attack=one.behaviour.__name__, attackers=one.attackers)
+            wanted += [alone, *(replace(attacked, rule=rule) for rule in RULES)]
+    kept: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        kept = json.loads(options.json.read_text(encoding="utf-8")).get("runs", [])
+    parts = [part.name for part in fields(RuleRun)]
+    known = {RuleRun(**{part: one[part] for part in parts}) for one in kept}
+    left = [run for run in dict.fromkeys(wanted) if run not in known]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(play_rule, run) for run in left]):
+            kept.append(future.result())
+            told = {"rounds": rounds, "steps": steps, "runs": kept, "rises": rises_of(kept)}
+            write_report(options.json, "rules", told, seeds)
+    print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
+    for name, row in rises_of(
+        [one for one in kept if (one["rounds"], one["steps"]) == (rounds, steps)]
+    ).items():
+        shown = (
+            f"{row[rule]['last']:+.4f} ({row[rule]['worst']:+.4f})" if rule in row else "" for rule in RULES
+        )
+        print(f"| {name} | {' | '.join(shown)} |", flush=True)
+    return 0
 
 
 # --- for a hundred rounds -----------------------------------------------------------------------------------
@@ -618,10 +666,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_long(options, options.seeds, [one for one in LONG if wanted(one.number)])
     if options.rules:
         chosen = [one for one in LASTING if wanted(one.number) and not one.fresh]
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            found = rule_rows(chosen, seeds, rounds, pool)
-        write_report(options.json, "rules", {"rounds": rounds, "rises": found}, seeds)
-        return 0
+        return run_rules(options, seeds, rounds, chosen)
     begun, rows, failures = time.monotonic(), [], 0
     print(HEADING, flush=True)
     with tempfile.TemporaryDirectory() as name:

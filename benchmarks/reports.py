@@ -207,7 +207,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "rules": Kind(
         "rules.json",
-        ("benchmarks/attacks.py:rule_rows",),
+        ("benchmarks/attacks.py:run_rules",),
         (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"),
         {"rises": dict},
     ),
