@@ -411,9 +411,7 @@ def run_rules(
             alone = RuleRun("mean", seed, rounds, steps, one.honest)
             attacked = replace(alone, attack=one.behaviour.__name__, attackers=one.attackers)
             wanted += [alone, *(replace(attacked, rule=rule) for rule in RULES)]
-    kept: list[dict[str, Any]] = []
-    if options.json is not None and options.json.exists():
-        kept = json.loads(options.json.read_text(encoding="utf-8")).get("runs", [])
+    kept = kept_runs(options.json)
     parts = [part.name for part in fields(RuleRun)]
     known = {RuleRun(**{part: one[part] for part in parts}) for one in kept}
     left = [run for run in dict.fromkeys(wanted) if run not in known]
@@ -562,22 +560,31 @@ def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
+def kept_runs(report: Path | None) -> list[dict[str, Any]]:
+    if report is None or not report.exists():
+        return []
+    runs: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("runs", [])
+    return runs
+
+
 def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence[Lasting]) -> int:
     rounds, steps = options.rounds or LONG_ROUNDS, options.steps or LONG_STEPS
     honest, attackers = CROWDS[options.size]
-    kept: list[dict[str, Any]] = []
-    if options.json is not None and options.json.exists():
-        kept = json.loads(options.json.read_text(encoding="utf-8"))["runs"]
-    known = {key_of(one) for one in kept}
     wanted = []
     for seed in seeds:
         alone = LongRun(options.size, seed, rounds, steps, honest)
         attacked = [replace(alone, attack=one.behaviour.__name__, attackers=attackers) for one in chosen]
-        wanted += [replace(alone, judged=False), alone, *attacked]
+        wanted += [*([] if options.attacked else (replace(alone, judged=False), alone)), *attacked]
+    kept = kept_runs(options.json)
+    known = {key_of(one) for one in kept}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(play_long, run) for run in wanted if run not in known]):
-            kept.append(future.result())
-            print(f"{key_of(kept[-1])}: {kept[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
+            played = future.result()
+            print(f"{key_of(played)}: {played['seconds']:.0f} s", file=sys.stderr, flush=True)
+            # Read again: another call may have added its runs meanwhile.
+            kept = [one for one in kept_runs(options.json) or kept if key_of(one) != key_of(played)] + [
+                played
+            ]
             told = {"runs": kept, "rows": list(long_rows(kept))}
             write_report(options.json, "long attacks", told, sorted({one["seed"] for one in kept}))
     print("| # | attack | what happened | fresh text | round of the worst | honest refused |")
@@ -644,6 +651,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="Attacks that last, and rules: runs at a time.")
     parser.add_argument("--long", action="store_true", help="Five attacks for a whole schedule.")
     parser.add_argument("--size", choices=sorted(CROWDS), default="suite", help="With --long: of the block.")
+    parser.add_argument(
+        "--attacked", action="store_true", help="With --long: not the honest runs, which another call makes."
+    )
     parser.add_argument("--steps", type=int, help="Steps of a round, with --long and --rules.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
     parser.add_argument("--json", type=Path, help="Write everything there too; with --long, add to it.")
