@@ -567,6 +567,11 @@ def kept_runs(report: Path | None) -> list[dict[str, Any]]:
     return runs
 
 
+def write_long(report: Path | None, kept: Sequence[dict[str, Any]]) -> None:
+    seeds = sorted({one["seed"] for one in kept})
+    write_report(report, "long attacks", {"runs": kept, "rows": list(long_rows(kept))}, seeds)
+
+
 def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence[Lasting]) -> int:
     rounds, steps = options.rounds or LONG_ROUNDS, options.steps or LONG_STEPS
     honest, attackers = CROWDS[options.size]
@@ -585,8 +590,8 @@ def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence
             kept = [one for one in kept_runs(options.json) or kept if key_of(one) != key_of(played)] + [
                 played
             ]
-            told = {"runs": kept, "rows": list(long_rows(kept))}
-            write_report(options.json, "long attacks", told, sorted({one["seed"] for one in kept}))
+            write_long(options.json, kept)
+    write_long(options.json, kept)
     print("| # | attack | what happened | fresh text | round of the worst | honest refused |")
     print("|---|---|---|---|---|---|")
     rows = [
