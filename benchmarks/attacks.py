@@ -11,11 +11,12 @@ above that of a run in which as many updates are all honest.
     python benchmarks/attacks.py --long [--size demo] [--only 25] [--rounds 100] [--steps 10] [--json REPORT]
     python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100] [--steps 10]
 
-`--quick` takes one seed and fewer rounds. `--long` runs five of the lasting attacks for a whole schedule, at
-the suite's size or that of the demo's blocks, and compares loss on fresh text after every round; runs that
-REPORT has are not made again, so a table can be made in pieces. `--rules` runs the lasting attacks against
-rules of the literature instead of judge and guard, and prints by how much each lets the loss rise at the end
-and at most; it adds to its report too, and claims nothing. Exit code 1 if anything is not as it should be.
+`--quick` takes one seed and fewer rounds. A report (`--json`) keeps its rows of other attacks, so that it can
+be made in pieces; each row names its commit. `--long` runs six of the lasting attacks for a whole schedule,
+at the suite's size or that of the demo's blocks, and compares loss on fresh text after every round; runs that
+REPORT has are not made again. `--rules` runs the lasting attacks against rules of the literature instead of
+judge and guard, and prints by how much each lets the loss rise at the end and at most; it adds to its report
+too, and claims nothing. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -72,13 +73,18 @@ from tests.adversaries.clusters import (  # noqa: E402
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
+from tests.adversaries.refining import (  # noqa: E402
+    ATTACKERS,
+    RefinedEnding,
+    refined_campaign,
+    trained_parts,
+)
 from tests.adversaries.rules import RULES  # noqa: E402
 from tests.adversaries.swarm import (  # noqa: E402
     PATIENT_SECONDS,
     Settings,
     Warm,
     fresh_text,
-    size_named,
     training_of,
     warmed_up,
 )
@@ -88,7 +94,7 @@ FRESH_SEEDS = (41, 42, 43)
 """Not looked at while thresholds were chosen, except for `validation.ruling.ONE_TEXT_LESS`: 44, 45 and 46 are
 fresh for that one."""
 STALE_NUMBER, STALE_ROUNDS = 8, 6
-POISON_NUMBER = 22
+POISON_NUMBER, SERIAL_NUMBER = 22, 26
 COPIED_ROUNDS = 5
 
 
@@ -239,6 +245,19 @@ def play_poisoned(
     return found.worst_rise_over(alone), found, time.monotonic() - begun
 
 
+def play_serial(
+    seed: int, folder: Path, rounds: int
+) -> tuple[RefinedEnding, RefinedEnding, RefinedEnding, float]:
+    """Undefended and honest; the attackers undefended, and judged; and the seconds that it took."""
+    begun, here = time.monotonic(), folder / f"serial-{seed}"
+    here.mkdir()
+    parts = trained_parts(here, seed)
+    alone = refined_campaign(here / "alone", parts, seed, rounds, 2, judge="off")
+    unjudged = refined_campaign(here / "unjudged", parts, seed, rounds, 2, ATTACKERS, judge="off")
+    found = refined_campaign(here / "attacked", parts, seed, rounds, 2, ATTACKERS)
+    return alone, unjudged, found, time.monotonic() - begun
+
+
 class Campaigns:
     """Runs of several seeds, some at a time, with the unattacked ones made once."""
 
@@ -321,6 +340,33 @@ class Campaigns:
 
         return wait
 
+    def serial_row(self) -> Callable[[], Row]:
+        """Two parts of a trained Llama with two honest workers and an attacker each."""
+        begun = [self.pool.submit(play_serial, seed, self.folder, self.rounds) for seed in self.seeds]
+
+        def wait() -> Row:
+            alone, unjudged, found, seconds = zip(*(future.result() for future in begun), strict=True)
+            risen, without = (
+                [dirty.rise_over(clean) for dirty, clean in zip(endings, alone, strict=True)]
+                for endings in (found, unjudged)
+            )
+            verdicts = sum((ending.verdicts for ending in found), Counter[str]())
+            honest = sum((ending.honest_refused for ending in found), Counter[str]())
+            told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+            worst = max(map(max, risen))
+            return Row(
+                SERIAL_NUMBER,
+                "a serial model: one reversed, one noise, 2 of 6",
+                f"{told}; {sum(ending.merged for ending in found)} merged",
+                f"{' '.join(f'{rises[-1]:+.4f}' for rises in risen)}; at worst {worst:+.4f}",
+                sum(seconds),
+                0.0,
+                worst <= TOLERANCE,
+                {"risen": risen, "risen_without_a_judge": without, "honest_refused": dict(honest)},
+            )
+
+        return wait
+
 
 def lasting_row(
     number: int,
@@ -356,6 +402,8 @@ def lasting_rows(runs: Campaigns, wanted: Callable[[int], bool], quick: bool) ->
         waits += [
             runs.poisoned_row(poison) for poison in (poisons_its_own_cluster, poisons_the_other_cluster)
         ]
+    if wanted(SERIAL_NUMBER):
+        waits.append(runs.serial_row())
     for wait in waits:
         yield wait()
 
@@ -378,7 +426,8 @@ def play_rule(run: RuleRun) -> dict[str, Any]:
     behaviours = {one.behaviour.__name__: one.behaviour for one in LASTING}
     crowd = [behaviours[run.attack]] * run.attackers if run.attack else []
     with tempfile.TemporaryDirectory() as name:
-        settings = Settings(seed=run.seed, steps=run.steps, rounds=max(run.rounds, Settings.rounds))
+        rounds = max(run.rounds, Settings.rounds)
+        settings = Settings(seed=run.seed, steps=run.steps, rounds=rounds, batch=LONG_BATCH)
         training = training_of(settings, Path(name))
         losses = merged_by(RULES[run.rule], training, run.honest, run.rounds, crowd, run.seed)
     return {**asdict(run), "losses": losses, "commit": source_commit() or ""}
@@ -443,13 +492,14 @@ LONG = tuple(
         reverses_the_mean,
         plants_backdoor,
         knows_held_out_text,
+        flips_signs,
     )
     for one in LASTING
-    if one.behaviour is behaviour
+    if one.behaviour is behaviour and one.attackers == 3
 )
-CROWDS = {"suite": (5, 3), "demo": (3, 2)}
-"""Honest workers and attackers of a size."""
-SCORED_BYTES = {"suite": 40_000, "demo": 16_384}
+HONEST, ATTACKERS_OF_A_LONG_RUN = 3, 2
+LONG_BATCH = 16
+SCORED_BYTES = 16_384
 """Of fresh text, after every round."""
 
 
@@ -473,7 +523,7 @@ def play_long(run: LongRun) -> dict[str, Any]:
     settings = Settings(
         seed=run.seed,
         steps=run.steps,
-        batch=size_named(run.size).batch,
+        batch=LONG_BATCH,
         deadline=PATIENT_SECONDS,
         lease=PATIENT_SECONDS,
         rounds=run.rounds,
@@ -487,7 +537,7 @@ def play_long(run: LongRun) -> dict[str, Any]:
             run.honest,
             run.rounds,
             [behaviours[run.attack]] * run.attackers if run.attack else (),
-            fresh_text()[: SCORED_BYTES[run.size]],
+            fresh_text()[:SCORED_BYTES],
         )
         phrase = ending.backdoor_loss(training_of(settings, folder))
     return {
@@ -574,10 +624,9 @@ def write_long(report: Path | None, kept: Sequence[dict[str, Any]]) -> None:
 
 def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence[Lasting]) -> int:
     rounds, steps = options.rounds or LONG_ROUNDS, options.steps or LONG_STEPS
-    honest, attackers = CROWDS[options.size]
-    wanted = []
+    wanted, attackers = [], ATTACKERS_OF_A_LONG_RUN
     for seed in seeds:
-        alone = LongRun(options.size, seed, rounds, steps, honest)
+        alone = LongRun(options.size, seed, rounds, steps, HONEST)
         attacked = [replace(alone, attack=one.behaviour.__name__, attackers=attackers) for one in chosen]
         wanted += [*([] if options.attacked else (replace(alone, judged=False), alone)), *attacked]
     kept = kept_runs(options.json)
@@ -628,6 +677,9 @@ def asides(folder: Path, seed: int) -> Iterator[tuple[str, bool]]:
 
 def note_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
+        if without := row.notes.get("risen_without_a_judge"):
+            ends = ", ".join(f"{rises[-1]:+.4f}" for rises in without)
+            yield f"{row.attack}: without a judge and a guard it ends {ends} higher"
         if seconds := row.notes.get("honest_join_seconds"):
             yield f"an honest worker among 1,000 identities joined in {seconds:.2f} s"
         if row.number == 14:
@@ -645,6 +697,18 @@ def note_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"judging and guarding cost at most {max(shares):.1%} of the compute they judged"
 
 
+def write_rows(report: Path | None, rows: Sequence[Row], seeds: Sequence[int]) -> None:
+    """Beside the rows of other attacks that the report has, each with the commit that made it."""
+    told = {(row.number, row.attack): {**asdict(row), "commit": source_commit() or ""} for row in rows}
+    if report is not None and report.exists():
+        before = json.loads(report.read_text(encoding="utf-8"))
+        made_by = before["provenance"]["commit"]
+        known = {(one["number"], one["attack"]): {"commit": made_by, **one} for one in before["rows"]}
+        told = {**known, **told}
+        seeds = sorted({*before["provenance"]["seeds"], *seeds})
+    write_report(report, "attacks", list(told.values()), seeds)
+
+
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="One seed, fewer rounds.")
@@ -654,16 +718,18 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
     parser.add_argument("--jobs", type=int, default=1, help="Attacks that last, and rules: runs at a time.")
-    parser.add_argument("--long", action="store_true", help="Five attacks for a whole schedule.")
-    parser.add_argument("--size", choices=sorted(CROWDS), default="suite", help="With --long: of the block.")
+    parser.add_argument("--long", action="store_true", help="Six attacks for a whole schedule.")
+    parser.add_argument(
+        "--size", choices=("suite", "demo"), default="suite", help="With --long: of the block."
+    )
     parser.add_argument(
         "--attacked", action="store_true", help="With --long: not the honest runs, which another call makes."
     )
     parser.add_argument("--steps", type=int, help="Steps of a round, with --long and --rules.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
-    parser.add_argument("--json", type=Path, help="Write everything there too; with --long, add to it.")
+    parser.add_argument("--json", type=Path, help="Add everything to this report.")
     options = parser.parse_args(arguments)
-    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER}
+    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER, SERIAL_NUMBER}
     if unknown := sorted((options.only or set()) - known):
         parser.error(f"no attack has number {unknown}; there are {sorted(known)}")
     return options
@@ -706,7 +772,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for surprise in row.notes.get("surprises", ()):
             print(f"  {row.number}: {surprise}")
-    write_report(options.json, "attacks", [asdict(row) for row in rows], seeds)
+    write_rows(options.json, rows, seeds)
     return 1 if failures else 0
 
 

@@ -69,7 +69,6 @@ class Size:
     shape: str
     rates: str
     codec: str
-    batch: int
 
 
 @cache
@@ -77,7 +76,7 @@ def size_named(name: str) -> Size:
     """`suite`, a block that trains in a blink, or `demo`, a block of recipes/demo.toml."""
     if name == "suite":
         shape = "width = 32, heads = 2, layers_per_block = 1, context = 64, condition_width = 8"
-        return Size(shape, "warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3", "sparse:512", 32)
+        return Size(shape, "warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3", "sparse:512")
     recipe = load_recipe(find_recipe(name), ())
     shapes = ("width", "heads", "layers_per_block", "context", "condition_width")
     rates = ("warmup_steps", "matrix_lr", "other_lr")
@@ -85,7 +84,7 @@ def size_named(name: str) -> Size:
         ", ".join(f"{key} = {getattr(section, key)}" for key in keys)
         for section, keys in ((recipe.model, shapes), (recipe.training, rates))
     )
-    return Size(shape, rate, recipe.swarm.codec, recipe.training.batch)
+    return Size(shape, rate, recipe.swarm.codec)
 
 
 @cache
