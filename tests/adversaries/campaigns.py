@@ -142,7 +142,7 @@ HONEST_ROUNDS = 2
 """As many as probation takes: then the attackers' updates are merged like anybody's."""
 
 
-MAX_RETRIES = 3
+MAX_RETRIES = 12
 HARMFUL_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
 
 

@@ -135,15 +135,14 @@ class Settings:
     """With "off" every update counts, and equal runs differ by the order of sums only."""
     rounds: int = 24
     """Of the schedule; attacks may last fewer."""
+    shortest: float = SHORTEST_SECONDS
     size: str = "suite"
 
     @property
     def recipe_text(self) -> str:
         size = size_named(self.size)
-        return RECIPE.format(
-            shortest=min(self.deadline, SHORTEST_SECONDS),
-            **{**dataclasses.asdict(size), **dataclasses.asdict(self)},
-        )
+        values = {**dataclasses.asdict(size), **dataclasses.asdict(self)}
+        return RECIPE.format(**values | {"shortest": min(self.deadline, self.shortest)})
 
 
 @cache
