@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from sqlalchemy import BindParameter, and_, bindparam, case, func, or_, select
+from sqlalchemy import BindParameter, bindparam, case, func, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
