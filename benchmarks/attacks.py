@@ -8,8 +8,8 @@ the end, seed by seed, and the largest of all rounds. Memory is the peak of the 
 above that of a run in which as many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--jobs 2]
-    python benchmarks/attacks.py --long [--size demo] [--only 25] [--rounds 100] [--steps 10] [--json REPORT]
-    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100] [--steps 10]
+    python benchmarks/attacks.py --long [--size demo] [--only 25] [--rounds 100] [--steps 20] [--json REPORT]
+    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100] [--steps 20]
 
 `--quick` takes one seed and fewer rounds. A report (`--json`) keeps its rows of other attacks, so that it can
 be made in pieces; each row names its commit. `--long` runs six of the lasting attacks for a whole schedule,
@@ -483,7 +483,7 @@ def run_rules(
 # --- for a hundred rounds -----------------------------------------------------------------------------------
 
 
-LONG_ROUNDS, LONG_STEPS = 100, 10
+LONG_ROUNDS, LONG_STEPS = 100, 20
 LONG = tuple(
     one
     for behaviour in (
@@ -498,7 +498,7 @@ LONG = tuple(
     if one.behaviour is behaviour and one.attackers == 3
 )
 HONEST, ATTACKERS_OF_A_LONG_RUN = 3, 2
-LONG_BATCH = 16
+LONG_BATCH = 32
 SCORED_BYTES = 16_384
 """Of fresh text, after every round."""
 
@@ -523,7 +523,7 @@ def play_long(run: LongRun) -> dict[str, Any]:
     settings = Settings(
         seed=run.seed,
         steps=run.steps,
-        batch=LONG_BATCH,
+        batch=LONG_BATCH if run.size == "suite" else 16,
         deadline=PATIENT_SECONDS,
         lease=PATIENT_SECONDS,
         rounds=run.rounds,
