@@ -137,6 +137,19 @@ def recent_scores(session: Session, block: int, *, established: bool) -> list[fl
     return [score for score in rows if score is not None]
 
 
+def tries_in_vain(session: Session, update: UpdateRow) -> int:
+    """How many updates of the same worker from the same snapshot of the block had no gain."""
+    found = session.scalar(
+        select(func.count()).where(
+            UpdateRow.worker_id == update.worker_id,
+            UpdateRow.block == update.block,
+            UpdateRow.base_version == update.base_version,
+            UpdateRow.reason == VerdictReason.NO_GAIN,
+        )
+    )
+    return found or 0
+
+
 def held_out_losses(session: Session) -> list[float]:
     """What the run's scores of the assembled model found, oldest first."""
     # From the index alone: a long run has thousands of records, and every judge's task asks.
