@@ -171,7 +171,7 @@ def required_standard_errors(
     # Only what counts lowers the median. Where gains fell to less than half of it from one round to the next,
     # nothing counted any more: a run of three honest workers stood still in its 39th round (docs/history). A
     # round is tried again only where no update of it counted, so nobody gets a lower bound beside others.
-    return required / 2**in_vain
+    return required * 0.5**in_vain
 
 
 def evidence_ruling(
