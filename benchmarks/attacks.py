@@ -528,7 +528,7 @@ def play_long(run: LongRun) -> dict[str, Any]:
         lease=PATIENT_SECONDS,
         rounds=run.rounds,
         size=run.size,
-        shortest=10.0,
+        shortest=3.0,
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
