@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from blocktrain.validation.evidence import FINAL_STANDARD_ERRORS, Gain
 
 FEWEST_TO_CHOOSE = 3
-"""Updates from which on the guard looks whether some of them alone make a better merge. With two and few windows
-chance leaves out an honest one now and then."""
+"""Updates from which on the guard looks whether some of them alone make a better merge. With two and few
+windows chance leaves out an honest one now and then."""
 FEWEST_IN_REFINING = 2
-"""The same for a part of a serial model, where the sign of a gain decides and noise may pass its judge: beside
-one honest update it halved the step round after round, 0.028 nats after two (attack 26)."""
+"""The same for a part of a serial model, where the sign of a gain decides and noise may pass its judge:
+beside one honest update it halved the step round after round, 0.028 nats after two (attack 26)."""
 MOST_CHOICES = 7
 LEAST_SHARE = 4
 """At least one of so many updates is kept."""
