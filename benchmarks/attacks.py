@@ -8,28 +8,36 @@ the end, seed by seed, and the largest of all rounds. Memory is the peak of the 
 above that of a run in which as many updates are all honest.
 
     python benchmarks/attacks.py [--quick] [--only 3,16] [--seeds 41,42,43] [--rounds 4] [--jobs 2]
-    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100]
+    python benchmarks/attacks.py --long [--size demo] [--only 25] [--rounds 100] [--steps 20] [--json REPORT]
+    python benchmarks/attacks.py --rules [--only 3,23] [--rounds 100] [--steps 20]
 
-`--quick` takes one seed and fewer rounds. `--rules` runs the lasting attacks against rules of the literature
-instead of judge and guard, and prints by how much each lets the loss rise; it claims nothing. Exit code 1 if
-anything is not as it should be.
+`--quick` takes one seed and fewer rounds. A report (`--json`) keeps its rows of other attacks, so that it can
+be made in pieces; each row names its commit. `--long` runs six of the lasting attacks for a whole schedule,
+at the suite's size or that of the demo's blocks, and compares loss on fresh text after every round; runs that
+REPORT has are not made again. `--rules` runs the lasting attacks against rules of the literature instead of
+judge and guard, and prints by how much each lets the loss rise at the end and at most; it adds to its report
+too, and claims nothing. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from provenance import write_report
+
+from blocktrain.training.source import source_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -65,6 +73,12 @@ from tests.adversaries.clusters import (  # noqa: E402
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
+from tests.adversaries.refining import (  # noqa: E402
+    ATTACKERS,
+    RefinedEnding,
+    refined_campaign,
+    trained_parts,
+)
 from tests.adversaries.rules import RULES  # noqa: E402
 from tests.adversaries.swarm import (  # noqa: E402
     PATIENT_SECONDS,
@@ -80,7 +94,7 @@ FRESH_SEEDS = (41, 42, 43)
 """Not looked at while thresholds were chosen, except for `validation.ruling.ONE_TEXT_LESS`: 44, 45 and 46 are
 fresh for that one."""
 STALE_NUMBER, STALE_ROUNDS = 8, 6
-POISON_NUMBER = 22
+POISON_NUMBER, SERIAL_NUMBER = 22, 26
 COPIED_ROUNDS = 5
 
 
@@ -231,6 +245,19 @@ def play_poisoned(
     return found.worst_rise_over(alone), found, time.monotonic() - begun
 
 
+def play_serial(
+    seed: int, folder: Path, rounds: int
+) -> tuple[RefinedEnding, RefinedEnding, RefinedEnding, float]:
+    """Undefended and honest; the attackers undefended, and judged; and the seconds that it took."""
+    begun, here = time.monotonic(), folder / f"serial-{seed}"
+    here.mkdir()
+    parts = trained_parts(here, seed)
+    alone = refined_campaign(here / "alone", parts, seed, rounds, 2, judge="off")
+    unjudged = refined_campaign(here / "unjudged", parts, seed, rounds, 2, ATTACKERS, judge="off")
+    found = refined_campaign(here / "attacked", parts, seed, rounds, 2, ATTACKERS)
+    return alone, unjudged, found, time.monotonic() - begun
+
+
 class Campaigns:
     """Runs of several seeds, some at a time, with the unattacked ones made once."""
 
@@ -313,6 +340,33 @@ class Campaigns:
 
         return wait
 
+    def serial_row(self) -> Callable[[], Row]:
+        """Two parts of a trained Llama with two honest workers and an attacker each."""
+        begun = [self.pool.submit(play_serial, seed, self.folder, self.rounds) for seed in self.seeds]
+
+        def wait() -> Row:
+            alone, unjudged, found, seconds = zip(*(future.result() for future in begun), strict=True)
+            risen, without = (
+                [dirty.rise_over(clean) for dirty, clean in zip(endings, alone, strict=True)]
+                for endings in (found, unjudged)
+            )
+            verdicts = sum((ending.verdicts for ending in found), Counter[str]())
+            honest = sum((ending.honest_refused for ending in found), Counter[str]())
+            told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+            worst = max(map(max, risen))
+            return Row(
+                SERIAL_NUMBER,
+                "a serial model: one reversed, one noise, 2 of 6",
+                f"{told}; {sum(ending.merged for ending in found)} merged",
+                f"{' '.join(f'{rises[-1]:+.4f}' for rises in risen)}; at worst {worst:+.4f}",
+                sum(seconds),
+                0.0,
+                worst <= TOLERANCE,
+                {"risen": risen, "risen_without_a_judge": without, "honest_refused": dict(honest)},
+            )
+
+        return wait
+
 
 def lasting_row(
     number: int,
@@ -348,34 +402,260 @@ def lasting_rows(runs: Campaigns, wanted: Callable[[int], bool], quick: bool) ->
         waits += [
             runs.poisoned_row(poison) for poison in (poisons_its_own_cluster, poisons_the_other_cluster)
         ]
+    if wanted(SERIAL_NUMBER):
+        waits.append(runs.serial_row())
     for wait in waits:
         yield wait()
 
 
-def rule_rows(
-    attacks: Sequence[Lasting], seeds: Sequence[int], rounds: int, pool: Executor
-) -> dict[str, dict[str, float]]:
-    """By how much the loss is higher at the end than that of the honest workers' mean; the worst seed."""
-    found: dict[str, dict[str, float]] = {}
-    print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
-    begun = {one.name: [pool.submit(play_rules, one, seed, rounds) for seed in seeds] for one in attacks}
-    for name, futures in begun.items():
-        risen = [future.result() for future in futures]
-        found[name] = {rule: max(rises[rule] for rises in risen) for rule in RULES}
-        told = " | ".join(f"{rise:+.4f}" for rise in found[name].values())
-        print(f"| {name} | {told} |", flush=True)
+@dataclass(frozen=True)
+class RuleRun:
+    """One run in which a rule alone merges; with nobody but honest workers where `attack` is empty."""
+
+    rule: str
+    seed: int
+    rounds: int
+    steps: int
+    honest: int
+    attack: str = ""
+    attackers: int = 0
+
+
+def play_rule(run: RuleRun) -> dict[str, Any]:
+    """In a process of its own; what is kept of it in a report."""
+    behaviours = {one.behaviour.__name__: one.behaviour for one in LASTING}
+    crowd = [behaviours[run.attack]] * run.attackers if run.attack else []
+    with tempfile.TemporaryDirectory() as name:
+        rounds = max(run.rounds, Settings.rounds)
+        settings = Settings(seed=run.seed, steps=run.steps, rounds=rounds, batch=LONG_BATCH)
+        training = training_of(settings, Path(name))
+        losses = merged_by(RULES[run.rule], training, run.honest, run.rounds, crowd, run.seed)
+    return {**asdict(run), "losses": losses, "commit": source_commit() or ""}
+
+
+def rises_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By attack and rule, the worst seed: by how much the loss is higher than that of the honest workers'
+    mean at the end, and at most after any round."""
+    parts = [part.name for part in fields(RuleRun)]
+    known = {RuleRun(**{part: kept[part] for part in parts}): kept["losses"] for kept in runs}
+    named = {(one.behaviour.__name__, one.attackers): one.name for one in LASTING}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for run, losses in known.items():
+        alone = known.get(replace(run, rule="mean", attack="", attackers=0))
+        if not run.attack or alone is None:
+            continue
+        risen = [mine - theirs for mine, theirs in zip(losses, alone, strict=True)]
+        row = found.setdefault(named[run.attack, run.attackers], {})
+        before = row.get(run.rule, {"last": -math.inf, "worst": -math.inf})
+        row[run.rule] = {"last": max(before["last"], risen[-1]), "worst": max(before["worst"], *risen)}
     return found
 
 
-def play_rules(one: Lasting, seed: int, rounds: int) -> dict[str, float]:
-    crowd = [one.behaviour] * one.attackers
+def run_rules(
+    options: argparse.Namespace, seeds: Sequence[int], rounds: int, chosen: Sequence[Lasting]
+) -> int:
+    steps, wanted = options.steps or 20, []
+    for seed in seeds:
+        for one in chosen:
+            alone = RuleRun("mean", seed, rounds, steps, one.honest)
+            attacked = replace(alone, attack=one.behaviour.__name__, attackers=one.attackers)
+            wanted += [alone, *(replace(attacked, rule=rule) for rule in RULES)]
+    kept = kept_runs(options.json)
+    parts = [part.name for part in fields(RuleRun)]
+    known = {RuleRun(**{part: one[part] for part in parts}) for one in kept}
+    left = [run for run in dict.fromkeys(wanted) if run not in known]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(play_rule, run) for run in left]):
+            kept.append(future.result())
+            told = {"rounds": rounds, "steps": steps, "runs": kept, "rises": rises_of(kept)}
+            write_report(options.json, "rules", told, seeds)
+    print(f"| attack, {rounds} rounds | {' | '.join(RULES)} |\n|---|{'---|' * len(RULES)}", flush=True)
+    for name, row in rises_of(
+        [one for one in kept if (one["rounds"], one["steps"]) == (rounds, steps)]
+    ).items():
+        shown = (
+            f"{row[rule]['last']:+.4f} ({row[rule]['worst']:+.4f})" if rule in row else "" for rule in RULES
+        )
+        print(f"| {name} | {' | '.join(shown)} |", flush=True)
+    return 0
+
+
+# --- for a hundred rounds -----------------------------------------------------------------------------------
+
+
+LONG_ROUNDS, LONG_STEPS = 100, 20
+LONG = tuple(
+    one
+    for behaviour in (
+        drifts,
+        stays_within_the_spread,
+        reverses_the_mean,
+        plants_backdoor,
+        knows_held_out_text,
+        flips_signs,
+    )
+    for one in LASTING
+    if one.behaviour is behaviour and one.attackers == 3
+)
+HONEST, ATTACKERS_OF_A_LONG_RUN = 3, 2
+LONG_BATCH = 32
+SCORED_BYTES = 16_384
+"""Of fresh text, after every round."""
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """One run of a whole schedule, with nobody but honest workers where `attack` is empty."""
+
+    size: str
+    seed: int
+    rounds: int
+    steps: int
+    honest: int
+    judged: bool = True
+    attack: str = ""
+    attackers: int = 0
+
+
+def play_long(run: LongRun) -> dict[str, Any]:
+    """In a process of its own; what is kept of it in a report."""
+    begun, behaviours = time.monotonic(), {one.behaviour.__name__: one.behaviour for one in LONG}
+    settings = Settings(
+        seed=run.seed,
+        steps=run.steps,
+        batch=LONG_BATCH if run.size == "suite" else 16,
+        deadline=PATIENT_SECONDS,
+        lease=PATIENT_SECONDS,
+        rounds=run.rounds,
+        size=run.size,
+        shortest=3.0,
+    )
     with tempfile.TemporaryDirectory() as name:
-        training = training_of(Settings(seed=seed, steps=20), Path(name))
-        alone = merged_by(RULES["mean"], training, one.honest, rounds, (), seed)[-1]
-        return {
-            rule: merged_by(RULES[rule], training, one.honest, rounds, crowd, seed)[-1] - alone
-            for rule in RULES
+        folder = Path(name)
+        ending = campaign(
+            folder / "run",
+            settings if run.judged else undefended(settings),
+            run.honest,
+            run.rounds,
+            [behaviours[run.attack]] * run.attackers if run.attack else (),
+            fresh_text()[:SCORED_BYTES],
+        )
+        phrase = ending.backdoor_loss(training_of(settings, folder))
+    return {
+        **asdict(run),
+        "losses": ending.losses,
+        "verdicts": dict(ending.verdicts),
+        "merged": ending.merged,
+        "bans": ending.bans,
+        "honest_refused": ending.honest_refused,
+        "honest_merged": ending.honest_merged,
+        "phrase_after_trigger": phrase,
+        "judging_share": ending.judging_share,
+        "growth_mb": ending.growth_mb,
+        "seconds": time.monotonic() - begun,
+        "commit": source_commit() or "",
+    }
+
+
+def key_of(kept: dict[str, Any]) -> LongRun:
+    return LongRun(**{part.name: kept[part.name] for part in fields(LongRun)})
+
+
+def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each attack of which there are whole runs: by how much the loss on fresh text is higher than
+    that of the same honest workers alone, who are neither judged nor guarded."""
+    known = {key_of(one): one for one in runs}
+    tables: dict[tuple[Lasting, LongRun], list[tuple[dict[str, Any], ...]]] = {}
+    for run, found in known.items():
+        honest = replace(run, attack="", attackers=0)
+        alone, judged = known.get(replace(honest, judged=False)), known.get(honest)
+        if run.attack and alone and judged:
+            [one] = [one for one in LONG if one.behaviour.__name__ == run.attack]
+            tables.setdefault((one, replace(run, seed=0)), []).append((alone, judged, found))
+    for (one, run), seeds in tables.items():
+        risen = [
+            [mine - theirs for mine, theirs in zip(found["losses"], alone["losses"], strict=True)]
+            for alone, _, found in seeds
+        ]
+        worst = max(map(max, risen))
+        verdicts = sum((Counter(found["verdicts"]) for *_, found in seeds), Counter[str]())
+        told = ", ".join(f"{reason} {count}" for reason, count in verdicts.most_common())
+        growth = max(found["growth_mb"] - judged["growth_mb"] for _, judged, found in seeds)
+        crowd = f"{run.attackers} of {run.honest + run.attackers}"
+        yield {
+            "number": one.number,
+            "attack": f"{one.name.partition(', 3 of')[0]}, {crowd}",
+            "size": run.size,
+            "rounds": run.rounds,
+            "steps": run.steps,
+            "seeds": [found["seed"] for *_, found in seeds],
+            "happened": f"{told}; {sum(found['merged'] for *_, found in seeds)} merged",
+            "loss": f"{' '.join(f'{rises[-1]:+.4f}' for rises in risen)}; at worst {worst:+.4f}",
+            "last": [rises[-1] for rises in risen],
+            "worst": [max(rises) for rises in risen],
+            "worst_round": [rises.index(max(rises)) + 1 for rises in risen],
+            "honest_rise": [judged["losses"][-1] - alone["losses"][-1] for alone, judged, _ in seeds],
+            "honest_refused": [
+                [judged["honest_refused"], found["honest_refused"]] for _, judged, found in seeds
+            ],
+            "honest_merged": [
+                [judged["honest_merged"], found["honest_merged"]] for _, judged, found in seeds
+            ],
+            "phrase_after_trigger": [
+                [alone["phrase_after_trigger"], found["phrase_after_trigger"]] for alone, _, found in seeds
+            ],
+            "growth_mb": growth,
+            "seconds": sum(found["seconds"] for *_, found in seeds),
+            "passed": worst <= TOLERANCE and growth < MAX_GROWTH_MB,
+            "commits": sorted({part["commit"] for parts in seeds for part in parts}),
         }
+
+
+def kept_runs(report: Path | None) -> list[dict[str, Any]]:
+    if report is None or not report.exists():
+        return []
+    runs: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("runs", [])
+    return runs
+
+
+def write_long(report: Path | None, kept: Sequence[dict[str, Any]]) -> None:
+    seeds = sorted({one["seed"] for one in kept})
+    write_report(report, "long attacks", {"runs": kept, "rows": list(long_rows(kept))}, seeds)
+
+
+def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence[Lasting]) -> int:
+    rounds, steps = options.rounds or LONG_ROUNDS, options.steps or LONG_STEPS
+    wanted, attackers = [], ATTACKERS_OF_A_LONG_RUN
+    for seed in seeds:
+        alone = LongRun(options.size, seed, rounds, steps, HONEST)
+        attacked = [replace(alone, attack=one.behaviour.__name__, attackers=attackers) for one in chosen]
+        wanted += [*([] if options.attacked else (replace(alone, judged=False), alone)), *attacked]
+    kept = kept_runs(options.json)
+    known = {key_of(one) for one in kept}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(play_long, run) for run in wanted if run not in known]):
+            played = future.result()
+            print(f"{key_of(played)}: {played['seconds']:.0f} s", file=sys.stderr, flush=True)
+            # Read again: another call may have added its runs meanwhile.
+            kept = [one for one in kept_runs(options.json) or kept if key_of(one) != key_of(played)] + [
+                played
+            ]
+            write_long(options.json, kept)
+    write_long(options.json, kept)
+    print("| # | attack | what happened | fresh text | round of the worst | honest refused |")
+    print("|---|---|---|---|---|---|")
+    rows = [
+        row
+        for row in long_rows(kept)
+        if (row["size"], row["rounds"], row["steps"]) == (options.size, rounds, steps)
+    ]
+    for row in rows:
+        mark = "" if row["passed"] else "  **not as it should be**"
+        print(
+            f"| {row['number']} | {row['attack']} | {row['happened']}{mark} | {row['loss']} | "
+            f"{row['worst_round']} | {row['honest_refused']} |"
+        )
+    return int(not all(row["passed"] for row in rows))
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------
@@ -398,6 +678,9 @@ def asides(folder: Path, seed: int) -> Iterator[tuple[str, bool]]:
 
 def note_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
+        if without := row.notes.get("risen_without_a_judge"):
+            ends = ", ".join(f"{rises[-1]:+.4f}" for rises in without)
+            yield f"{row.attack}: without a judge and a guard it ends {ends} higher"
         if seconds := row.notes.get("honest_join_seconds"):
             yield f"an honest worker among 1,000 identities joined in {seconds:.2f} s"
         if row.number == 14:
@@ -415,6 +698,18 @@ def note_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"judging and guarding cost at most {max(shares):.1%} of the compute they judged"
 
 
+def write_rows(report: Path | None, rows: Sequence[Row], seeds: Sequence[int]) -> None:
+    """Beside the rows of other attacks that the report has, each with the commit that made it."""
+    told = {(row.number, row.attack): {**asdict(row), "commit": source_commit() or ""} for row in rows}
+    if report is not None and report.exists():
+        before = json.loads(report.read_text(encoding="utf-8"))
+        made_by = before["provenance"]["commit"]
+        known = {(one["number"], one["attack"]): {"commit": made_by, **one} for one in before["rows"]}
+        told = {**known, **told}
+        seeds = sorted({*before["provenance"]["seeds"], *seeds})
+    write_report(report, "attacks", list(told.values()), seeds)
+
+
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="One seed, fewer rounds.")
@@ -424,10 +719,18 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=FRESH_SEEDS)
     parser.add_argument("--rounds", type=int, help="Rounds of the attacks that last.")
     parser.add_argument("--jobs", type=int, default=1, help="Attacks that last, and rules: runs at a time.")
+    parser.add_argument("--long", action="store_true", help="Six attacks for a whole schedule.")
+    parser.add_argument(
+        "--size", choices=("suite", "demo"), default="suite", help="With --long: of the block."
+    )
+    parser.add_argument(
+        "--attacked", action="store_true", help="With --long: not the honest runs, which another call makes."
+    )
+    parser.add_argument("--steps", type=int, help="Steps of a round, with --long and --rules.")
     parser.add_argument("--rules", action="store_true", help="Rules of the literature instead of the judge.")
-    parser.add_argument("--json", type=Path, help="Write everything there too.")
+    parser.add_argument("--json", type=Path, help="Add everything to this report.")
     options = parser.parse_args(arguments)
-    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER}
+    known = {entry.number for entry in (*REFUSED, *LASTING)} | {STALE_NUMBER, POISON_NUMBER, SERIAL_NUMBER}
     if unknown := sorted((options.only or set()) - known):
         parser.error(f"no attack has number {unknown}; there are {sorted(known)}")
     return options
@@ -441,12 +744,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def wanted(number: int) -> bool:
         return options.only is None or number in options.only
 
+    if options.long:
+        return run_long(options, options.seeds, [one for one in LONG if wanted(one.number)])
     if options.rules:
         chosen = [one for one in LASTING if wanted(one.number) and not one.fresh]
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            found = rule_rows(chosen, seeds, rounds, pool)
-        write_report(options.json, "rules", {"rounds": rounds, "rises": found}, seeds)
-        return 0
+        return run_rules(options, seeds, rounds, chosen)
     begun, rows, failures = time.monotonic(), [], 0
     print(HEADING, flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -471,7 +773,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for surprise in row.notes.get("surprises", ()):
             print(f"  {row.number}: {surprise}")
-    write_report(options.json, "attacks", [asdict(row) for row in rows], seeds)
+    write_rows(options.json, rows, seeds)
     return 1 if failures else 0
 
 

@@ -196,6 +196,12 @@ KINDS: Mapping[str, Kind] = {
         )
         for name in ("t1", "t2", "t3")
     },
+    "long attacks": Kind(
+        "attack-long.json",
+        ("benchmarks/attacks.py:run_long", *verbs("coordinator")),
+        (*TRUST, "tests/adversaries", "benchmarks/attacks.py", "recipes/demo.toml"),
+        {"number": int, "attack": str, "size": str, "rounds": int, "loss": str, "passed": bool},
+    ),
     "attacks": Kind(
         "attack-*.json",
         ("benchmarks/attacks.py:lasting_rows", *verbs("coordinator")),
@@ -204,7 +210,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "rules": Kind(
         "rules.json",
-        ("benchmarks/attacks.py:rule_rows",),
+        ("benchmarks/attacks.py:run_rules",),
         (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"),
         {"rises": dict},
     ),

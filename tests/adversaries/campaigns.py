@@ -142,7 +142,7 @@ HONEST_ROUNDS = 2
 """As many as probation takes: then the attackers' updates are merged like anybody's."""
 
 
-MAX_RETRIES = 3
+MAX_RETRIES = 12
 HARMFUL_SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
 
 
@@ -203,6 +203,8 @@ class Ending:
     """On the attackers' updates, by reason."""
     merged: int = 0
     """Attackers' updates that were merged."""
+    honest_merged: int = 0
+    """Honest updates that were merged: without those that judge or guard left out."""
     judging_share: float = 0.0
     """Compute of judging and guarding, as a share of what was judged."""
     bans: int = 0
@@ -220,6 +222,9 @@ class Ending:
         return training.loss_after(self.weights, context, PAYLOAD)
 
 
+NAMES_PER_ADDRESS = 16
+
+
 @dataclass
 class Attackers:
     """They come back under a new name when they are banned."""
@@ -227,7 +232,7 @@ class Attackers:
     running: Swarm
     clients: list[Client]
     verdicts: Counter[str] = field(default_factory=Counter)
-    bans: int = 0
+    banned: list[Client] = field(default_factory=list)
 
     def lend(self, number: int) -> tuple[Client, Assignment]:
         try:
@@ -235,8 +240,10 @@ class Attackers:
         except Refused as refusal:
             if refusal.reason != "banned":
                 raise
-            self.bans += 1
-            self.clients[number] = self.running.client()
+            self.banned.append(self.clients[number])
+            # From another address now and then: a long attack needs more names than one address may have.
+            address = f"127.0.0.{2 + len(self.banned) // NAMES_PER_ADDRESS}"
+            self.clients[number] = self.running.client(address=address)
             return self.clients[number], self.clients[number].lend()
 
 
@@ -273,10 +280,11 @@ def campaign(
             growth_mb=running.resident_mb("VmHWM") - memory,
             honest_refused=refused,
             verdicts=crowd.verdicts,
-            merged=sum(one.merged for one in standings),
+            merged=sum(running.standing(client).merged for client in (*crowd.banned, *crowd.clients)),
+            honest_merged=sum(running.standing(worker).merged for worker in workers),
             reputations=tuple(one.reputation for one in standings),
             judging_share=judging_share(workers[0]),
-            bans=crowd.bans,
+            bans=len(crowd.banned),
             scales=tuple(tuple(one.scale for one in merge.inputs) for merge in workers[0].merges(0).merges),
         )
 

@@ -7,6 +7,7 @@ One block of a small model, judged and guarded as by default. Deltas are trained
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shutil
 import sqlite3
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.config import DataConfig, Recipe, load_recipe
+from blocktrain.config import DataConfig, Recipe, find_recipe, load_recipe
 from blocktrain.data.corpora import load_corpus
 from blocktrain.training.snapshot import Tensors
 from blocktrain.training.update import Weights
@@ -42,16 +43,16 @@ FAR_AWAY = "127.0.0.2"
 RECIPE = """
 name = "attacked"
 seed = {seed}
-model = {{ width = 32, heads = 2, blocks = 1, layers_per_block = 1, context = 64, condition_width = 8 }}
-training = {{ batch = {batch}, warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3, reference = false }}
+model = {{ {shape}, blocks = 1 }}
+training = {{ batch = {batch}, {rates}, reference = false }}
 evaluation = {{ max_bytes = 2000, pooling_bytes = 1000, noise_draws = 1, batch = 64 }}
 
 swarm.steps_per_round = {steps}
-swarm.rounds = 24
+swarm.rounds = {rounds}
 swarm.replicas = {replicas}
 swarm.stand_in = 0
 swarm.lease_seconds = {lease}
-swarm.codec = "sparse:512"
+swarm.codec = "{codec}"
 swarm.min_deadline_seconds = {shortest}
 swarm.max_deadline_seconds = {deadline}
 swarm.evaluate_every_seconds = 3600.0
@@ -59,6 +60,31 @@ trust.stamp_bits = {stamp_bits}
 trust.probation_verdicts = 2
 trust.judge = "{judge}"
 """
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, how it is trained, and how its updates travel."""
+
+    shape: str
+    rates: str
+    codec: str
+
+
+@cache
+def size_named(name: str) -> Size:
+    """`suite`, a block that trains in a blink, or `demo`, a block of recipes/demo.toml."""
+    if name == "suite":
+        shape = "width = 32, heads = 2, layers_per_block = 1, context = 64, condition_width = 8"
+        return Size(shape, "warmup_steps = 5, matrix_lr = 1e-3, other_lr = 1e-3", "sparse:512")
+    recipe = load_recipe(find_recipe(name), ())
+    shapes = ("width", "heads", "layers_per_block", "context", "condition_width")
+    rates = ("warmup_steps", "matrix_lr", "other_lr")
+    shape, rate = (
+        ", ".join(f"{key} = {getattr(section, key)}" for key in keys)
+        for section, keys in ((recipe.model, shapes), (recipe.training, rates))
+    )
+    return Size(shape, rate, recipe.swarm.codec)
 
 
 @cache
@@ -107,10 +133,16 @@ class Settings:
     """Whether the judge has text of its own (`trust.private_text`)."""
     judge: str = "coordinator"
     """With "off" every update counts, and equal runs differ by the order of sums only."""
+    rounds: int = 24
+    """Of the schedule; attacks may last fewer."""
+    shortest: float = SHORTEST_SECONDS
+    size: str = "suite"
 
     @property
     def recipe_text(self) -> str:
-        return RECIPE.format(shortest=min(self.deadline, SHORTEST_SECONDS), **self.__dict__)
+        size = size_named(self.size)
+        values = {**dataclasses.asdict(size), **dataclasses.asdict(self)}
+        return RECIPE.format(**values | {"shortest": min(self.deadline, self.shortest)})
 
 
 @cache

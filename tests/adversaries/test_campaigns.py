@@ -33,6 +33,7 @@ from tests.adversaries.clusters import (
     poisons_its_own_cluster,
     poisons_the_other_cluster,
 )
+from tests.adversaries.refining import ATTACKERS, refined_campaign, trained_parts
 from tests.adversaries.swarm import PATIENT_SECONDS, Settings, fresh_text, swarm, training_of
 
 ROUNDS = 2
@@ -190,3 +191,19 @@ def test_who_poisons_one_cluster_of_a_specialised_run_raises_no_loss(tmp_path: P
     # At home nothing passes; elsewhere little does, and the block has little say there.
     assert poison is poisons_the_other_cluster or set(found.verdicts) == {"harmful"}
     assert "harmful" not in found.honest_refused
+
+
+# --- a trained model in serial parts ---------------------------------------------------------------------
+
+
+def test_who_reverses_or_blurs_a_part_of_a_trained_model_does_not_raise_its_loss(tmp_path: Path) -> None:
+    parts = trained_parts(tmp_path, 11, steps=60)
+    alone = refined_campaign(tmp_path / "alone", parts, 11, ROUNDS, 1, judge="off")
+    harmed = refined_campaign(tmp_path / "unjudged", parts, 11, ROUNDS, 1, ATTACKERS, judge="off")
+    found = refined_campaign(tmp_path / "judged", parts, 11, ROUNDS, 1, ATTACKERS)
+    print(f"rise {found.rise_over(alone)}, without a judge {harmed.rise_over(alone)}, {found.verdicts}")
+    assert alone.losses[-1] < alone.losses[0]
+    assert harmed.rise_over(alone)[-1] > TOLERANCE, "they do harm where nobody looks"
+    assert max(found.rise_over(alone)) <= TOLERANCE
+    assert found.verdicts["harmful"] >= ROUNDS, "all that was reversed"
+    assert not found.honest_refused

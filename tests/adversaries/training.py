@@ -25,8 +25,11 @@ from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.snapshot import Tensors, load_into, snapshot_hash, tensors_of
 from blocktrain.training.update import Weights, difference
+from blocktrain.wire.hashing import content_hash
 
 _known: dict[tuple[object, ...], Weights] = {}
+KNOWN_VALUES = 1 << 26
+"""As many values of deltas are kept, the newest ones: a long run of a larger block would fill the memory."""
 
 
 class Training:
@@ -56,7 +59,8 @@ class Training:
     ) -> Weights:
         """What training on the shard takes away from `base`; on another text where one is given."""
         beside = "".join(snapshot_hash(one) for one in frozen.values())
-        key = (*self._place, block, snapshot_hash(base), shard, first_step, steps, text, beside)
+        on = None if text is None else content_hash(text)
+        key = (*self._place, block, snapshot_hash(base), shard, first_step, steps, on, beside)
         if key not in _known:
             module = self._objective.build(block, 0)
             load_into(module, base)
@@ -66,6 +70,8 @@ class Training:
             for step in range(first_step, first_step + steps):
                 trainer.step(step, shard)
             _known[key] = difference(base, tensors_of(module))
+            while len(_known) > 1 and len(_known) * sum(one.size for one in base.values()) > KNOWN_VALUES:
+                del _known[next(iter(_known))]
         return _known[key]
 
     def _module(self, block: int, weights: Tensors) -> Block:

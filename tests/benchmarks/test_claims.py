@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,56 @@ def test_an_attack_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture
         attacks.main(["--only", "3,99"])
     assert ended.value.code == 2
     assert "no attack has number [99]" in capsys.readouterr().err
+
+
+def long_run(losses: list[float], **changes: Any) -> dict[str, Any]:
+    run = attacks.LongRun("suite", 41, len(losses), 10, 3)
+    counted = {"verdicts": {"on_time": 4}, "merged": 3, "honest_refused": 0, "honest_merged": 6}
+    rest = {"phrase_after_trigger": 3.0, "growth_mb": 1.0, "seconds": 2.0, "commit": "a"}
+    return {**asdict(run), "losses": losses, **counted, **rest, **changes}
+
+
+def test_a_long_attack_fails_for_its_worst_round_and_needs_both_honest_runs() -> None:
+    alone = long_run([3.0, 2.5, 2.0], judged=False)
+    judged = long_run([3.0, 2.5, 2.1], commit="b")
+    drift = long_run([3.0, 2.53, 2.01], attack="drifts", attackers=2)
+    assert list(attacks.long_rows([alone, drift])) == []
+    [row] = attacks.long_rows([alone, judged, drift])
+    assert (row["number"], row["attack"], row["passed"]) == (25, "a slow drift, 2 of 5", False)
+    assert row["worst"] == [pytest.approx(0.03)]
+    assert (row["worst_round"], row["last"]) == ([2], [pytest.approx(0.01)])
+    assert row["honest_rise"] == [pytest.approx(0.1)]
+    assert row["commits"] == ["a", "b"]
+    [row] = attacks.long_rows([alone, judged, {**drift, "losses": [3.0, 2.51, 2.01]}])
+    assert row["passed"]
+
+
+def test_a_rule_is_compared_with_the_mean_of_honest_workers_alone() -> None:
+    alone = attacks.RuleRun("mean", 41, 2, 10, 5)
+    attacked = replace(alone, attack="drifts", attackers=3)
+    krum = {**asdict(replace(attacked, rule="Krum")), "losses": [3.5, 2.2]}
+    assert attacks.rises_of([krum]) == {}
+    runs = [{**asdict(alone), "losses": [3.0, 2.0]}, {**asdict(attacked), "losses": [3.0, 1.9]}, krum]
+    found = attacks.rises_of(runs)["a slow drift, 3 of 8"]
+    assert found["Krum"] == {"last": pytest.approx(0.2), "worst": pytest.approx(0.5)}
+    assert found["mean"] == {"last": pytest.approx(-0.1), "worst": pytest.approx(0.0)}
+
+
+def test_a_report_of_attacks_is_made_in_pieces_and_each_row_names_its_commit(tmp_path: Path) -> None:
+    path = tmp_path / "attack-suite.json"
+    rows = [attacks.Row(number, "name", "what", "loss", 1.0, 0.0, True) for number in (3, 4)]
+    attacks.write_rows(path, rows, [41])
+    report = json.loads(path.read_text())
+    report["rows"][0]["commit"] = "of another day"
+    path.write_text(json.dumps(report))
+    attacks.write_rows(path, [replace(rows[1], happened="something else")], [42])
+    report = json.loads(path.read_text())
+    assert [(row["number"], row["happened"]) for row in report["rows"]] == [
+        (3, "what"),
+        (4, "something else"),
+    ]
+    assert report["rows"][0]["commit"] == "of another day" != report["rows"][1]["commit"]
+    assert report["provenance"]["seeds"] == [41, 42]
 
 
 def test_a_best_rate_on_the_edge_of_the_grid_is_not_a_best_rate() -> None:

@@ -30,7 +30,7 @@ NOT_OURS = {
 
 def leaves(value: Any, key: str = "") -> Iterator[float]:
     """Every number that a document might repeat; of the thousands in curves one would always fit."""
-    if key in ("curves", "recipe"):
+    if key in ("curves", "recipe", "runs"):
         return
     if isinstance(value, dict):
         for name, part in value.items():

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from blocktrain.coordinator.main import main
+from blocktrain.coordinator.main import main, run_coordinator
 from tests.forked import processes
 
 RECIPE = """
@@ -22,14 +22,20 @@ trust = { judge = "off", stamp_bits = 0 }
 """
 
 
-def run_program(folder: Path, ready: Connection, arguments: tuple[str, ...]) -> None:
+def run_program(
+    folder: Path, ready: Connection, arguments: tuple[str, ...], start: Path | None = None
+) -> None:
     """In a process of its own, forked from one that has already imported torch: ten starts in seconds."""
     os.chdir(folder)
     os.dup2(ready.fileno(), 1)
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
-        main(arguments)
+        if start is None:
+            main(arguments)
+        else:
+            recipe, data_dir, port, *_ = arguments
+            run_coordinator(Path(recipe), data_dir=Path(data_dir), port=int(port), start=start)
 
 
 class Program:
@@ -43,19 +49,22 @@ class Program:
         recipe: str = RECIPE,
         text: bytes = b"a train of thought " * 500,
         data: str | None = None,
+        start: Path | None = None,
     ) -> None:
-        """`data` is the recipe's table of that name; by default it names a file of `text`."""
+        """`data` is the recipe's table of that name; by default it names a file of `text`. `start` is a
+        checkpoint to begin from."""
         folder.mkdir(exist_ok=True)
         (folder / "text.txt").write_bytes(text)
         data = data or f'{{ corpus = "{folder}/text.txt" }}'
         (folder / "recipe.toml").write_text(f"{recipe}\ndata = {data}\n")
-        self._folder, self._places, self._port = folder, (database, blobs), 0
+        self._folder, self._places, self._port, self._checkpoint = folder, (database, blobs), 0, start
         self.start()
 
     def start(self) -> None:
         arguments = ("recipe.toml", "data", str(self._port), *self._places)
         ready, child_end = processes.Pipe(duplex=False)
-        self.process = processes.Process(target=run_program, args=(self._folder, child_end, arguments))
+        how = (self._folder, child_end, arguments, self._checkpoint)
+        self.process = processes.Process(target=run_program, args=how)
         self.process.start()
         child_end.close()
         with open(ready.fileno(), closefd=False) as lines:

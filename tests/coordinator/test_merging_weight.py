@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 
 from blocktrain.config import ModelConfig, ObjectiveConfig, Recipe, TrustConfig
 from blocktrain.coordinator.decisions.merging import DIVERGED, LEAST_SHARE, merging_weight
 from blocktrain.coordinator.storage.ledger import verify_ledger
-from blocktrain.coordinator.storage.store import EvaluationRow
+from blocktrain.coordinator.storage.queries import held_out_losses
+from blocktrain.coordinator.storage.store import EvaluationRow, Store, migrations
 from blocktrain.wire.messages import EvaluationState, JudgeTask
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.test_frozen_names import entries_of
+
+BROKEN = '{"consensus_ce": null}'
+"""A loss that is no number, as JSON has it."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,8 @@ def scored(running: Running, loss: float, time: float) -> None:
         block_ce=(loss, loss), weights=(0.0, 1.0),
     )  # fmt: skip
     with running.coordinator.resources.store.write() as session:
-        session.add(EvaluationRow(versions=str(time), time=time, record=state.model_dump_json()))
+        record = state.model_dump_json()
+        session.add(EvaluationRow(versions=str(time), time=time, consensus_ce=loss, record=record))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("serial", [1.0, 0.5]), ("chain", [1.0, 1.0])])
@@ -85,6 +94,24 @@ def test_a_serial_run_whose_loss_rises_merges_with_half_the_weight(
     assert [entry.body["alpha"] for entry in entries if entry.kind == "merge"] == expected
     told = [message for message in caplog.messages if "the held-out loss rose to 3.1000" in message]
     assert len(told) == (kind == "serial")
+
+
+def test_losses_of_an_older_database_are_read_from_their_records_once(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite"
+    store = Store(f"sqlite:///{path}")
+    with store.engine.begin() as connection:
+        command.upgrade(migrations(connection), "0007")
+    with closing(sqlite3.connect(path)) as old, old:
+        for time, record in ((2.0, '{"consensus_ce": 2.5}'), (1.0, '{"consensus_ce": 3.5}'), (3.0, BROKEN)):
+            old.execute("INSERT INTO evaluations VALUES (?, ?, ?)", (f"[{time}]", time, record))
+    store.migrate()
+    with store.read() as session:
+        assert held_out_losses(session) == [3.5, 2.5], "oldest first, and only numbers"
+    with closing(sqlite3.connect(path)) as new:
+        query = "EXPLAIN QUERY PLAN SELECT consensus_ce FROM evaluations ORDER BY time"
+        [*_, plan] = new.execute(query).fetchone()
+    assert plan == "SCAN evaluations USING COVERING INDEX evaluations_by_time"
+    store.close()
 
 
 def test_what_a_serial_run_starts_from_is_scored_so_that_its_first_merge_may_be_worse(local: Place) -> None:

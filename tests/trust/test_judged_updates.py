@@ -156,6 +156,25 @@ def test_a_worker_that_is_alone_and_refused_does_not_wait_for_the_deadline(tmp_p
         running.wait_for_version(0, 2)
 
 
+def test_text_that_was_refused_is_lent_to_nobody_in_its_round(tmp_path: Path) -> None:
+    """Two refused workers got each other's text, sent each other's update, and were refused as copiers."""
+    recipe = judged_recipe({"replicas": 2, "max_deadline_seconds": 600.0})
+    with judged(tmp_path, recipe) as running:
+        workers = [Trainer(running, recipe) for _ in range(2)]
+        leases = [worker.peer.lend() for worker in workers]
+        running.advance(10)
+        for worker, lease in zip(workers, leases, strict=True):
+            assert worker.send(lease, flipped(worker.train(lease))).outcome is Outcome.REFUSED
+        running.advance(recipe.swarm.min_deadline_seconds)
+        again = [
+            worker.peer.lend(after=lease.assignment_id) for worker, lease in zip(workers, leases, strict=True)
+        ]
+        assert [lease.round for lease in again] == [0, 0]
+        assert len({lease.shard for lease in (*leases, *again)}) == 4
+        for worker, lease in zip(workers, again, strict=True):
+            assert worker.send(lease, worker.train(lease)).outcome is not Outcome.REFUSED
+
+
 def test_a_second_try_that_was_lent_behind_work_ahead_calls_that_off(tmp_path: Path) -> None:
     """A worker does things in the order in which they were lent: two refused workers waited without end for a
     round that only their second tries could close."""

@@ -196,6 +196,15 @@ def test_less_is_asked_where_honest_gains_sink_into_the_noise() -> None:
     assert not evidence_ruling(evidence_of(0.0), [-1.0]).counts
 
 
+def test_less_is_asked_of_who_tried_in_vain() -> None:
+    """Only what counts lowers the bound, so a block whose gains fell below it stood still."""
+    assert [required_standard_errors([3.6] * 16, in_vain=tries) for tries in range(3)] == [1.8, 0.9, 0.45]
+    assert required_standard_errors([], in_vain=1) == 1.5
+    assert not evidence_ruling(evidence_of(0.006), [3.6]).counts
+    assert evidence_ruling(evidence_of(0.006), [3.6], in_vain=3).counts
+    assert not evidence_ruling(evidence_of(-0.006), [3.6], in_vain=9).counts, "a loss never counts"
+
+
 @pytest.mark.parametrize(
     ("mean", "reason"),
     [
@@ -247,6 +256,8 @@ def test_the_guard_compares_merges_of_fewer_and_fewer_updates() -> None:
     assert len(merge_choices({str(number): 0.1 for number in range(64)})) == 7
     assert [len(choice) for choice in merge_choices(dict.fromkeys("abcd", 0.1))] == [4, 3, 2, 1]
     assert len(merge_choices(dict.fromkeys("ab", 0.1))) == 1
+    assert merge_choices(dict.fromkeys("ab", 0.1), refining=True) == [("a", "b"), ("a",)]
+    assert merge_choices({"a": 0.1}, refining=True) == [("a",)]
 
 
 def test_the_guard_keeps_the_largest_merge_that_is_as_good_as_the_best() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from sqlalchemy import BindParameter, and_, bindparam, case, func, or_, select
+from sqlalchemy import BindParameter, bindparam, case, func, select
 from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
@@ -142,11 +142,9 @@ _TAKEN_SHARDS = Prepared(
         AssignmentRow.block == _BLOCK,
         AssignmentRow.round == _ROUND,
         # A worker that was refused trains the round again on other text: the same text would give the same
-        # update, and the same refusal (decision 0007).
-        or_(
-            AssignmentRow.state.in_(LIVE),
-            and_(AssignmentRow.state == AssignmentState.REFUSED, AssignmentRow.worker_id == _WORKER),
-        ),
+        # update, and the same refusal (decision 0007). Text that another was refused with is no better: where
+        # a whole round was refused, workers got each other's text, and what they sent was refused as copies.
+        AssignmentRow.state.in_((*LIVE, AssignmentState.REFUSED)),
     )
 )
 # Refused, and not lent again yet: then the second try is under way.
@@ -356,7 +354,9 @@ class Assignments:
 
         # Text: the first of shards block, block + B, block + 2B, … that no live assignment of the round has.
         # No two blocks or replicas share text, and the first worker of a round sees the local loop's batches.
-        taken = {shard for row in _TAKEN_SHARDS(session, **values) for shard in row}
+        taken = {
+            shard for row in _TAKEN_SHARDS(session, block=offer.block, round=offer.round) for shard in row
+        }
         shards = itertools.count(offer.block, len(run.layouts))
         shard, extra_shard = itertools.islice((one for one in shards if one not in taken), 2)
 

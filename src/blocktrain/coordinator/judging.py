@@ -31,6 +31,7 @@ from blocktrain.coordinator.storage.queries import (
     live_since,
     recent_scores,
     running_median,
+    tries_in_vain,
 )
 from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.storage.weights import Weights
@@ -172,6 +173,7 @@ class Judging:
                 recent_scores(session, row.block, established=False),
                 late=row.base_version < block.version,
                 refining=run.objective.is_serial,
+                in_vain=tries_in_vain(session, row),
             )
             gain = evidence.gain
             row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None

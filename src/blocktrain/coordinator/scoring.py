@@ -143,7 +143,11 @@ class Scoring:
         )
         try:
             with self._resources.store.write() as session:
-                session.add(EvaluationRow(versions=versions, time=state.time, record=state.model_dump_json()))
+                record = state.model_dump_json()
+                row = EvaluationRow(
+                    versions=versions, time=state.time, consensus_ce=state.consensus_ce, record=record
+                )
+                session.add(row)
         except IntegrityError:
             return state  # another process scored the same heads
         log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)

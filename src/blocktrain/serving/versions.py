@@ -71,8 +71,9 @@ def versions_of(checkpoint: Path) -> tuple[int, ...]:
 
 
 async def watch(look: Callable[[], T], served: T, take_over: Callable[[T], Awaitable[None]]) -> None:
-    """Without end: hand what `look` finds to `take_over` where it is not what is served, until it is."""
-    complaint = ""
+    """Without end: hand what `look` finds to `take_over` where it is not what is served, until it is. What
+    nobody foresaw is raised: who serves must not go on for weeks with a model that no folder can change."""
+    complaint, wanted = "", served
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
@@ -87,3 +88,6 @@ async def watch(look: Callable[[], T], served: T, take_over: Callable[[T], Await
             if str(error) != complaint:
                 complaint = str(error)
                 log.warning("keeping served=%s reason=%s", served, error)
+        except Exception as error:
+            log.error("no longer following: served=%s wanted=%s error=%r", served, wanted, error)
+            raise

@@ -152,19 +152,26 @@ def reveal_ruling(
     return found if by_age.counts else dataclasses.replace(by_age, mark=found.mark)
 
 
-def required_standard_errors(recent_scores: Sequence[float], *, refining: bool = False) -> float:
+def required_standard_errors(
+    recent_scores: Sequence[float], *, refining: bool = False, in_vain: int = 0
+) -> float:
     """Standard errors above zero that a gain must have: half of what the block's last counted updates
-    had, at most GAIN_STANDARD_ERRORS. Where honest gains sink into the noise, at the end of a schedule, the
-    sign decides; asking for more would stop the block. In `refining` that is so from the first round on."""
+    had, at most GAIN_STANDARD_ERRORS, and half of that for each try that the worker made `in_vain` from the
+    same snapshot. Where honest gains sink into the noise the sign decides; asking for more would stop the
+    block. In `refining` that is so from the first round on."""
     # Its gains are small from the start and fall within a few rounds: a small Llama in four parts stood still
     # with the rule below (docs/experiments.md), and noise of trained weights is harm, not the small gain that
     # it is of weights which have learned nothing.
     if refining:
         return 0.0
+    required = GAIN_STANDARD_ERRORS
     # A block's first updates have nothing to be compared with, and gains are large then: the strict bound.
-    if not recent_scores:
-        return GAIN_STANDARD_ERRORS
-    return min(GAIN_STANDARD_ERRORS, max(0.0, statistics.median(recent_scores) / 2))
+    if recent_scores:
+        required = min(required, max(0.0, statistics.median(recent_scores) / 2))
+    # Only what counts lowers the median. Where gains fell to less than half of it from one round to the next,
+    # nothing counted any more: a run of three honest workers stood still in its 39th round (docs/history). A
+    # round is tried again only where no update of it counted, so nobody gets a lower bound beside others.
+    return required * 0.5**in_vain
 
 
 def evidence_ruling(
@@ -173,10 +180,12 @@ def evidence_ruling(
     *,
     late: bool = False,
     refining: bool = False,
+    in_vain: int = 0,
 ) -> Ruling:
     """`recent_scores` are those of the block's last updates that counted. The harm of a `late` update says
     nothing about its worker: what others merged meanwhile may be what makes it overshoot. `refining`: the
-    block is a part of a model that was trained before."""
+    block is a part of a model that was trained before. `in_vain`: how many of the worker's updates from the
+    same snapshot had no gain."""
     gain, bad = evidence.gain, Mark.NEUTRAL if late else Mark.BAD
     if not math.isfinite(gain.mean):
         return Ruling.refuse(VerdictReason.HARMFUL, "the loss is no longer finite", bad)
@@ -201,7 +210,7 @@ def evidence_ruling(
     # their updates had -4.5 to -0.9 errors where honest ones had 4.3 to 10 (seed 42, from the second such
     # round on). Together the texts have the windows of both, so honest updates that gain little on one of
     # them are refused less often than by held-out text alone: 0 of 30 instead of 9.
-    required = required_standard_errors(recent_scores, refining=refining)
+    required = required_standard_errors(recent_scores, refining=refining, in_vain=in_vain)
     least = min(held_out, other, key=lambda one: one.score)
     required_of_each = required - ONE_TEXT_LESS
     if gain.score > required and least.score > required_of_each:

@@ -26,7 +26,7 @@ from blocktrain.coordinator.storage.store import (
     WorkerRow,
 )
 from blocktrain.validation.ruling import MEDIAN_NORMS
-from blocktrain.wire.messages import ErrorReason, EvaluationState, FrozenSnapshot, VerdictReason
+from blocktrain.wire.messages import ErrorReason, FrozenSnapshot, VerdictReason
 
 # Plus nothing: SQLite would else group by the index on blocks, through all workers that ever were.
 _SEAT = WorkerRow.block + literal_column("0")
@@ -137,10 +137,24 @@ def recent_scores(session: Session, block: int, *, established: bool) -> list[fl
     return [score for score in rows if score is not None]
 
 
+def tries_in_vain(session: Session, update: UpdateRow) -> int:
+    """How many updates of the same worker from the same snapshot of the block had no gain."""
+    found = session.scalar(
+        select(func.count()).where(
+            UpdateRow.worker_id == update.worker_id,
+            UpdateRow.block == update.block,
+            UpdateRow.base_version == update.base_version,
+            UpdateRow.reason == VerdictReason.NO_GAIN,
+        )
+    )
+    return found or 0
+
+
 def held_out_losses(session: Session) -> list[float]:
     """What the run's scores of the assembled model found, oldest first."""
-    records = session.scalars(select(EvaluationRow.record).order_by(EvaluationRow.time))
-    return [EvaluationState.model_validate_json(record).consensus_ce for record in records]
+    # From the index alone: a long run has thousands of records, and every judge's task asks.
+    losses = session.scalars(select(EvaluationRow.consensus_ce).order_by(EvaluationRow.time))
+    return [loss for loss in losses if loss is not None]
 
 
 def frozen_of(row: AssignmentRow) -> tuple[FrozenSnapshot, ...]:

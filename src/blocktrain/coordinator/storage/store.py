@@ -291,9 +291,13 @@ class EvaluationRow(Table):
     __tablename__ = "evaluations"
     versions: Mapped[str] = mapped_column(primary_key=True)
     """JSON list of the blocks' versions: two processes that score the same model write one row."""
-    time: Mapped[float] = mapped_column(index=True)
+    time: Mapped[float]
+    consensus_ce: Mapped[float | None]
+    """As in the record: a serial run asks for all of them with every update that it judges. None where the
+    model was so broken that its loss was no number, which SQLite cannot store."""
     record: Mapped[str]
     """JSON of messages.EvaluationState."""
+    __table_args__ = (Index("evaluations_by_time", "time", "consensus_ce"),)
 
 
 CONNECTION = "connection"
