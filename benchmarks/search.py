@@ -119,7 +119,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableRow:
     """A row of the table: the models that are pooled at the end."""
 
     name: str
@@ -210,14 +210,14 @@ def operations_of(learner: Learner) -> int:
     return training_flops(own, sum(others), (learner.end - learner.first) * TOKENS_PER_STEP)
 
 
-def fitted(name: str, make: Callable[[int], Sequence[Learner]], budget: int) -> Entry:
+def fitted(name: str, make: Callable[[int], Sequence[Learner]], budget: int) -> TableRow:
     """The entry whose models have the steps that cost the budget; what `make` makes costs in proportion."""
     probe = 10_000
-    steps = round(probe * budget / Entry(name, tuple(make(probe))).operations())
-    return Entry(name, tuple(make(steps)))
+    steps = round(probe * budget / TableRow(name, tuple(make(probe))).operations())
+    return TableRow(name, tuple(make(steps)))
 
 
-def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> list[Entry]:
+def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> list[TableRow]:
     """Every row of a seed; the default's operations are the budget of all."""
     whole = Learner(seed, 0, 0, *rates["end to end"], layers=BLOCKS * LAYERS)
     block = Learner(seed, 0, 0, *rates["block"], share=SHARE)
@@ -240,7 +240,7 @@ def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> 
         teachers = [replace(one, stop=round(0.75 * steps)) for one in four(steps, block)]
         return [replace(one, stop=None, begins_from=one, taught_by=tuple(teachers)) for one in teachers]
 
-    default = Entry(DEFAULT, tuple(four(steps, block)))
+    default = TableRow(DEFAULT, tuple(four(steps, block)))
     budget = default.operations()
     reference = fitted(END_TO_END, partial(alone, like=whole), budget)
     own = replace(block, share=1.0)
@@ -449,7 +449,7 @@ def score(pool: Pool, text: Text, decays: tuple[float, ...]) -> float:
     return total / text.y.numel()
 
 
-def score_entry(entry: Entry, work: Path) -> dict[str, Any]:
+def score_entry(entry: TableRow, work: Path) -> dict[str, Any]:
     """In a process of its own: the losses of one row, kept beside the weights."""
     torch.set_num_threads(1)
     path = work / f"{entry}.json"
@@ -494,16 +494,16 @@ class Progress:
 
 
 def run(
-    rows: Sequence[Entry], work: Path, processes: ProcessPoolExecutor, progress: Progress
-) -> dict[Entry, dict[str, Any]]:
+    rows: Sequence[TableRow], work: Path, processes: ProcessPoolExecutor, progress: Progress
+) -> dict[TableRow, dict[str, Any]]:
     """Trains what the rows need, each model once and after those it needs itself, and scores a row as soon
     as its models are there."""
     waiting = list(dict.fromkeys(one for entry in rows for one in entry.all_learners()))
     waiting = [one for one in waiting if not weights_of(one, work).exists()]
     progress.needed += sum(map(operations_of, waiting))
-    scores: dict[Entry, dict[str, Any]] = {}
+    scores: dict[TableRow, dict[str, Any]] = {}
     unscored = list(rows)
-    running: dict[Future[Any], Learner | Entry] = {}
+    running: dict[Future[Any], Learner | TableRow] = {}
     busy: set[Learner] = set()
 
     def ready(needs: Iterable[Learner]) -> bool:
@@ -569,7 +569,7 @@ def tuned(
         trials = {}
         for side, pair in wanted:
             learner = Learner(0, 0, steps, *rates_at(pair), layers=sides[side])
-            trials[Entry(f"rates of {side}", (learner,), trial=True)] = (side, pair)
+            trials[TableRow(f"rates of {side}", (learner,), trial=True)] = (side, pair)
         for entry, found in run(list(trials), work, processes, progress).items():
             tried[trials[entry]] = loss_of(found, "pool")
     best = {}
@@ -603,7 +603,7 @@ def prepare(docs: Path | None, work: Path, sizes: Mapping[str, int]) -> None:
             pool.write_bytes(pool.read_bytes()[: sizes["pool"] + 1])
 
 
-def table_of(scores: Mapping[Entry, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table_of(scores: Mapping[TableRow, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each row and seed, with its distance from end to end and default of the same seed and context."""
     by_place: dict[tuple[str, int, int], float] = {}
     for entry, found in scores.items():

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import search
 import torch
-from search import DEFAULT, END_TO_END, Entry, Learner
+from search import DEFAULT, END_TO_END, TableRow, Learner
 from specialise import DECAYS, Pool
 
 RATES = {"end to end": (6e-3, 1e-3), "block": (6e-3, 4e-3)}
 
 
-def entry(name: str) -> Entry:
+def row_named(name: str) -> TableRow:
     return next(one for one in search.entries(0, 500, RATES) if one.name == name)
 
 
@@ -28,13 +28,13 @@ def test_every_row_has_the_operations_of_the_default() -> None:
 
 
 def test_end_to_end_has_one_output_map_and_so_more_steps() -> None:
-    (whole,) = entry(END_TO_END).learners
+    (whole,) = row_named(END_TO_END).learners
     assert whole.layers == search.BLOCKS * search.LAYERS
     assert 500 < whole.steps < 600
 
 
 def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
-    row = entry("a trunk of 2 layers, blocks of 2")
+    row = row_named("a trunk of 2 layers, blocks of 2")
     trunk, *blocks = row.all_learners()
     assert [block.trunk for block in blocks] == [trunk] * search.BLOCKS
     # Three passes for what is trained, one for the frozen trunk: 5 x 3 + 4 where the default has 4 x 3.
@@ -44,14 +44,14 @@ def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
 
 
 def test_branches_go_on_where_the_common_block_ends() -> None:
-    common, *blocks = entry("branches of one block, a quarter of all operations").all_learners()
+    common, *blocks = row_named("branches of one block, a quarter of all operations").all_learners()
     assert (common.first, common.end) == (0, pytest.approx(500, abs=2))
     assert {(block.first, block.steps) for block in blocks} == {(common.end, common.steps)}
     assert blocks[0].end - blocks[0].first == pytest.approx(375, abs=2)
 
 
 def test_a_block_that_is_taught_hears_all_four_as_they_were_after_three_quarters() -> None:
-    row = entry("last quarter taught by the pool")
+    row = row_named("last quarter taught by the pool")
     learners = row.all_learners()
     teachers, taught = learners[:4], learners[4:]
     assert taught == list(row.learners)
@@ -123,7 +123,7 @@ def rows_of(better: float, seeds: tuple[int, ...] = (0, 1)) -> list[dict[str, An
             one = Learner(seed, 0, 10, 1e-3, 1e-3)
             learners = (one,) if name == END_TO_END else (one, Learner(seed, 1, 10, 1e-3, len(name)))
             scored = {"fixed": {"valid": ce + seed}, "alone": [ce + seed] * len(learners)}
-            found[Entry(name, learners)] = scored | (
+            found[TableRow(name, learners)] = scored | (
                 {"by_text": scored["fixed"]} if len(learners) > 1 else {}
             )
     return search.table_of(found)
