@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from provenance import check_claims, write_report
+from safetensors.torch import load_file, save_file
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.shards import Shards
@@ -75,8 +76,8 @@ SIZES = {
     "full": Size(12, 4000, 30),
     "small": Size(
         8,
-        600,
-        30,
+        400,
+        20,
         {"width": 64, "heads": 2, "context": 128},
         {"batch": 8, "warmup_steps": 30},
         text_bytes=8_000_000,
@@ -263,10 +264,13 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--swarm", action="store_true", help="the parts by workers over HTTP, in `sign`")
     parser.add_argument("--judge", action="store_true", help="with --swarm: updates are judged")
-    parser.add_argument("--steps", type=int, help="default: 4000; small 600, --quick 40")
-    parser.add_argument("--round", type=int, help="steps of a round; default: 30, --quick 5")
+    parser.add_argument("--steps", type=int, help="default: 4000; small 400, --quick 40")
+    parser.add_argument("--round", type=int, help="steps of a round; default: 30; small 20, --quick 5")
     parser.add_argument("--weight", type=float, default=1.0, help="of a part's move in its merge")
     parser.add_argument("--rates", default="6e-3,1e-3", help="matrix_lr,other_lr of the whole schedule")
+    parser.add_argument(
+        "--start", type=Path, help="keep the first three quarters in this file, or go on from it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=[name for name in SIZES if name != "tiny"], default="full")
     parser.add_argument("--quick", action="store_true", help="the tiny size, and no claims")
@@ -276,9 +280,14 @@ def main() -> int:
     whole = Setup.of(experiment.recipe(1))
     block, first = whole.initial(0), 3 * experiment.steps // 4
     trainer = experiment.trainer(whole, block, 0)
-    for step in range(first):
-        trainer.step(step, 0)
+    if arguments.start is not None and arguments.start.exists():
+        block.load_state_dict(load_file(arguments.start))
+    else:
+        for step in range(first):
+            trainer.step(step, 0)
     start = {name: tensor.detach().cpu().clone() for name, tensor in block.state_dict().items()}
+    if arguments.start is not None:
+        save_file(start, arguments.start)
     report: dict[str, Any] = {"steps": experiment.steps, "round": experiment.round}
     report |= {"weight": arguments.weight, "judge": arguments.judge, "size": asdict(experiment.size)}
     report["before"] = experiment.score(whole, [block])
