@@ -9,7 +9,7 @@ import pytest
 import search
 import torch
 from search import DEFAULT, END_TO_END, Learner, TableRow
-from specialise import DECAYS, Pool
+from specialise import BLOCKS, DECAYS, Pool
 
 RATES = {"end to end": (6e-3, 1e-3), "block": (6e-3, 4e-3)}
 
@@ -29,14 +29,14 @@ def test_every_row_has_the_operations_of_the_default() -> None:
 
 def test_end_to_end_has_one_output_map_and_so_more_steps() -> None:
     (whole,) = row_named(END_TO_END).learners
-    assert whole.layers == search.BLOCKS * search.LAYERS
+    assert whole.layers == BLOCKS * search.LAYERS
     assert 500 < whole.steps < 700
 
 
 def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
     row = row_named("a frozen trunk of one layer")
     trunk, *blocks = row.all_learners()
-    assert [block.trunk for block in blocks] == [trunk] * search.BLOCKS
+    assert [block.trunk for block in blocks] == [trunk] * BLOCKS
     # Three passes for what is trained, one for the frozen trunk: 5 x 3 + 4 where the default has 4 x 3.
     assert trunk.steps == pytest.approx(500 * 12 / 19, rel=0.04)
     assert trunk.share == 0
@@ -45,7 +45,8 @@ def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
 
 def test_branches_go_on_where_the_common_block_ends() -> None:
     common, *blocks = row_named("branches of one block, a quarter of all operations").all_learners()
-    assert (common.first, common.end) == (0, pytest.approx(500, abs=2))
+    assert common.first == 0
+    assert common.end == pytest.approx(500, abs=2)
     assert {(block.first, block.steps) for block in blocks} == {(common.end, common.steps)}
     assert blocks[0].end - blocks[0].first == pytest.approx(375, abs=2)
 
