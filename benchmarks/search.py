@@ -1,12 +1,13 @@
 """What else might lower the loss of specialised blocks, side by side at equal operations, at a CPU size.
 
-    python benchmarks/search.py --docs FOLDER [--work build/search] [--steps 300] [--jobs 2] [--json FILE]
+    python benchmarks/search.py --docs FOLDER [--shape 1x64] [--steps 300] [--jobs 2] [--json FILE]
     python benchmarks/search.py --docs FOLDER --quick      # a few minutes
 
 FOLDER has train.txt.xz and valid.txt.xz, as for specialise.py, which prepares the text, draws the batches
-and has the pool by the text so far. Four blocks of one layer of width 64 read 2,048 bytes a step from the
-first 16 MB. `--steps` are those of a block of the default, which takes 0.75 of its batches from one of four
-clusters. The operations of these four are what every other row gets, whatever it spends them on:
+and has the pool by the text so far. Four blocks, `--shape` says of how many layers and which width, read
+2,048 bytes a step from the first 16 MB. `--steps` are those of a block of the default, which takes 0.75
+of its batches from one of four clusters. The operations of these four are what every other row gets,
+whatever it spends them on:
 
 - end to end; equal blocks; eight clusters; half and double the context, for both sides;
 - own text only, but for all text in the first quarter or in the last tenth;
@@ -58,7 +59,7 @@ from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.source import source_commit
 
-WIDTH, HEADS, LAYERS, CONTEXT = 64, 2, 1, 128
+CONTEXT, HEAD_WIDTH = 128, 32
 TOKENS_PER_STEP, VOCABULARY = 2048, 256
 SHARE = 0.75
 CLUSTERS = (BLOCKS, 2 * BLOCKS)
@@ -84,7 +85,8 @@ class Learner:
     """Of its schedule."""
     matrix_lr: float
     other_lr: float
-    layers: int = LAYERS
+    layers: int
+    width: int
     context: int = CONTEXT
     share: float = 0.0
     """Of each batch from its own cluster."""
@@ -157,8 +159,8 @@ def recipe_of(learner: Learner) -> Recipe:
             "seed": learner.seed,
             "data": {"corpus": "builtin"},
             "model": {
-                "width": WIDTH,
-                "heads": HEADS,
+                "width": learner.width,
+                "heads": learner.width // HEAD_WIDTH,
                 # Behind a trunk every block is the second of a chain of two.
                 "blocks": BLOCKS if learner.trunk is None else 2,
                 "layers_per_block": learner.layers,
@@ -171,7 +173,7 @@ def recipe_of(learner: Learner) -> Recipe:
                 "other_lr": learner.other_lr,
                 "warmup_steps": min(50, learner.steps // 5),
             },
-            # 256 rows of width 64 cannot be orthogonal, so every model learns its output map.
+            # 256 rows of a small width cannot be orthogonal, so every model learns its output map.
             "objective": {
                 "kind": "denoise" if learner.trunk is None else "chain",
                 "hint_probability": 0.0,
@@ -196,9 +198,9 @@ def build(learner: Learner) -> tuple[Recipe, Block, Codebook]:
 
 
 @cache
-def forward_of(layers: int, context: int, on_trunk: bool) -> int:
+def forward_of(layers: int, width: int, context: int, on_trunk: bool) -> int:
     """Operations of a token's pass; building a model for each question would take longer than the answer."""
-    plain = Learner(0, 0, 1, 1e-3, 1e-3, layers=layers, context=context)
+    plain = Learner(0, 0, 1, 1e-3, 1e-3, layers, width, context)
     recipe, block, _ = build(replace(plain, trunk=plain if on_trunk else None))
     return forward_flops_per_token(recipe.model, block, VOCABULARY)
 
@@ -206,7 +208,9 @@ def forward_of(layers: int, context: int, on_trunk: bool) -> int:
 def operations_of(learner: Learner) -> int:
     """Of the steps that this learner makes itself: its own, and the passes of those it hears."""
     heard = (*([learner.trunk] if learner.trunk else ()), *learner.taught_by)
-    own, *others = (forward_of(one.layers, one.context, one.trunk is not None) for one in (learner, *heard))
+    own, *others = (
+        forward_of(one.layers, one.width, one.context, one.trunk is not None) for one in (learner, *heard)
+    )
     return training_flops(own, sum(others), (learner.end - learner.first) * TOKENS_PER_STEP)
 
 
@@ -217,10 +221,12 @@ def fitted(name: str, make: Callable[[int], Sequence[Learner]], budget: int) -> 
     return TableRow(name, tuple(make(steps)))
 
 
-def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> list[TableRow]:
+def entries(
+    seed: int, steps: int, rates: Mapping[str, tuple[float, float]], layers: int = 1, width: int = 64
+) -> list[TableRow]:
     """Every row of a seed; the default's operations are the budget of all."""
-    whole = Learner(seed, 0, 0, *rates["end to end"], layers=BLOCKS * LAYERS)
-    block = Learner(seed, 0, 0, *rates["block"], share=SHARE)
+    whole = Learner(seed, 0, 0, *rates["end to end"], BLOCKS * layers, width)
+    block = Learner(seed, 0, 0, *rates["block"], layers, width, share=SHARE)
 
     def four(steps: int, like: Learner) -> list[Learner]:
         return [replace(like, number=number, steps=steps) for number in range(BLOCKS)]
@@ -252,7 +258,7 @@ def entries(seed: int, steps: int, rates: Mapping[str, tuple[float, float]]) -> 
     ]
     makers: dict[str, Callable[[int], Sequence[Learner]]] = {
         "branches of one block, a quarter of all operations": partial(branches, common=4 / 7),
-        "a frozen trunk of one layer": on_a_trunk,
+        "a frozen trunk, as large as a block": on_a_trunk,
         "own text only, all text in the first quarter": partial(four, like=replace(own, all_first=0.25)),
         "own text only, all text in the last tenth": partial(four, like=replace(own, all_last=0.1)),
         "last quarter taught by the pool": taught,
@@ -557,15 +563,15 @@ def climb(sides: Sequence[str]) -> Iterator[tuple[list[tuple[str, Pair]], dict[t
 
 
 def tuned(
-    steps: int, work: Path, processes: ProcessPoolExecutor, progress: Progress
+    steps: int, shape: tuple[int, int], work: Path, processes: ProcessPoolExecutor, progress: Progress
 ) -> tuple[dict[str, tuple[float, float]], list[dict[str, Any]]]:
     """The best rates of a block and of end to end, on pooling text, and all that was tried."""
-    sides = {"end to end": BLOCKS * LAYERS, "block": LAYERS}
+    sides = {"end to end": BLOCKS * shape[0], "block": shape[0]}
     tried: dict[tuple[str, Pair], float] = {}
     for wanted, tried in climb(list(sides)):
         trials = {}
         for side, pair in wanted:
-            learner = Learner(0, 0, steps, *rates_at(pair), layers=sides[side])
+            learner = Learner(0, 0, steps, *rates_at(pair), sides[side], shape[1])
             trials[TableRow(f"rates of {side}", (learner,), trial=True)] = (side, pair)
         for entry, found in run(list(trials), work, processes, progress).items():
             tried[trials[entry]] = loss_of(found, "pool")
@@ -673,6 +679,7 @@ def main() -> int:
     )
     parser.add_argument("--docs", type=Path, help="not needed where --work has the text already")
     parser.add_argument("--work", type=Path, default=Path("build/search"), help="text, weights and scores")
+    parser.add_argument("--shape", default="1x64", metavar="LAYERSxWIDTH", help="of a block")
     parser.add_argument("--steps", type=int, default=300, help="of a block of the default")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--again", type=int, default=3, help="how many other rows get the later seeds")
@@ -680,6 +687,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="8 steps, 4 MB of text")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    layers, width = map(int, options.shape.split("x"))
     first, *later = (int(seed) for seed in options.seeds.split(","))
     steps = 8 if options.quick else options.steps
     sizes = {"train": TEXT_BYTES, "pool": POOL_BYTES, "valid": VALID_BYTES}
@@ -688,8 +696,17 @@ def main() -> int:
     prepare(options.docs, options.work, sizes)
     progress = Progress()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
-        rates, trials = tuned(max(1, steps // 4), options.work, processes, progress)
-        scores = run(entries(first, steps, rates), options.work, processes, progress)
+        if options.quick:
+            # After two steps the best rate is whatever moves most, and the climb would go on and on.
+            rates, trials = dict.fromkeys(("end to end", "block"), START), []
+        else:
+            rates, trials = tuned(steps // 4, (layers, width), options.work, processes, progress)
+        size = {"layers": layers, "width": width, "blocks": BLOCKS, "context": CONTEXT, "steps": steps}
+        report: dict[str, Any] = {"size": size, "trials": trials}
+        report["rates"] = {side: list(pair) for side, pair in rates.items()}
+        scores = run(entries(first, steps, rates, layers, width), options.work, processes, progress)
+        # Written before the later seeds too: a table of one seed is worth having where time runs out.
+        write_report(options.json, "search", {**report, "table": table_of(scores)}, [first])
         of_default = next(loss_of(found, "pool") for entry, found in scores.items() if entry.name == DEFAULT)
         better = [
             entry.name
@@ -699,16 +716,11 @@ def main() -> int:
         ]
         chosen = {END_TO_END, DEFAULT, *better[: options.again]}
         for seed in later:
-            again = [entry for entry in entries(seed, steps, rates) if entry.name in chosen]
+            rows = entries(seed, steps, rates, layers, width)
+            again = [entry for entry in rows if entry.name in chosen]
             scores |= run(again, options.work, processes, progress)
     table = table_of(scores)
-    report = {
-        "size": {"width": WIDTH, "layers": LAYERS, "blocks": BLOCKS, "context": CONTEXT, "steps": steps},
-        "rates": {side: list(pair) for side, pair in rates.items()},
-        "trials": trials,
-        "table": table,
-    }
-    write_report(options.json, "search", report, [first, *later])
+    write_report(options.json, "search", {**report, "table": table}, [first, *later])
     print("\n".join(["", *lines_of(table)]))
     return 0 if options.quick else check_claims(claims_of(table))
 

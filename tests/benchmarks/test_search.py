@@ -29,12 +29,12 @@ def test_every_row_has_the_operations_of_the_default() -> None:
 
 def test_end_to_end_has_one_output_map_and_so_more_steps() -> None:
     (whole,) = row_named(END_TO_END).learners
-    assert whole.layers == BLOCKS * search.LAYERS
+    assert whole.layers == BLOCKS
     assert 500 < whole.steps < 700
 
 
 def test_a_trunk_is_trained_once_and_its_passes_count_for_each_block() -> None:
-    row = row_named("a frozen trunk of one layer")
+    row = row_named("a frozen trunk, as large as a block")
     trunk, *blocks = row.all_learners()
     assert [block.trunk for block in blocks] == [trunk] * BLOCKS
     # Three passes for what is trained, one for the frozen trunk: 5 x 3 + 4 where the default has 4 x 3.
@@ -62,11 +62,11 @@ def test_a_block_that_is_taught_hears_all_four_as_they_were_after_three_quarters
 
 
 def test_all_text_first_or_last() -> None:
-    first = Learner(0, 0, 100, 1e-3, 1e-3, share=1.0, all_first=0.25)
-    last = Learner(0, 0, 100, 1e-3, 1e-3, share=1.0, all_last=0.1)
+    first = Learner(0, 0, 100, 1e-3, 1e-3, 1, 64, share=1.0, all_first=0.25)
+    last = Learner(0, 0, 100, 1e-3, 1e-3, 1, 64, share=1.0, all_last=0.1)
     assert [step for step in range(100) if first.takes_all_text(step)] == list(range(25))
     assert [step for step in range(100) if last.takes_all_text(step)] == list(range(90, 100))
-    plain = Learner(0, 0, 100, 1e-3, 1e-3, share=1.0)
+    plain = Learner(0, 0, 100, 1e-3, 1e-3, 1, 64, share=1.0)
     assert not any(map(plain.takes_all_text, range(100)))
 
 
@@ -121,8 +121,8 @@ def rows_of(better: float, seeds: tuple[int, ...] = (0, 1)) -> list[dict[str, An
     found = {}
     for seed in seeds:
         for name, ce in ends.items():
-            one = Learner(seed, 0, 10, 1e-3, 1e-3)
-            learners = (one,) if name == END_TO_END else (one, Learner(seed, 1, 10, 1e-3, len(name)))
+            one = Learner(seed, 0, 10, 1e-3, 1e-3, 1, 64)
+            learners = (one,) if name == END_TO_END else (one, Learner(seed, 1, 10, 1e-3, len(name), 1, 64))
             scored = {"fixed": {"valid": ce + seed}, "alone": [ce + seed] * len(learners)}
             found[TableRow(name, learners)] = scored | (
                 {"by_text": scored["fixed"]} if len(learners) > 1 else {}
