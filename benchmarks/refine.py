@@ -1,17 +1,19 @@
 """The last part of a training, continued end to end or by parts that each see frozen neighbours.
 
     python benchmarks/refine.py --docs FOLDER [--swarm [--judge]] [--steps 4000] [--round 30] [--weight 1]
+    python benchmarks/refine.py --docs FOLDER --size small ...    # 8 layers of width 64: minutes on a CPU
     python benchmarks/refine.py --docs FOLDER --quick      # CPU, tiny models, a minute
 
-FOLDER has train.txt.xz and valid.txt.xz. A Llama of 12 layers of width 384 is trained end to end on bytes for
-three quarters of the steps. The last quarter is done twice from there, with the same schedule and batches of
-the same size: end to end with fresh optimizer state, and as four parts (`objective.kind = "serial"`), which
-train rounds of `--round` steps beside copies of the others from the round's start and are then merged with
-weight `--weight`. Without compression and without a network; or with --swarm as `blocktrain swarm` does it,
-with a worker for each part, over HTTP, updates in `sign`; with --judge the coordinator judges them as it
-judges strangers, and the report has each verdict with its evidence. The last quarter's schedule is then a
-cosine of its own from the rate that the whole schedule has there, for end to end too. Also printed: the peak
-of device memory of a step, end to end and of each part alone (on CUDA), without the text.
+FOLDER has train.txt.xz and valid.txt.xz. A Llama of 12 layers of width 384 (`--size full`) is trained end to
+end on bytes for three quarters of the steps. The last quarter is done twice from there, with the same
+schedule and batches of the same size: end to end with fresh optimizer state, and as four parts
+(`objective.kind = "serial"`), which train rounds of `--round` steps beside copies of the others from the
+round's start and are then merged with weight `--weight`. Without compression and without a network; or with
+--swarm as `blocktrain swarm` does it, with a worker for each part, over HTTP, updates in `sign`; with --judge
+the coordinator judges them as it judges strangers, and the report has each verdict with its evidence. The
+last quarter's schedule is then a cosine of its own from the rate that the whole schedule has there, for end
+to end too. Also printed: the peak of device memory of a step, end to end and of each part alone (on CUDA),
+without the text.
 Exits 1 when the parts end more than 0.010 nats per byte above end to end, or take over 0.45 of its memory.
 """
 
@@ -28,8 +30,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from provenance import check_claims, write_report
+from safetensors.torch import load_file, save_file
 
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.shards import Shards
@@ -54,6 +57,42 @@ from blocktrain.training.setup import Setup
 from blocktrain.wire.messages import LedgerEntry
 
 PARTS = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, its batches and its text; what is None is the recipe's default, or all of the text."""
+
+    layers: int
+    steps: int
+    round: int
+    model: Mapping[str, int] = field(default_factory=dict)
+    training: Mapping[str, int] = field(default_factory=dict)
+    text_bytes: int = -1
+    scored_bytes: int | None = None
+
+
+SIZES = {
+    "full": Size(12, 4000, 30),
+    "small": Size(
+        8,
+        400,
+        20,
+        {"width": 64, "heads": 2, "context": 128},
+        {"batch": 8, "warmup_steps": 30},
+        text_bytes=8_000_000,
+        scored_bytes=65_536,
+    ),
+    "tiny": Size(
+        4,
+        40,
+        5,
+        {"width": 32, "heads": 2, "context": 32},
+        {"batch": 8, "warmup_steps": 5},
+        text_bytes=1_000_000,
+        scored_bytes=4_000,
+    ),
+}
 MAX_GAP, MAX_MEMORY = 0.010, 0.45
 MODEL_KEYS = "family", "width", "heads", "context", "blocks", "layers_per_block"
 TRAINING_KEYS = "steps", "batch", "warmup_steps", "matrix_lr", "other_lr"
@@ -63,9 +102,9 @@ REPORTED = "wall_seconds", "bytes_up", "bytes_down", "rounds", "verdicts"
 class Experiment:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.quick = arguments.quick
-        self.steps = arguments.steps or (40 if self.quick else 4000)
-        self.round = arguments.round or (5 if self.quick else 30)
+        self.size = SIZES["tiny" if arguments.quick else arguments.size]
+        self.steps = arguments.steps or self.size.steps
+        self.round = arguments.round or self.size.round
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.train_tokens, self.valid_tokens = (self._bytes(name) for name in ("train", "valid"))
         self.corpus = CorpusHash(hashlib.sha256(self.train_tokens.astype(np.uint8).tobytes()).hexdigest())
@@ -74,16 +113,14 @@ class Experiment:
 
     def _bytes(self, name: str) -> NDArray[np.int64]:
         with lzma.open(self.arguments.docs / f"{name}.txt.xz") as file:
-            return np.frombuffer(file.read(1_000_000 if self.quick else -1), np.uint8).astype(np.int64)
+            return np.frombuffer(file.read(self.size.text_bytes), np.uint8).astype(np.int64)
 
     def recipe(self, parts: int) -> Recipe:
         matrix_lr, other_lr = (float(rate) for rate in self.arguments.rates.split(","))
-        layers = 4 if self.quick else 12
-        model: dict[str, Any] = {"family": "llama", "blocks": parts, "layers_per_block": layers // parts}
-        training: dict[str, Any] = {"steps": self.steps, "matrix_lr": matrix_lr, "other_lr": other_lr}
-        if self.quick:
-            model |= {"width": 32, "heads": 2, "context": 32}
-            training |= {"batch": 8, "warmup_steps": 5}
+        shape: dict[str, Any] = {"family": "llama", "layers_per_block": self.size.layers // parts}
+        model = {**shape, "blocks": parts, **self.size.model}
+        rates = {"matrix_lr": matrix_lr, "other_lr": other_lr}
+        training = {**rates, "steps": self.steps, **self.size.training}
         kind = "serial" if parts > 1 else "denoise"
         return resolve_recipe(
             {"seed": self.arguments.seed, "model": model, "training": training, "objective": {"kind": kind}}
@@ -105,7 +142,7 @@ class Experiment:
         codebook = setup.codebook()().to(self.device)
         evaluator = Evaluator(setup.objective, codebook, setup.recipe.evaluation, seed=0)
         weights = (0.0,) * (len(blocks) - 1) + (1.0,)
-        valid = self.valid_tokens[: 4_000 if self.quick else None]
+        valid = self.valid_tokens[: self.size.scored_bytes]
         return evaluator.score(blocks, Pooling(weights), valid, euler=False).consensus.ce
 
     def last_quarter(self, parts: int) -> Recipe:
@@ -141,7 +178,7 @@ class Experiment:
                 **{f"training.{key}": getattr(training, key) for key in TRAINING_KEYS},
                 "training.reference": "false",
                 "data.corpus": folder,
-                "evaluation.max_bytes": 4_000 if self.quick else len(self.valid_tokens),
+                "evaluation.max_bytes": self.size.scored_bytes or len(self.valid_tokens),
                 "swarm.steps_per_round": length,
                 "swarm.rounds": recipe.training.steps // length,
                 "swarm.replicas": 1,
@@ -227,23 +264,32 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--swarm", action="store_true", help="the parts by workers over HTTP, in `sign`")
     parser.add_argument("--judge", action="store_true", help="with --swarm: updates are judged")
-    parser.add_argument("--steps", type=int, help="default: 4000, or 40 with --quick")
-    parser.add_argument("--round", type=int, help="steps of a round; default: 30, or 5 with --quick")
+    parser.add_argument("--steps", type=int, help="default: 4000; small 400, --quick 40")
+    parser.add_argument("--round", type=int, help="steps of a round; default: 30; small 20, --quick 5")
     parser.add_argument("--weight", type=float, default=1.0, help="of a part's move in its merge")
     parser.add_argument("--rates", default="6e-3,1e-3", help="matrix_lr,other_lr of the whole schedule")
+    parser.add_argument(
+        "--start", type=Path, help="keep the first three quarters in this file, or go on from it"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--size", choices=[name for name in SIZES if name != "tiny"], default="full")
+    parser.add_argument("--quick", action="store_true", help="the tiny size, and no claims")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     experiment, began = Experiment(arguments), time.monotonic()
     whole = Setup.of(experiment.recipe(1))
     block, first = whole.initial(0), 3 * experiment.steps // 4
     trainer = experiment.trainer(whole, block, 0)
-    for step in range(first):
-        trainer.step(step, 0)
+    if arguments.start is not None and arguments.start.exists():
+        block.load_state_dict(load_file(arguments.start))
+    else:
+        for step in range(first):
+            trainer.step(step, 0)
     start = {name: tensor.detach().cpu().clone() for name, tensor in block.state_dict().items()}
+    if arguments.start is not None:
+        save_file(start, arguments.start)
     report: dict[str, Any] = {"steps": experiment.steps, "round": experiment.round}
-    report |= {"weight": arguments.weight, "judge": arguments.judge}
+    report |= {"weight": arguments.weight, "judge": arguments.judge, "size": asdict(experiment.size)}
     report["before"] = experiment.score(whole, [block])
     print(f"{time.monotonic() - began:.0f} s: before {report['before']:.4f}", flush=True)
     after = Setup.of(experiment.last_quarter(1)) if arguments.swarm else whole

@@ -181,6 +181,12 @@ KINDS: Mapping[str, Kind] = {
         (*TRAINING, "benchmarks/unequal.py"),
         {"pools": dict, "gain": NUMBER, "blocks": list},
     ),
+    "search": Kind(
+        "search.json",
+        ("benchmarks/search.py",),
+        (*TRAINING, "benchmarks/search.py", "benchmarks/specialise.py"),
+        {"size": dict, "rates": dict, "trials": list, "table": list},
+    ),
     "gap": Kind(
         "gap-*.json",
         ("benchmarks/gap.py",),
