@@ -698,7 +698,7 @@ def main() -> int:
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
         if options.quick:
             # After two steps the best rate is whatever moves most, and the climb would go on and on.
-            rates, trials = dict.fromkeys(("end to end", "block"), START), []
+            rates, trials = dict.fromkeys(("end to end", "block"), START), list[dict[str, Any]]()
         else:
             rates, trials = tuned(steps // 4, (layers, width), options.work, processes, progress)
         size = {"layers": layers, "width": width, "blocks": BLOCKS, "context": CONTEXT, "steps": steps}

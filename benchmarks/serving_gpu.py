@@ -163,9 +163,10 @@ def theirs(
         max_position_embeddings=model.context,
     )
     torch.manual_seed(1)
+    # Typed in some versions of transformers and not in others.
+    build: Any = LlamaForCausalLM
     with device:
-        network: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    network = network.to(dtype).eval()
+        network = build(config).to(dtype).eval()
     found = []
     for count in counts:
         ids = torch.tensor([prompts[i % len(prompts)] for i in range(count)], device=device)

@@ -54,7 +54,7 @@ def theirs(block: Block, **settings: Any) -> Any:
         **settings,
     }
     qwen3 = "model.layers.0.self_attn.q_norm.weight" in dict(block.named_parameters())
-    config = (transformers.Qwen3Config if qwen3 else transformers.LlamaConfig)(**common)
+    config: Any = (transformers.Qwen3Config if qwen3 else transformers.LlamaConfig)(**common)
     model: Any = (transformers.Qwen3ForCausalLM if qwen3 else transformers.LlamaForCausalLM)(config)
     model.eval()
     missing, unexpected = model.load_state_dict(block.state_dict(), strict=False)

@@ -69,7 +69,7 @@ def made(folder: Path, tokenizer_file: Path, family: str = "llama", **settings: 
 
     sharded = settings.pop("sharded", False)
     common = {**SHAPE, "vocab_size": 300, **settings}
-    config = (transformers.LlamaConfig if family == "llama" else transformers.Qwen3Config)(**common)
+    config: Any = (transformers.LlamaConfig if family == "llama" else transformers.Qwen3Config)(**common)
     torch.manual_seed(1)
     model: Any = (transformers.LlamaForCausalLM if family == "llama" else transformers.Qwen3ForCausalLM)(
         config
