@@ -175,7 +175,7 @@ def test_an_older_folder_that_is_refused_stays_as_it_was(local: Place) -> None:
         pass
     with closing(sqlite3.connect(local.data_dir / DATABASE_FILE)) as old, old:
         newest = version(old)
-        # Without what came after 0005: two columns by 0006, and the column and indexes of 0007.
+        # Without what came after 0005: two columns by 0006, the column and indexes of 0007, and those of 0008.
         old.execute("ALTER TABLE updates DROP COLUMN held_against")
         old.execute("ALTER TABLE workers DROP COLUMN unused")
         old.execute("ALTER TABLE blocks DROP COLUMN revision")
@@ -184,6 +184,9 @@ def test_an_older_folder_that_is_refused_stays_as_it_was(local: Place) -> None:
             old.execute(f"CREATE INDEX {index} ON {table} ({columns})")
         for index in INDEXES_OF_0007:
             old.execute(f"DROP INDEX {index}")
+        old.execute("DROP INDEX evaluations_by_time")
+        old.execute("ALTER TABLE evaluations DROP COLUMN consensus_ce")
+        old.execute("CREATE INDEX ix_evaluations_time ON evaluations (time)")
         old.execute("UPDATE alembic_version SET version_num = '0005'")
     with pytest.raises(UserError, match="of another recipe"), local.serve(tiny_recipe(outer_lr=0.5)):
         pass
