@@ -51,6 +51,9 @@ def provenance(kind: str, seeds: Sequence[int] = (), *, now: datetime.datetime |
 
 def _named(argument: str) -> str:
     """Without the folders of one machine, which mean nothing on another and are nobody's business."""
+    key, equals, value = argument.partition("=")
+    if Path(value).is_absolute():
+        return f"{key}{equals}{Path(value).name}"
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
