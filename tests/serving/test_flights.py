@@ -181,6 +181,33 @@ def test_the_prompt_of_a_request_that_ended_is_not_read_for_drafts(checkpoint: P
     asyncio.run(served())
 
 
+def test_a_text_that_cannot_be_read_for_drafts_fails_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def served() -> None:
+        engine = LocalEngine(checkpoint)
+        steps = engine.drafting.steps(1)
+        extend = steps.extend
+
+        def read(tokens: Sequence[int], cache: Any) -> None:
+            if tokens[0] == 7:
+                raise MemoryError("no room for this text")
+            extend(tokens, cache)
+
+        monkeypatch.setattr(steps, "extend", read)
+        with (
+            Drafter(engine.drafting, Sampler(seed=1), DraftLength(4)) as bad,
+            Drafter(engine.drafting, Sampler(seed=1), DraftLength(4)) as good,
+        ):
+            with pytest.raises(MemoryError):
+                await bad.draft([7] * 60, 4, [], flying=True)
+            # Before, the thread read the first text again and again, and nobody else had a draft.
+            assert len(await good.draft([8] * 60, 4, [], flying=True)) == 4
+        await engine.close()
+
+    asyncio.run(served())
+
+
 def test_a_text_that_begins_as_another_did_is_read_for_drafts_from_there(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ for it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import numpy as np
@@ -144,10 +145,10 @@ class Scoring:
         try:
             with self._resources.store.write() as session:
                 record = state.model_dump_json()
-                row = EvaluationRow(
-                    versions=versions, time=state.time, consensus_ce=state.consensus_ce, record=record
+                loss = state.consensus_ce if math.isfinite(state.consensus_ce) else None
+                session.add(
+                    EvaluationRow(versions=versions, time=state.time, consensus_ce=loss, record=record)
                 )
-                session.add(row)
         except IntegrityError:
             return state  # another process scored the same heads
         log.info("scored consensus_ce=%.4f versions=%s", state.consensus_ce, versions)

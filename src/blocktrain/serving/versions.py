@@ -71,9 +71,8 @@ def versions_of(checkpoint: Path) -> tuple[int, ...]:
 
 
 async def watch(look: Callable[[], T], served: T, take_over: Callable[[T], Awaitable[None]]) -> None:
-    """Without end: hand what `look` finds to `take_over` where it is not what is served, until it is. What
-    nobody foresaw is raised: who serves must not go on for weeks with a model that no folder can change."""
-    complaint, wanted = "", served
+    """Without end: hand what `look` finds to `take_over` where it is not what is served, until it is."""
+    complaint = ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         try:
@@ -89,5 +88,8 @@ async def watch(look: Callable[[], T], served: T, take_over: Callable[[T], Await
                 complaint = str(error)
                 log.warning("keeping served=%s reason=%s", served, error)
         except Exception as error:
-            log.error("no longer following: served=%s wanted=%s error=%r", served, wanted, error)
-            raise
+            # What nobody foresaw is a fault of that folder or of ours. What is served is sound, and another
+            # folder may be named next; before, the look ended here without a word.
+            if repr(error) != complaint:
+                complaint = repr(error)
+                log.exception("keeping served=%s", served)

@@ -170,7 +170,7 @@ def required_standard_errors(
         required = min(required, max(0.0, statistics.median(recent_scores) / 2))
     # Only what counts lowers the median. Where gains fell to less than half of it from one round to the next,
     # nothing counted any more: a run of three honest workers stood still in its 39th round (docs/history). A
-    # round is tried again only where no update of it counted, so nobody gets a lower bound beside others.
+    # round is tried again only after a deadline at which nothing of it counted.
     return required * 0.5**in_vain
 
 

@@ -138,11 +138,14 @@ def recent_scores(session: Session, block: int, *, established: bool) -> list[fl
 
 
 def tries_in_vain(session: Session, update: UpdateRow) -> int:
-    """How many updates of the same worker from the same snapshot of the block had no gain."""
+    """How many updates of the same worker for the same round, from the same snapshot, had no gain."""
     found = session.scalar(
         select(func.count()).where(
             UpdateRow.worker_id == update.worker_id,
+            UpdateRow.state == UpdateState.REFUSED,
             UpdateRow.block == update.block,
+            # Not those of older leases on the same head: such a worker did not wait until nothing counted.
+            UpdateRow.round == update.round,
             UpdateRow.base_version == update.base_version,
             UpdateRow.reason == VerdictReason.NO_GAIN,
         )

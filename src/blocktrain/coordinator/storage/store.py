@@ -294,7 +294,7 @@ class EvaluationRow(Table):
     time: Mapped[float]
     consensus_ce: Mapped[float | None]
     """As in the record: a serial run asks for all of them with every update that it judges. None where the
-    model was so broken that its loss was no number, which SQLite cannot store."""
+    model was so broken that its loss was no number."""
     record: Mapped[str]
     """JSON of messages.EvaluationState."""
     __table_args__ = (Index("evaluations_by_time", "time", "consensus_ce"),)

@@ -49,10 +49,10 @@ KNOWN_SECONDS = 30.0
 """So long what was found before counts half, beside what is found now."""
 FIRST_PATIENCE, MOST_PATIENCE = 8.0, 64.0
 """Seconds until a slower way is tried again: twice as long whenever it was still slower."""
-LEAST_ROWS = 2.0
-"""Rows of a traversal in the mean, from which on what each of them costs is worked out."""
 TRIAL_SHARE = 12
 """And at least so many times as long as it took to find out."""
+LEAST_ROWS = 2.0
+"""Rows of a traversal in the mean, from which on what each of them costs is worked out."""
 MOST_READING_SECONDS = 10.0
 """So long drafts are not judged while the gateway reads texts for them: that pays later."""
 SLOWER = 1.001
@@ -126,8 +126,8 @@ class Comparison:
 
     Gateway and stages may share processors, and a batch makes traversals dear or cheap for all: what a draft
     costs the others no request can tell. With 32 clients on two cores drafts halved what all of them wrote,
-    and the rule for one request went on. So both ways are tried, each for six traversals of every request,
-    and the faster one is kept; the other one is tried again from time to time.
+    and the rule for one request went on. So both ways are tried, each for six traversals of every request
+    and a second at least, and the faster one is kept; the other one is tried again from time to time.
     """
 
     def __init__(self, *, drafts: bool) -> None:
@@ -295,7 +295,7 @@ class AdaptiveLength(DraftLength):
         # Drafts that cost too much lower the usual rate, and would look cheap beside it. The rate without any
         # was measured, or else a traversal brings a token.
         plain, alone = load.comparison.speeds.get(False), costs.traversal_seconds
-        least_rate = plain / requests if plain else 1 / alone if alone else 0.0
+        least_rate = plain / max(1, requests) if plain else 1 / alone if alone else 0.0
         rate = max(costs.tokens / costs.seconds, least_rate)
         # One request alone waits for what is under way: what is drafted meanwhile costs it nothing, unless
         # tokens wait longer to be sent than a traversal takes.

@@ -71,7 +71,8 @@ class DraftedToken:
 
 
 class ReadText:
-    """What some blocks have read of a request's text; the computing thread's own once a draft has begun."""
+    """What some blocks have read of a request's text. The computing thread's own once a draft has begun; the
+    event loop only asks how far it is."""
 
     def __init__(self, drafting: Drafting, blocks: int) -> None:
         self.drafting, self.blocks = drafting, blocks
@@ -203,15 +204,17 @@ class Drafting:
         while True:
             with self._lock:
                 came, self._waiting = self._waiting, []
-                self._running = bool(going or later or came or unread)
-            if not self._running:
+                self._running = goes_on = bool(going or later or came or unread)
+            if not goes_on:
                 return
             # One text is read for every step of the drafts. Of 64 that come at once the first get drafts
             # while the others are read, which takes a second; before, they all waited for the last.
             asked = unread + [draft for draft in came if not draft.most]
             unread = [draft for draft in asked if draft.blocks == self.blocks_now(draft.drafter.length)]
             # No drafts for now, or by other blocks: what is not read by then is asked for again.
-            told = [draft for draft in asked if draft not in unread] + unread[:1]
+            told = [draft for draft in asked if draft not in unread]
+            # Taken out before anything can fail: it would be read, and fail, without end.
+            reads, unread = unread[:1], unread[1:]
             later += [draft for draft in came if draft.most]
             # Many requests begin and end their drafts together, so that their traversals meet on the stages.
             # Where each was sent as soon as it had enough, a pass of a stage had one or two of eight requests
@@ -220,10 +223,10 @@ class Drafting:
             begun = [] if together and going else later
             later = later if together and going else []
             try:
-                for draft in begun + unread[:1]:
+                for draft in begun + reads:
                     if not draft.done.cancelled():
                         draft.due = draft.read.catch_up(draft.text, self.batcher.held.context)
-                del unread[:1]
+                told += reads
                 now, wanted = time.monotonic(), going + [draft for draft in begun if draft.due]
                 # A request that was given up needs no more.
                 wanted = [draft for draft in wanted if not draft.done.cancelled()]
@@ -238,13 +241,14 @@ class Drafting:
                 if told:
                     loop.call_soon_threadsafe(_finish, told)
             except Exception as error:  # those who wait are told; the next draft starts fresh
-                for draft in going + enough + begun + told:
+                for draft in going + enough + begun + reads:
                     loop.call_soon_threadsafe(_fail, draft.done, error)
+                loop.call_soon_threadsafe(_finish, told)
                 going, enough = [], []
 
     def _step(self, going: Sequence[Draft]) -> None:
         """One token more of each draft, or some of one that is alone."""
-        # All have the same number but for moments after it changed.
+        # Requests that name a length of drafts draft with all blocks, the others with as many as pay.
         for count in {draft.blocks for draft in going}:
             alike = [draft for draft in going if draft.blocks == count]
             began, written, blocks = time.monotonic(), 1, self.steps(count)

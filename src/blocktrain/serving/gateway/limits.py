@@ -18,7 +18,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -221,9 +221,12 @@ class Quotas:
             self._day, self._used = usage.day, Counter(usage.used)
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:
-            # Somebody's mistake, as it is written whole. Nobody is locked out for that.
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            # Somebody's mistake, as it is written whole. Nobody is locked out for that, and the file is kept
+            # to look at. (msgspec lets bytes that are no UTF-8 through as Python's own error.)
             log.warning("lost the usage of keys file=%s reason=%s", self.file, error)
+            with suppress(OSError):
+                self.file.replace(self.file.with_name(f"{self.file.name}.damaged"))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="quotas")
         # Now, and not with the first answer: an operator should read here that nothing can be written.
         self._write(self.file)

@@ -90,19 +90,10 @@ async def serve_gateway(
     following: Iterable[Callable[[], Coroutine[None, None, None]]] = (),
 ) -> None:
     """Serve until the server is told to exit; `announce` gets the readiness line. What is `following` runs
-    beside it and replaces engines (`follow`); where that fails, serving ends and raises why."""
+    beside it and replaces engines (`follow`)."""
     served, url = dict(engines.newest), url_of(opened, server.scheme)
     await asyncio.gather(*(engine.start() for engine in served.values()))
     beside = [asyncio.create_task(one()) for one in following]
-    failed: list[asyncio.Task[None]] = []
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            failed.append(task)
-            server.should_exit = True
-
-    for task in beside:
-        task.add_done_callback(ended)
     try:
         opened.listen(BACKLOG)  # before the announcement, so that who reads it can connect
         for name, engine in served.items():
@@ -119,8 +110,6 @@ async def serve_gateway(
         await asyncio.gather(*beside, return_exceptions=True)
         await engines.close()
         opened.close()
-    for task in failed:
-        await task
 
 
 class ModelSource(NamedTuple):

@@ -104,15 +104,10 @@ def run_stage(
             line += f" metrics={metrics.server_port}"
         announce(line)
         following = asyncio.create_task(follow(stage, path, served, device, graphs))
-        # It ends by itself only by an error that nobody foresaw: then the stage drains, and the verb fails.
-        following.add_done_callback(lambda _: stopped.set())
         await stopped.wait()
-        failed = following.done()
         following.cancel()
         await stage.drain()
         if metrics is not None:
             metrics.shutdown()
-        if failed:
-            await following
 
     asyncio.run(serve())
