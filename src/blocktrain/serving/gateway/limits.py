@@ -198,7 +198,7 @@ class Rates:
             raise TooManyRequestsError(f"more than {self.per_minute} requests per minute", math.ceil(wait))
 
 
-class Usage(msgspec.Struct, forbid_unknown_fields=True):
+class QuotaRecord(msgspec.Struct, forbid_unknown_fields=True):
     """What is written of quotas: a day, counted from 1970, and the tokens that each owner used on it."""
 
     day: int
@@ -217,8 +217,8 @@ class Quotas:
         if self.file is None:
             return
         try:
-            usage = msgspec.json.decode(self.file.read_bytes(), type=Usage)
-            self._day, self._used = usage.day, Counter(usage.used)
+            record = msgspec.json.decode(self.file.read_bytes(), type=QuotaRecord)
+            self._day, self._used = record.day, Counter(record.used)
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -234,7 +234,7 @@ class Quotas:
     def _write(self, file: Path) -> None:
         with self._lock:
             self._unwritten = False
-            content = msgspec.json.encode(Usage(self._day, dict(self._used)))
+            content = msgspec.json.encode(QuotaRecord(self._day, dict(self._used)))
         try:
             write_whole(file, content)
         except OSError as error:
