@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
-from blocktrain.serving.engine.draft_length import AdaptiveLength, Traversed
+from blocktrain.serving.engine.draft_length import AdaptiveLength, DraftLength, Traversed
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import windows
 from blocktrain.serving.engine.fanout import Candidate, stage_route
@@ -129,7 +129,7 @@ def teach(
     random = np.random.default_rng(0)
     for _ in range(300):
         accepted = int(min(random.geometric(1 - chance) - 1, 8))
-        length.stepped(step_seconds / requests, requests, now=0.0)
+        length.stepped(step_seconds / requests, requests, now=0.0, blocks=1)
         seconds, margins = 8 * step_seconds + traversal_seconds, [2.5] * min(accepted + 1, 8)
         found = Traversed(margins, accepted, accepted + 1, seconds, traversal_seconds, rows=9, blocks=1)
         length.observe(found, requests, now=0.0)
@@ -157,7 +157,7 @@ def written(
         last, drafts, blocks = now, 0, length.blocks(requests, 3)
         while blocks and drafts < 32 and length.go_on([2.5] * drafts, requests, now, blocks=blocks):
             now, drafts = now + blocks * step, drafts + 1
-            length.stepped(blocks * step / requests, requests, now)
+            length.stepped(blocks * step / requests, requests, now, blocks=blocks)
         seconds = traversal + row * drafts
         now += seconds
         for _ in range(requests):
@@ -263,6 +263,26 @@ def test_drafts_are_not_judged_while_prompts_are_read_for_them() -> None:
     for i in range(99, 999):
         comparison.observe(found, 0.0125, 8, i / 80, least=0.01, reading=True)
     assert set(comparison.speeds) == {True, False}, "requests that always come are no excuse"
+
+
+def test_all_blocks_draft_for_many_where_the_network_leaves_time_for_it() -> None:
+    far, near = (taught(0.9, seconds, step_seconds=0.002, requests=8) for seconds in (0.1, 0.01))
+    assert [far.blocks(requests, 3) for requests in (1, 8, 64)] == [3, 3, 1]
+    assert [near.blocks(requests, 3) for requests in (1, 4, 8)] == [3, 3, 1]
+    assert not far.is_busy(8, 3)
+    assert near.is_busy(8, 3)
+
+
+def test_the_weakest_of_drafted_tokens_is_forked_where_a_traversal_takes_long() -> None:
+    far, near = taught(0.9, 0.2), taught(0.9, 0.01)
+    sure = [9.0] * 6
+    assert far.fork_at([*sure, 0.1, *sure], (), blocks=1) is None, "to go on is likelier to hold"
+    weak = [*sure, 0.1, *sure, 0.2, 0.2]
+    assert far.fork_at(weak, (), blocks=1) == 6
+    assert far.fork_at(weak, {6}, blocks=1) == 13
+    assert far.fork_at(weak, {6, 13, 14}, blocks=1) is None
+    assert near.fork_at(weak, (), blocks=1) is None
+    assert DraftLength(8).fork_at(weak, (), blocks=1) is None
 
 
 def test_drafting_begins_again_when_its_cost_is_old() -> None:

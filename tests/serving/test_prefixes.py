@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from blocktrain.serving.blocks import HeldBlocks, RowWork
 from blocktrain.serving.engine.questions import KeptSessions, StageCache
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
+from blocktrain.serving.engine.requests import GenerationRequest
+from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.wire.frame_metadata import Ask, Failure, Handed, decode_metadata, encode_metadata
 from blocktrain.wire.frames import (
     HEADER_BYTES,
@@ -83,6 +87,35 @@ def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
             assert [tokens_computed(stage) for stage in c.stages] == [once] * 2
 
     asyncio.run(served())
+
+
+def test_a_text_begins_with_the_caches_of_one_that_is_being_written(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
+            expected = [(await text_of(c.engine, SHARED, 6, seed=seed, mode="ar"))[0] for seed in (1, 2)]
+        async with cluster(checkpoint, [[0, 1], [2]]) as c:
+            first = c.engine.generate(GenerationRequest(list(SHARED), 6, seed=1, mode="ar"))
+            tokens = [token for _ in range(3) for token in (await anext(first)).tokens]
+            before = [tokens_computed(stage) for stage in c.stages]
+            found, stats = await text_of(c.engine, SHARED, 6, seed=2, mode="ar")
+            # The last token of the prompt is computed again for its row, and five that were written.
+            after = [tokens_computed(stage) for stage in c.stages]
+            assert [now - then for now, then in zip(after, before, strict=True)] == [6, 6]
+            assert stats.retries == 0
+            tokens += [token async for chunk in first for token in chunk.tokens]
+            assert [tokens, found] == expected
+
+    asyncio.run(served())
+
+
+def test_caches_that_hold_a_given_up_draft_are_no_beginning(checkpoint: Path) -> None:
+    loaded = load_checkpoint(checkpoint, torch.device("cpu"))
+    held = HeldBlocks(loaded, range(len(loaded.blocks)))
+    caches = held.new_caches((0,))
+    held.rows([RowWork([1, 2, 3, 4], 1, (0,), caches)])
+    for known, fits in (([1, 2], True), ([1, 2, 3], True), ([1, 2, 5], False), ([1, 2, 3, 4, 5], False)):
+        work = RowWork([6], 1, (0,), held.new_caches((0,)), len(known), like=caches, known=known)
+        assert work.runnable == fits
 
 
 def test_texts_that_wait_for_one_which_is_given_up_are_the_same(checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,10 +78,13 @@ class BlockCache:
     layers: Cache
     record: TrackRecord | None
     """None where pooling does not follow the text."""
+    ids: list[int] = field(default_factory=list)
+    """What it holds: of a text that goes on, more may have been asked for by now, or something else."""
 
     def copy_of(self, other: BlockCache) -> None:
         """Hold what another cache holds."""
         self.layers, self.record = other.layers.copy(), copy.deepcopy(other.record)
+        self.ids = other.ids
 
     def continues(self, base: int) -> bool:
         return self.layers.length >= base and (self.record is None or self.record.continues(base))
@@ -105,7 +108,10 @@ class RowWork:
     upstream_TD: NDArray[Any] | None = None
     """What the parts before made of the ids, where another holder has them."""
     like: dict[int, BlockCache] | None = None
-    """Another text's caches to begin with, which hold what stands before the ids."""
+    """Another text's caches to begin with."""
+    known: Sequence[int] = ()
+    """What they must hold before the ids. A traversal of that text may have been given up before it ran, and
+    its caches then still hold a draft that was wrong."""
     codec: Codec | None = None
     """How the rows will travel: those of a pass are encoded at once."""
     draw: Draw | None = None
@@ -118,7 +124,9 @@ class RowWork:
     @property
     def runnable(self) -> bool:
         """Whether the caches hold what the ids continue."""
-        return all(cache.continues(self.base) for cache in (self.like or self.caches).values())
+        held = (self.like or self.caches).values()
+        known = self.like is None or all(cache.ids[: self.base] == self.known for cache in held)
+        return known and all(cache.continues(self.base) for cache in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +206,7 @@ class HeldBlocks:
         for work in works:
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
+                cache.ids = [*cache.ids[: work.base], *work.ids]
         alike: dict[tuple[Shape | None, tuple[int, ...]], list[int]] = defaultdict(list)
         for i, work in enumerate(works):
             shape = self._fixed_shape(work)

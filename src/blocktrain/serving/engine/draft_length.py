@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS
@@ -31,13 +31,22 @@ FLIGHT_TOKENS = 12
 token: with 8, text came as fast (a simulation over recorded drafts), for a quarter more passes."""
 LEAST_CHANCE = 0.05
 """That the next token holds, where a draft costs its request nothing: stages compute what is void, too."""
+LEAST_FORK = 0.04
+"""That the second choice for a drafted token is what will be written: below, a fork is not worth its rows."""
+FORKED_FLIGHTS = 3
+"""A traversal must take as long as it takes to draft so many before any is forked."""
+RIVAL_HOLDS = 0.85
+"""So often the second choice is right where the first is not."""
 FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
 """That a token of each class of margins holds, before any was seen: so many of one block's do, of four."""
+FIRST_BLOCK_SECONDS = 0.001
+"""Of one token by one block, before any was measured."""
 FIRST_COUNT = 4.0
 """Tokens of each class that this counts for."""
 FEW_REQUESTS = 4
-"""For up to so many all blocks held here draft, for more the first block alone: it costs a third and holds
-for 91 of 100 bytes instead of 97, which matters less the more requests share a traversal."""
+"""So many never keep a gateway busy."""
+USUAL_DRAFT = 8
+"""Tokens. A gateway that cannot draft so many for all requests while a traversal is away is busy."""
 SETTLING, COUNTED = 2, 4
 """Traversals of each request, in the mean, that pass after another way began, and those counted then."""
 LEAST_SECONDS = 1.0
@@ -87,6 +96,9 @@ class Traversed:
 class DraftLength:
     """Drafts of a fixed length, and the questions that every policy answers."""
 
+    patience_seconds = 0.0
+    """So long a draft waits for those of other requests to begin with, where the gateway is busy."""
+
     def __init__(self, most: int) -> None:
         self.most = most
         """No draft is longer."""
@@ -94,6 +106,10 @@ class DraftLength:
     def most_of(self, flights: int) -> int:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
+
+    def is_busy(self, requests: int, held: int) -> bool:
+        """True if drafts of all blocks held here, for so many requests, take longer than the network does."""
+        return requests > FEW_REQUESTS
 
     def blocks(self, requests: int, held: int) -> int:
         """How many of the blocks held here draft while so many requests are under way; 0 for no drafts."""
@@ -114,8 +130,14 @@ class DraftLength:
         many of those tokens wait to be sent with the next one."""
         return True
 
-    def stepped(self, seconds: float, requests: int, now: float) -> None:
-        """A token was drafted for each of some texts; this is each text's part of the time."""
+    def fork_at(self, margins: Sequence[float], forked: Collection[int], *, blocks: int) -> int | None:
+        """The place among unverified tokens, which so many blocks drafted and which won by these margins,
+        behind whose second choice to draft next; None where to go on behind all of them is better."""
+        return None
+
+    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
+        """A token was drafted by so many blocks for each of some texts; this is each text's part of the
+        time."""
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
         """Learn from a traversal. `reading`: the gateway still reads texts before it can draft for them."""
@@ -238,11 +260,14 @@ class AdaptiveLength(DraftLength):
     part of a step and one more row, and in that time all requests together make tokens by going on as usual.
     So drafts are long where the network is slow or the text is easy, and short where processors are busy.
 
-    Up to FEW_REQUESTS all blocks held here draft, for more the first one alone. Costs are kept apart by how
+    All blocks held here draft, or the first one alone where the gateway is busy. Costs are kept apart by how
     many requests are under way, in powers of two: what a burst of 64 taught says nothing about the one
     request after it. And a cost that nobody measured lately is believed less and less: before, one burst of
     32 ended drafting until the gateway was started again. Whether to draft at all is left to a `Comparison`.
     """
+
+    # Traversals of eight requests on loopback take 20 to 40 ms.
+    patience_seconds = 0.04
 
     def __init__(self) -> None:
         super().__init__(MAX_DRAFT_TOKENS)
@@ -252,6 +277,8 @@ class AdaptiveLength(DraftLength):
         self.by_load: dict[int, Load] = {}
         self.least_seconds = math.inf
         """The shortest traversal of late."""
+        self.block_seconds = FIRST_BLOCK_SECONDS
+        """The shortest time of late that one block took for a token of one text."""
         self.last = -math.inf
         """When the last one landed."""
 
@@ -267,10 +294,18 @@ class AdaptiveLength(DraftLength):
             self.by_load[load] = Load(drafts=fewer is None or fewer.comparison.best)
         return self.by_load[load]
 
+    def is_busy(self, requests: int, held: int) -> bool:
+        seconds = requests * USUAL_DRAFT * held * self.block_seconds
+        # As long as no traversal has landed the network may be a fast one.
+        known = self.least_seconds if math.isfinite(self.least_seconds) else 0.0
+        return requests > FEW_REQUESTS and seconds > known
+
     def blocks(self, requests: int, held: int) -> int:
         if not self.load(requests).comparison.drafts:
             return 0
-        return held if requests <= FEW_REQUESTS else min(1, held)
+        # The first one alone costs a third of three and holds for 91 of 100 bytes instead of 97, which
+        # matters less the more requests share a traversal.
+        return min(1, held) if self.is_busy(requests, held) else held
 
     def go_on(
         self,
@@ -304,7 +339,22 @@ class AdaptiveLength(DraftLength):
         cost = rate * max(requests * step_seconds, load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
-    def stepped(self, seconds: float, requests: int, now: float) -> None:
+    def fork_at(self, margins: Sequence[float], forked: Collection[int], *, blocks: int) -> int | None:
+        costs, tries, hits = self.load(1).costs[True], self.tries[blocks == 1], self.hits[blocks == 1]
+        if costs.traversal_seconds <= FORKED_FLIGHTS * FLIGHT_TOKENS * costs.step_seconds:
+            return None
+        holds, place, most = 1.0, None, LEAST_FORK
+        for i, margin in enumerate(margins):
+            bucket = bisect(MARGINS, margin)
+            chance = hits[bucket] / tries[bucket]
+            taken = holds * (1 - chance) * RIVAL_HOLDS
+            if taken > most and i not in forked:
+                place, most = i, taken
+            holds *= chance
+        return place if most > holds else None
+
+    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
+        self.block_seconds = min(seconds / blocks, SLOWER * self.block_seconds)
         costs = self.load(requests).costs[True]
         kept = KEEP_COST * costs.trust(now)
         costs.step_seconds = kept * costs.step_seconds + (1 - kept) * seconds

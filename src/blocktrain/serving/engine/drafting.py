@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from blocktrain.model.quick import QuickBlocks
 from blocktrain.model.sampling import EXACT_TOLERANCE, Row, Sampler, choose, normalised
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
-from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Traversed, most_flights
+from blocktrain.serving.engine.draft_length import DraftLength, Traversed, most_flights
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
@@ -64,6 +64,8 @@ def blocks_for_drafts(objective: Objective, most: int | None) -> list[int]:
 @dataclass(frozen=True)
 class DraftedToken:
     token: int
+    rival: int
+    """The second choice; the token itself where it was looked up."""
     margin: float
     """By how much it won."""
     blocks: int = 0
@@ -74,19 +76,24 @@ class ReadText:
     """What some blocks have read of a request's text. The computing thread's own once a draft has begun; the
     event loop only asks how far it is."""
 
-    def __init__(self, drafting: Drafting, blocks: int) -> None:
+    def __init__(self, drafting: Drafting, blocks: int, like: ReadText | None = None) -> None:
         self.drafting, self.blocks = drafting, blocks
         """How many of the blocks held here."""
         self.cache: Any = drafting.steps(blocks).new_cache()
-        self.seen: list[int] = []
+        self.seen: list[int] = list(like.seen) if like is not None else []
         """The window that the cache holds, all but its last token at least."""
-        self.start = 0
+        self.start: int = like.start if like is not None else 0
         """Of the window, in the text."""
+        self.like = like
+        """Whose cache this one begins with a copy of, before its first draft."""
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
     def catch_up(self, text: Sequence[int], context: int) -> list[int]:
         """Have the cache hold what it shares with the text; gives what is due before a guess."""
+        if self.like is not None:
+            self.seen, self.start, self.cache = list(self.like.seen), self.like.start, self.like.cache.copy()
+            self.like = None
         start = window_start(len(text), context)
         window = list(text[start:])
         # What the cache holds beyond the text they share was a wrong draft, or another window.
@@ -144,7 +151,7 @@ class Drafting:
         """Requests under way that draft."""
         self.num_unread = 0
         """Texts that wait to be read, and the one that is."""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waiting: list[Draft] = []
         self._running = False
         self._kept: dict[int, list[tuple[list[int], Any]]] = defaultdict(list)
@@ -186,6 +193,7 @@ class Drafting:
         with self._lock:
             self._waiting.append(draft)
             starts, self._running = not self._running, True
+            self._lock.notify()
         if starts:
             # Not awaited: it ends when nobody's draft is left, and tells each when its own is done.
             loop.run_in_executor(self.batcher.executor, self._run, loop)
@@ -201,8 +209,11 @@ class Drafting:
         """Drafts that began with those, and wait for them."""
         later: list[Draft] = []
         unread: list[Draft] = []
+        patient_until = 0.0
         while True:
             with self._lock:
+                if later and not (going or unread or self._waiting):
+                    self._lock.wait(max(0.0, patient_until - time.monotonic()))
                 came, self._waiting = self._waiting, []
                 self._running = goes_on = bool(going or later or came or unread)
             if not goes_on:
@@ -215,13 +226,18 @@ class Drafting:
             told = [draft for draft in asked if draft not in unread]
             # Taken out before anything can fail: it would be read, and fail, without end.
             reads, unread = unread[:1], unread[1:]
+            if not later:
+                patience = max((draft.drafter.length.patience_seconds for draft in came), default=0.0)
+                patient_until = time.monotonic() + patience
             later += [draft for draft in came if draft.most]
             # Many requests begin and end their drafts together, so that their traversals meet on the stages.
             # Where each was sent as soon as it had enough, a pass of a stage had one or two of eight requests
-            # in it, and took half as long as one of all eight.
-            together = self.num_open > FEW_REQUESTS
-            begun = [] if together and going else later
-            later = later if together and going else []
+            # in it, and took half as long as one of all eight. They begin when half of all are there, so that
+            # the gateway drafts for one half while stages verify for the other.
+            together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
+            enough_wait = 2 * len(later) >= self.num_open or time.monotonic() >= patient_until
+            begun = later if not together or (enough_wait and not going) else []
+            later = [] if begun else later
             try:
                 for draft in begun + reads:
                     if not draft.done.cancelled():
@@ -264,7 +280,7 @@ class Drafting:
             if fresh > len(alike) / 4:
                 continue
             for length in {id(draft.drafter.length): draft.drafter.length for draft in alike}.values():
-                length.stepped(seconds, self.num_open, time.monotonic())
+                length.stepped(seconds, self.num_open, time.monotonic(), blocks=count)
 
     def _step_together(self, going: Sequence[Draft], blocks: RoughBlocks) -> None:
         """A token of each."""
@@ -354,6 +370,20 @@ class Drafter:
         self._reading: asyncio.Future[list[DraftedToken]] | None = None
         """The cache reads a long stretch of text; no draft before it is through."""
 
+    def forked(self) -> Drafter:
+        """Drafts for the same request from another place of its text on."""
+        other = Drafter(self.drafting, self.sampler, self.length)
+        other.weights = self.weights
+        other.read = ReadText(self.drafting, self.read.blocks, self.read) if self.read is not None else None
+        return other
+
+    def fork_at(self, guess: Sequence[DraftedToken], forked: Collection[int]) -> int | None:
+        """The place of the unverified token behind whose second choice to draft, but for those `forked`."""
+        # With several requests processors have enough to do.
+        if self.drafting.num_open > 1 or self.read is None:
+            return None
+        return self.length.fork_at([one.margin for one in guess], forked, blocks=self.read.blocks)
+
     def __enter__(self) -> Drafter:
         self.drafting.num_open += 1
         return self
@@ -363,6 +393,11 @@ class Drafter:
         # 64 clients that go away at once would leave a second of reading to the next one.
         if self._reading is not None:
             self._reading.cancel()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the gateway has more drafts to make than a traversal leaves time for."""
+        return self.length.is_busy(self.drafting.num_open, len(self.drafting.blocks))
 
     @property
     def flights(self) -> int:
@@ -426,5 +461,5 @@ class Drafter:
         draft.margins.append(choice.margin)
         draft.text.append(choice.token)
         draft.read.seen.append(choice.token)
-        draft.tokens.append(DraftedToken(choice.token, choice.margin, draft.blocks))
+        draft.tokens.append(DraftedToken(choice.token, choice.rival, choice.margin, draft.blocks))
         draft.due = [choice.token]

@@ -94,5 +94,11 @@ class LocalRows:
         row: Row = rows.log_probs[0]
         return row
 
-    async def close(self) -> None:
+    def fork(self) -> None:
+        """None: a generation has one text under way."""
+
+    def drop(self) -> None:
         self._caches = {}
+
+    async def close(self) -> None:
+        self.drop()

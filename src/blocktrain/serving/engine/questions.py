@@ -7,11 +7,10 @@ stats. Ids are sent from where the stage's cache ends, and from the start when i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -133,31 +132,26 @@ class StageCache:
 
 
 class KeptSessions:
-    """Sessions that have ended in whatever way, and whose caches stages still hold, and those whose first
-    traversal is under way: a text that begins as one of them does is sent from where the two part."""
+    """Sessions whose caches stages hold: those under way, and the last that have ended in whatever way. A
+    text that begins as one of them does is sent from where the two part."""
 
     def __init__(self, most: int) -> None:
         self.most = most
+        """Of those that have ended; with 0 no text begins with another's caches."""
         self._caches: OrderedDict[int, dict[int, StageCache]] = OrderedDict()
-        self._beginning: dict[int, dict[int, StageCache]] = {}
+        self._running: dict[int, dict[int, StageCache]] = {}
 
-    @contextlib.contextmanager
-    def beginning(self, session: int, caches: dict[int, StageCache]) -> Iterator[None]:
-        """While the session's first traversal is under way: stages have others that begin alike wait for it.
-        Eight choices of one request would read their prompt eight times."""
+    def begin(self, session: int, caches: dict[int, StageCache]) -> None:
+        """Eight choices of one request, or clients with one system prompt, have it read once."""
         if self.most:
-            self._beginning[session] = caches
-        try:
-            yield
-        finally:
-            self._beginning.pop(session, None)
+            self._running[session] = caches
 
-    def went_on(self, session: int) -> None:
-        """Its second traversal is sent: what the stages have of it changes from now on."""
-        self._beginning.pop(session, None)
+    def end(self, session: int) -> None:
+        """Its caches are freed."""
+        self._running.pop(session, None)
 
     def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
-        """Gives the sessions that make room, those least recently used."""
+        """Of a session that has ended. Gives those that make room, the least recently used."""
         self._caches[session] = caches
         return dict(self._caches.popitem(last=False) for _ in range(len(self._caches) - self.most))
 
@@ -170,7 +164,7 @@ class KeptSessions:
         """The session that has most of `ids` cached on all of these links, with the blocks of each, and how
         much; None where it is little."""
         best, shared = None, LEAST_SHARED - 1
-        for session, caches in itertools.chain(self._caches.items(), self._beginning.items()):
+        for session, caches in itertools.chain(self._caches.items(), self._running.items()):
             known = [caches.get(link) for link in legs]
             lengths = [
                 shared_length(cache.ids, ids)
@@ -196,6 +190,8 @@ class TraverseQuestion(Question):
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
     traversal: Traversal
     kept: KeptSessions
+    fork_of: tuple[int, Mapping[int, StageCache]] | None = None
+    """Another session of the same text, and what each stage has cached of it: this one begins with that."""
 
     @property
     def is_void(self) -> bool:
@@ -218,8 +214,7 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            known = self.kept.like({link.number: blocks}, self.ids) if link.knows_like else None
-            like = known if cache is None and not self.start else None
+            like = self._like(link, blocks) if cache is None and link.knows_like else None
             cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)
         if frame.type == FrameType.RESEND and self.asks_again():
@@ -229,6 +224,15 @@ class TraverseQuestion(Question):
         if frame.type == FrameType.RESEND:
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
         return self.read(link, frame, blocks)
+
+    def _like(self, link: StageLink, blocks: tuple[int, ...]) -> tuple[int, list[int]] | None:
+        """A session whose caches on the stage this one may begin with, and the ids that they share."""
+        if self.fork_of is not None:
+            session, caches = self.fork_of
+            known = caches.get(link.number)
+            if known is not None and known.blocks == blocks and known.start == self.start:
+                return session, self.ids[: shared_length(known.ids, self.ids)]
+        return self.kept.like({link.number: blocks}, self.ids) if not self.start else None
 
     def _new_epoch(
         self, link: StageLink, blocks: tuple[int, ...], like: tuple[int, list[int]] | None = None

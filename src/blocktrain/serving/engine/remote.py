@@ -11,11 +11,10 @@ does not depend on the codec. Knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -239,7 +238,7 @@ class StageSession:
     """One generation's session on the stages, which keep its caches between traversals."""
 
     def __init__(self, engine: RemoteEngine, request: GenerationRequest, stats: GenerationStats) -> None:
-        self.engine, self.stats = engine, stats
+        self.engine, self.request, self.stats = engine, request, stats
         # Random, because stages tell sessions of one client apart by this number alone.
         self.session = secrets.randbits(64)
         self.deadline = asyncio.get_running_loop().time() + request.deadline_seconds
@@ -250,10 +249,20 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
-        self._begun = False
+        self._fork_of: tuple[int, Mapping[int, StageCache]] | None = None
+        self._dropped = False
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
+
+    def fork(self) -> StageSession | None:
+        """A session that begins as this one does now; None where a model's parts are in series."""
+        if self.most_flights == 1:
+            return None
+        other = StageSession(self.engine, self.request, self.stats)
+        # As it is now: what is sent after this is no beginning of the fork's text.
+        other._fork_of = self.session, {number: replace(one) for number, one in self.caches.items()}
+        return other
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         tokens, num_rows = traversal.tokens, traversal.num_rows
@@ -280,12 +289,16 @@ class StageSession:
             caches=self.caches,
             traversal=traversal,
             kept=self.engine.kept,
+            fork_of=self._fork_of,
         )
-        kept, first, self._begun = self.engine.kept, not self._begun, True
-        if not first:
-            kept.went_on(self.session)
-        with kept.beginning(self.session, self.caches) if first else contextlib.nullcontext():
+        if not self._dropped:
+            self.engine.kept.begin(self.session, self.caches)
+        try:
             parts = await self.engine.fanout.collect(question)
+        finally:
+            # Sent after the caches were freed, it has left some.
+            if self._dropped:
+                self.engine.release({self.session: question.caches})
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)
@@ -296,10 +309,19 @@ class StageSession:
         row: Row = rows.log_probs[0]
         return row
 
+    def drop(self) -> None:
+        """Free the caches: the text went on in another session."""
+        self._dropped = True
+        self.engine.running.discard(self)
+        self.engine.kept.end(self.session)
+        caches, self.caches = self.caches, {}
+        self.engine.release({self.session: caches})
+
     async def close(self) -> None:
         """Keep the caches for texts that begin alike, or free them wherever the session left some."""
         self.engine.running.discard(self)
         caches, self.caches = self.caches, {}
         worth_it = any(cache.start == 0 and len(cache.ids) >= LEAST_SHARED for cache in caches.values())
         kept = self.engine.kept
+        kept.end(self.session)
         self.engine.release(kept.keep(self.session, caches) if worth_it else {self.session: caches})

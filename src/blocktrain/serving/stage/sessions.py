@@ -37,8 +37,6 @@ class Session:
     traversal: int = 0
     outcome: asyncio.Future[WeighedRows] | None = None
     """The rows of the latest traversal, done or not."""
-    first: asyncio.Future[WeighedRows] | None = None
-    """The rows of the first traversal of this epoch."""
     waiting: list[tuple[int, asyncio.Future[WeighedRows]]] = field(default_factory=list)
     """Bases and rows of traversals that were not done when the latest came."""
     used: float = 0.0
@@ -48,10 +46,9 @@ class Session:
     @property
     def may_be_copied(self) -> bool:
         """Whether another session may begin with its caches, as its ids say, once what is under way of it has
-        run. Only where that is nothing, or the first traversal alone: should that one be given up, the caches
-        are too short, where behind a later one they may be those of a draft that was wrong."""
+        run."""
         if self.outcome is None or not self.outcome.done():
-            return self.outcome is not None and self.outcome is self.first
+            return self.outcome is not None
         return not self.outcome.cancelled() and self.outcome.exception() is None
 
     def supersede(self, base: int) -> None:

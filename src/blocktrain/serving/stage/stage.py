@@ -545,17 +545,17 @@ class Stage:
             return None
         # The caches of an older epoch are dropped here: the client counts on nothing in them.
         if step is Step.RUN:
+            known = other.ids[: header.base] if other is not None else []
             if session is None or header.epoch > session.epoch:
-                known = other.ids[: header.base] if other is not None else []
                 session = Session(header.epoch, blocks, model.held.new_caches(blocks, alone=serial), known)
             work = RowWork(ids, header.rows, rows_of, session.caches, header.base)
             work.upstream_TD = asked.upstream_TD
-            work.like = other.caches if other is not None else None
+            if other is not None:
+                work.like, work.known = other.caches, known
             work.codec = header.codec if rows_of else None
             work.draw = ask.draw if header.codec == Codec.BEST else None
             session.supersede(header.base)
             session.outcome = model.batcher.submit(work, asked.deadline)
-            session.first = session.first or session.outcome
             session.waiting.append((header.base, session.outcome))
             session.ids = [*session.ids[: header.base], *ids]
             session.traversal = header.traversal
