@@ -31,6 +31,7 @@ from blocktrain.wire.messages import (
     Verdict,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
+from tests.waiting import PATIENCE_SECONDS
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -82,7 +83,7 @@ class Peer:
         self.url, self.clock = url, clock
         self.identity = identity or Identity.generate()
         transport = httpx2.HTTPTransport(verify=NO_AUTHORITIES, local_address=address)
-        self.http = httpx2.Client(timeout=30, transport=transport)
+        self.http = httpx2.Client(timeout=PATIENCE_SECONDS, transport=transport)
         self.run = RunAnswer.model_validate_json(self.get("/v1/run").content)
         self.codec = CodecSpec.parse(self.run.blocks[0].codec)
 
