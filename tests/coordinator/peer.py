@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from blocktrain.wire.messages import (
     MergesAnswer,
     RunAnswer,
     Verdict,
+    Wait,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
 from tests.waiting import PATIENCE_SECONDS
@@ -69,6 +71,9 @@ def an_assignment(**changes: Any) -> Assignment:
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Peers speak plain HTTP; reading whom the system trusts would take each 40 ms."""
+
+WAITING_SECONDS = 30.0
+"""For which `lend` asks again. In a schedule's last round there is no later one to be lent meanwhile."""
 
 
 class Peer:
@@ -132,7 +137,12 @@ class Peer:
         return TypeAdapter(AssignmentAnswer).validate_json(content)
 
     def lend(self, **changes: Any) -> Assignment:
+        """Asks again for a while where it is told to wait, as a real worker does."""
         answer = self.ask(**changes)
+        ends = time.monotonic() + WAITING_SECONDS
+        while isinstance(answer, Wait) and time.monotonic() < ends:
+            time.sleep(min(answer.seconds, 1.0))
+            answer = self.ask(**changes)
         assert isinstance(answer, Assignment), answer
         return answer
 
