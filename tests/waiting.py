@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 POLL_SECONDS = 0.01
 MAX_POLL_SECONDS = 0.25
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,8 +30,10 @@ from blocktrain.wire.messages import (
     MergesAnswer,
     RunAnswer,
     Verdict,
+    Wait,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
+from tests.waiting import PATIENCE_SECONDS
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -69,6 +72,9 @@ def an_assignment(**changes: Any) -> Assignment:
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Peers speak plain HTTP; reading whom the system trusts would take each 40 ms."""
 
+WAITING_SECONDS = 30.0
+"""For which `lend` asks again. In a schedule's last round there is no later one to be lent meanwhile."""
+
 
 class Peer:
     def __init__(
@@ -82,7 +88,7 @@ class Peer:
         self.url, self.clock = url, clock
         self.identity = identity or Identity.generate()
         transport = httpx2.HTTPTransport(verify=NO_AUTHORITIES, local_address=address)
-        self.http = httpx2.Client(timeout=30, transport=transport)
+        self.http = httpx2.Client(timeout=PATIENCE_SECONDS, transport=transport)
         self.run = RunAnswer.model_validate_json(self.get("/v1/run").content)
         self.codec = CodecSpec.parse(self.run.blocks[0].codec)
 
@@ -131,7 +137,12 @@ class Peer:
         return TypeAdapter(AssignmentAnswer).validate_json(content)
 
     def lend(self, **changes: Any) -> Assignment:
+        """Asks again for a while where it is told to wait, as a real worker does."""
         answer = self.ask(**changes)
+        ends = time.monotonic() + WAITING_SECONDS
+        while isinstance(answer, Wait) and time.monotonic() < ends:
+            time.sleep(min(answer.seconds, 1.0))
+            answer = self.ask(**changes)
         assert isinstance(answer, Assignment), answer
         return answer
 
