@@ -15,11 +15,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import reports
+import search
 import torch
 
 from blocktrain.codec_spec import CodecSpec
@@ -51,6 +52,7 @@ class Size:
 
 MIXED = "three blocks of 3 layers and one of 12"
 FULL = Size(384, 6, 512, 64, 4000, 8)
+SMALL = Size(64, 2, 128, 16, 600, 16, "own")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,27 @@ def large_rows() -> list[Row]:
 
 def small_rows() -> list[Row]:
     """Of the reports that a CPU made. Only rows of one text and size can be compared."""
-    return rows_of_parts()
+    return [*rows_of_ideas(), *rows_of_parts()]
+
+
+def rows_of_ideas() -> list[Row]:
+    path = "results/search"
+    report = result(path)
+    layers, blocks, steps = (report["size"][name] for name in ("layers", "blocks", "steps"))
+    size = replace(SMALL, width=report["size"]["width"], steps=steps)
+    cuts = {
+        search.END_TO_END: (f"end to end, {layers * blocks} layers", "1", Cut([layers * blocks])),
+        "equal blocks": (f"four blocks of {layers} layers, pooled", "4", Cut([layers] * blocks)),
+        search.DEFAULT: (f"four blocks of {layers} layers, subjects", "4", Cut([layers] * blocks)),
+    }
+    found = []
+    for idea, (name, machines, cut) in cuts.items():
+        rows = sorted((row for row in report["table"] if row["name"] == idea), key=lambda row: row["seed"])
+        memory, _, sent = cost(cut, size)
+        operations, losses = float(rows[0]["operations"]), tuple(row["ce"] for row in rows)
+        told = f"{steps} steps of 2,048 bytes for each block"
+        found.append(Row(name, machines, memory, operations, sent, losses, path, told))
+    return found
 
 
 def rows_of_parts() -> list[Row]:
