@@ -154,7 +154,18 @@ def large_rows() -> list[Row]:
 
 def small_rows() -> list[Row]:
     """Of the reports that a CPU made. Only rows of one text and size can be compared."""
-    return [*rows_of_ideas(), *rows_of_parts()]
+    return [*rows_of_sizes(), *rows_of_ideas(), *rows_of_parts()]
+
+
+def rows_of_sizes() -> list[Row]:
+    path, told = "results/unequal-small", "600 steps of 2,048 bytes"
+    pooled, mixed, large, small = losses_of_sizes([result(path), result(f"{path}-1")])
+    return [
+        Row("end to end, 12 layers", "1", *cost(Cut([12]), SMALL), large, path, told),
+        Row("four blocks of 3 layers, pooled", "4", *cost(Cut([3] * 4), SMALL), pooled, path, told),
+        Row(MIXED, "3 small, 1 large", *cost(Cut([3, 3, 3, 12]), SMALL), mixed, path, told),
+        Row("one block of 3 layers", "1", *cost(Cut([3]), SMALL), small, path, told),
+    ]
 
 
 def rows_of_ideas() -> list[Row]:
