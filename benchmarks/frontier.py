@@ -154,7 +154,7 @@ def large_rows() -> list[Row]:
 
 def small_rows() -> list[Row]:
     """Of the reports that a CPU made. Only rows of one text and size can be compared."""
-    return [*rows_of_sizes(), *rows_of_ideas(), *rows_of_parts()]
+    return [*rows_of_sizes(), *rows_of_replicas(), *rows_of_ideas(), *rows_of_parts()]
 
 
 def rows_of_sizes() -> list[Row]:
@@ -166,6 +166,18 @@ def rows_of_sizes() -> list[Row]:
         Row(MIXED, "3 small, 1 large", *cost(Cut([3, 3, 3, 12]), SMALL), mixed, path, told),
         Row("one block of 3 layers", "1", *cost(Cut([3]), SMALL), small, path, told),
     ]
+
+
+def rows_of_replicas() -> list[Row]:
+    path, found = "results/t6-whole", []
+    for one in result(path)["rows"]:
+        cut, name, machines = Cut([12]), "end to end, 12 layers, another split of the text", "1"
+        if "workers_bytes" in one:
+            cut, machines = Cut([12], codec="sparse:64", replicas=4), "4"
+            name = f"the whole model on each of four, {one['row']} steps"
+        losses = (one["consensus"],)
+        found.append(Row(name, machines, *cost(cut, SMALL), losses, path, "600 steps of 2,048 bytes"))
+    return found
 
 
 def rows_of_ideas() -> list[Row]:
