@@ -113,7 +113,7 @@ KINDS: Mapping[str, Kind] = {
     },
     **{
         name: Kind(
-            f"{name}.json",
+            f"{name}*.json",
             (f"benchmarks/litepaper.py:{program}", *PROGRAMS_OF_A_SWARM),
             (*SWARM, f"recipes/swarm-{name}.toml"),
             {"row": str, "consensus": NUMBER, "seconds": NUMBER},

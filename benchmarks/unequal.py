@@ -1,6 +1,7 @@
 """One large machine among small ones: what a deep block in place of a shallow one is worth to the pool.
 
     python benchmarks/unequal.py --docs FOLDER [--steps 4000] [--seed 0] [--jobs 5] [--json FILE]
+    python benchmarks/unequal.py --docs FOLDER --size small ...    # width 64: minutes on a CPU
     python benchmarks/unequal.py --docs FOLDER --quick      # CPU, tiny models, a minute
 
 FOLDER has train.txt.xz and valid.txt.xz. Five blocks of one recipe train alone on the same text, four of 3
@@ -18,8 +19,9 @@ import hashlib
 import lzma
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,43 @@ MIN_GAIN = 0.01
 
 
 @dataclass(frozen=True)
+class Size:
+    """Of the blocks, their batches and their text; what is not said is the recipe's default, or all of it."""
+
+    steps: int = 4000
+    layers: Sequence[int] = (3, 3, 3, 3, 12)
+    model: Mapping[str, int] = field(default_factory=dict)
+    training: Mapping[str, int] = field(default_factory=dict)
+    chunk: int = POOLING_CHUNK
+    codebook: str = "fixed"
+    text_bytes: int = -1
+    scored_bytes: int = -1
+
+
+SIZES = {
+    "full": Size(),
+    "small": Size(
+        steps=600,
+        model={"width": 64, "heads": 2, "context": 128},
+        training={"batch": 16, "warmup_steps": 50},
+        chunk=POOLING_CHUNK // 16,
+        codebook="own",  # 256 rows of width 64 cannot be orthogonal
+        text_bytes=16_000_000,
+        scored_bytes=262_144,
+    ),
+    "tiny": Size(
+        steps=30,
+        layers=(1, 1, 1, 1, 4),
+        model={"width": 64, "heads": 2, "context": 64},
+        training={"batch": 8, "warmup_steps": 5},
+        chunk=POOLING_CHUNK // 16,
+        text_bytes=4 * POOLING_EVERY * POOLING_CHUNK // 16,
+        scored_bytes=20_000,
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Job:
     docs: Path
     work: Path
@@ -54,47 +93,43 @@ class Job:
     seed: int
     matrix_lr: float
     other_lr: float
-    quick: bool
+    size: str
     device: str
 
     def recipe(self) -> Recipe:
-        model: dict[str, Any] = {"blocks": SMALL + 1, "block_layers": [3, 3, 3, 3, 12]}
-        training: dict[str, Any] = {
-            "steps": self.steps,
-            "matrix_lr": self.matrix_lr,
-            "other_lr": self.other_lr,
-        }
-        if self.quick:
-            model |= {"width": 64, "heads": 2, "context": 64, "block_layers": [1, 1, 1, 1, 4]}
-            training |= {"batch": 8, "warmup_steps": 5}
+        size = SIZES[self.size]
+        model = {"blocks": SMALL + 1, "block_layers": list(size.layers), **size.model}
+        rates = {"matrix_lr": self.matrix_lr, "other_lr": self.other_lr}
+        training = {"steps": self.steps, **rates, **size.training}
         return resolve_recipe(
             {
                 "name": "unequal",
                 "seed": self.seed,
                 "model": model,
                 "training": training,
-                "objective": {"hint_probability": 0.0},
+                "objective": {"hint_probability": 0.0, "codebook": size.codebook},
             }
         )
 
     def weights(self, block: int) -> Path:
-        key = repr((self.steps, self.seed, self.matrix_lr, self.other_lr, self.quick, block))
+        key = repr((self.steps, self.seed, self.matrix_lr, self.other_lr, self.size, block))
         return self.work / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
     def texts(self) -> dict[str, NDArray[np.int64]]:
         """Training, pooling and held-out bytes."""
-        whole = np.frombuffer(lzma.decompress((self.docs / "train.txt.xz").read_bytes()), np.uint8)
-        if self.quick:
-            whole = whole[: 4 * POOLING_EVERY * POOLING_CHUNK // 16]
-        chunk = POOLING_CHUNK // (16 if self.quick else 1)
-        apart = np.arange(len(whole)) // chunk % POOLING_EVERY == POOLING_EVERY - 1
-        valid = np.frombuffer(lzma.decompress((self.docs / "valid.txt.xz").read_bytes()), np.uint8)
-        parts = {
-            "train": whole[~apart],
-            "pool": whole[apart],
-            "valid": valid[: 20_000 if self.quick else None],
-        }
+        size = SIZES[self.size]
+        whole, valid = (
+            beginning(self.docs / f"{name}.txt.xz", length)
+            for name, length in (("train", size.text_bytes), ("valid", size.scored_bytes))
+        )
+        apart = np.arange(len(whole)) // size.chunk % POOLING_EVERY == POOLING_EVERY - 1
+        parts = {"train": whole[~apart], "pool": whole[apart], "valid": valid}
         return {name: part.astype(np.int64) for name, part in parts.items()}
+
+
+def beginning(path: Path, length: int) -> NDArray[np.uint8]:
+    with lzma.open(path) as file:
+        return np.frombuffer(file.read(length), np.uint8)
 
 
 def train_block(job: Job, block: int) -> tuple[int, float]:
@@ -158,23 +193,25 @@ def main() -> int:
     )
     parser.add_argument("--docs", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/unequal"), help="where weights are kept")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, help="default: 4000; small 600, --quick 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rates", default="6e-3,3e-3", help="matrix_lr,other_lr of all blocks")
     parser.add_argument("--jobs", type=int, default=1, help="blocks that train side by side")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--size", choices=[name for name in SIZES if name != "tiny"], default="full")
+    parser.add_argument("--quick", action="store_true", help="the tiny size, and no claims")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     matrix_lr, other_lr = (float(rate) for rate in arguments.rates.split(","))
+    size = "tiny" if arguments.quick else arguments.size
     job = Job(
         arguments.docs,
         arguments.work,
-        30 if arguments.quick else arguments.steps,
+        arguments.steps or SIZES[size].steps,
         arguments.seed,
         matrix_lr,
         other_lr,
-        arguments.quick,
+        size,
         "cuda" if torch.cuda.is_available() else "cpu",
     )
     seconds: dict[int, float] = {}
@@ -193,7 +230,7 @@ def main() -> int:
     print(f"gain of the large block: {report['gain']:.4f} nats per byte after {job.steps} steps")
     write_report(arguments.json, "unequal", report, [job.seed])
     claim = f"three small blocks and a large one are {MIN_GAIN} below four small ones"
-    return 0 if job.quick else check_claims({claim: report["gain"] >= MIN_GAIN})
+    return 0 if arguments.quick else check_claims({claim: report["gain"] >= MIN_GAIN})
 
 
 if __name__ == "__main__":
