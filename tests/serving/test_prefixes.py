@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from blocktrain.serving.blocks import HeldBlocks, RowWork
@@ -89,18 +90,23 @@ def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
     asyncio.run(served())
 
 
-def test_a_text_begins_with_the_caches_of_one_that_is_being_written(checkpoint: Path) -> None:
+@pytest.mark.parametrize("model", ["checkpoint", "serial"])
+def test_a_text_begins_with_the_caches_of_one_that_is_being_written(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    path, prompt = request.getfixturevalue(model), SHARED[:36]
+
     async def served() -> None:
-        async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
-            expected = [(await text_of(c.engine, SHARED, 6, seed=seed, mode="ar"))[0] for seed in (1, 2)]
-        async with cluster(checkpoint, [[0, 1], [2]]) as c:
-            first = c.engine.generate(GenerationRequest(list(SHARED), 6, seed=1, mode="ar"))
+        async with cluster(path, kept_sessions=0) as c:
+            expected = [(await text_of(c.engine, prompt, 6, seed=seed, mode="ar"))[0] for seed in (1, 2)]
+        async with cluster(path) as c:
+            first = c.engine.generate(GenerationRequest(list(prompt), 6, seed=1, mode="ar"))
             tokens = [token for _ in range(3) for token in (await anext(first)).tokens]
             before = [tokens_computed(stage) for stage in c.stages]
-            found, stats = await text_of(c.engine, SHARED, 6, seed=2, mode="ar")
+            found, stats = await text_of(c.engine, prompt, 6, seed=2, mode="ar")
             # The last token of the prompt is computed again for its row, and five that were written.
             after = [tokens_computed(stage) for stage in c.stages]
-            assert [now - then for now, then in zip(after, before, strict=True)] == [6, 6]
+            assert [now - then for now, then in zip(after, before, strict=True)] == [6] * len(before)
             assert stats.retries == 0
             tokens += [token async for chunk in first for token in chunk.tokens]
             assert [tokens, found] == expected
@@ -170,10 +176,10 @@ def test_what_is_kept_is_bounded_and_looked_up_by_stage_and_blocks() -> None:
     for number, ids in texts.items():
         freed = kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)})
         assert list(freed) == ([0] if number == 2 else [])
-    assert kept.like({0: (0, 1)}, texts[1] + [7]) == (1, texts[1])
-    assert kept.like({0: (0,)}, texts[1]) is None
-    assert kept.like({1: (0, 1)}, texts[1]) is None
-    assert kept.like({0: (0, 1)}, texts[0]) is None
+    assert kept.like({0: (0, 1)}, texts[1] + [7], running=True) == (1, texts[1])
+    assert kept.like({0: (0,)}, texts[1], running=True) is None
+    assert kept.like({1: (0, 1)}, texts[1], running=True) is None
+    assert kept.like({0: (0, 1)}, texts[0], running=True) is None
     # Used last, it stays; the other makes room.
     assert list(kept.keep(5, {})) == [2]
     assert set(kept.drop()) == {1, 5}

@@ -75,8 +75,8 @@ class StageLink:
         self.draining = False
         self.best_tokens = 0
         """Tokens of a row that the stage sends at most where only the best are asked for; 0 if it cannot."""
-        self.knows_like = False
-        """Whether a session may begin with what another has cached there."""
+        self.knows_like = self.knows_running = False
+        """Whether a session may begin with what another has cached there, and with one that is under way."""
         self.slow_until = 0.0
         self.latency_seconds: float | None = None
         """Of a traversal, computing included, as a mean of recent ones."""
@@ -163,7 +163,7 @@ class StageLink:
         # A new connection starts with all its credits.
         self._credits = asyncio.Semaphore(welcome.credits)
         self.blocks, self.best_tokens = frozenset(welcome.blocks), frame.header.rows
-        self.knows_like = frame.header.base > 0
+        self.knows_like, self.knows_running = frame.header.base > 0, frame.header.base > 1
         self._stream, self._asked, self.problem = stream, None, None
         self.refused = self.draining = False
         # RELEASE is not answered, so one that was under way when the connection broke may be lost.

@@ -235,7 +235,9 @@ class Pipeline(Fanout):
             new_to_all = not any(known) and all(link.knows_like for link, _ in legs)
             kept = None
             if new_to_all and not question.start:
-                kept = question.kept.like({link.number: parts for link, parts in legs}, question.ids)
+                running = all(link.knows_running for link, _ in legs)
+                parts_of = {link.number: parts for link, parts in legs}
+                kept = question.kept.like(parts_of, question.ids, running=running)
             like, ids = kept or (None, [])
             for link, parts in legs:
                 question.caches[link.number] = StageCache(epoch, parts, question.start, ids, like=like)

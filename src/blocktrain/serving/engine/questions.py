@@ -160,11 +160,14 @@ class KeptSessions:
         dropped, self._caches = self._caches, OrderedDict()
         return dropped
 
-    def like(self, legs: Mapping[int, tuple[int, ...]], ids: list[int]) -> tuple[int, list[int]] | None:
+    def like(
+        self, legs: Mapping[int, tuple[int, ...]], ids: list[int], *, running: bool
+    ) -> tuple[int, list[int]] | None:
         """The session that has most of `ids` cached on all of these links, with the blocks of each, and how
-        much; None where it is little."""
+        much; None where it is little. Also among those under way where the stages copy them (`running`)."""
         best, shared = None, LEAST_SHARED - 1
-        for session, caches in itertools.chain(self._caches.items(), self._running.items()):
+        under_way = self._running.items() if running else ()
+        for session, caches in itertools.chain(self._caches.items(), under_way):
             known = [caches.get(link) for link in legs]
             lengths = [
                 shared_length(cache.ids, ids)
@@ -227,12 +230,14 @@ class TraverseQuestion(Question):
 
     def _like(self, link: StageLink, blocks: tuple[int, ...]) -> tuple[int, list[int]] | None:
         """A session whose caches on the stage this one may begin with, and the ids that they share."""
-        if self.fork_of is not None:
+        if self.fork_of is not None and link.knows_running:
             session, caches = self.fork_of
             known = caches.get(link.number)
             if known is not None and known.blocks == blocks and known.start == self.start:
                 return session, self.ids[: shared_length(known.ids, self.ids)]
-        return self.kept.like({link.number: blocks}, self.ids) if not self.start else None
+        if self.start:
+            return None
+        return self.kept.like({link.number: blocks}, self.ids, running=link.knows_running)
 
     def _new_epoch(
         self, link: StageLink, blocks: tuple[int, ...], like: tuple[int, list[int]] | None = None

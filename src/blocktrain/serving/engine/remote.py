@@ -256,8 +256,11 @@ class StageSession:
         engine.running.add(self)
 
     def fork(self) -> StageSession | None:
-        """A session that begins as this one does now; None where a model's parts are in series."""
-        if self.most_flights == 1:
+        """A session that begins as this one does now; None where a model's parts are in series, or a stage is
+        older and copies no session that goes on."""
+        if self.most_flights == 1 or not all(
+            self.engine.links[number].knows_running for number in self.caches
+        ):
             return None
         other = StageSession(self.engine, self.request, self.stats)
         # As it is now: what is sent after this is no beginning of the fork's text.

@@ -338,8 +338,8 @@ class Stage:
         shape = connection.model.shape
         welcome = Welcome(shape, self.blocks, config.credits, shape.context)
         # In the header and not in WELCOME, whose fields older engines know by heart. `base` says that a
-        # session may begin with what another has cached.
-        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS, base=1)
+        # session may begin with what another has cached, 2 that the other one may be under way.
+        header = Header(FrameType.WELCOME, rows=MAX_BEST_TOKENS, base=2)
         await stream.write(frames.encode_frame(header, encode_metadata(welcome)))
         return True
 
