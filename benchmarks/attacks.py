@@ -33,6 +33,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_complet
 from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from provenance import write_report
@@ -561,6 +562,11 @@ def key_of(kept: dict[str, Any]) -> LongRun:
     return LongRun(**{part.name: kept[part.name] for part in fields(LongRun)})
 
 
+def later_half(rises: Sequence[float]) -> float:
+    """The mean over the later half of all rounds."""
+    return mean(rises[len(rises) // 2 :])
+
+
 def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each attack of which there are whole runs: by how much the loss on fresh text is higher than
     that of the same honest workers alone, who are neither judged nor guarded."""
@@ -593,6 +599,14 @@ def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "loss": f"{' '.join(f'{rises[-1]:+.4f}' for rises in risen)}; at worst {worst:+.4f}",
             "last": [rises[-1] for rises in risen],
             "worst": [max(rises) for rises in risen],
+            # Single rounds of two runs differ by chance; half of all say more about harm that lasts.
+            "late": [later_half(rises) for rises in risen],
+            "honest_late": [
+                later_half(
+                    [mine - theirs for mine, theirs in zip(judged["losses"], alone["losses"], strict=True)]
+                )
+                for alone, judged, _ in seeds
+            ],
             "worst_round": [rises.index(max(rises)) + 1 for rises in risen],
             "honest_rise": [judged["losses"][-1] - alone["losses"][-1] for alone, judged, _ in seeds],
             "honest_refused": [
@@ -642,8 +656,8 @@ def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence
             ]
             write_long(options.json, kept)
     write_long(options.json, kept)
-    print("| # | attack | what happened | fresh text | round of the worst | honest refused |")
-    print("|---|---|---|---|---|---|")
+    print("| # | attack | what happened | fresh text | round of the worst | later half | honest refused |")
+    print("|---|---|---|---|---|---|---|")
     rows = [
         row
         for row in long_rows(kept)
@@ -653,7 +667,8 @@ def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence
         mark = "" if row["passed"] else "  **not as it should be**"
         print(
             f"| {row['number']} | {row['attack']} | {row['happened']}{mark} | {row['loss']} | "
-            f"{row['worst_round']} | {row['honest_refused']} |"
+            f"{row['worst_round']} | {' '.join(f'{rise:+.4f}' for rise in row['late'])} | "
+            f"{row['honest_refused']} |"
         )
     return int(not all(row["passed"] for row in rows))
 

@@ -169,6 +169,8 @@ def test_a_long_attack_fails_for_its_worst_round_and_needs_both_honest_runs() ->
     drift = long_run([3.0, 2.53, 2.01], attack="drifts", attackers=2)
     assert list(attacks.long_rows([alone, drift])) == []
     [row] = attacks.long_rows([alone, judged, drift])
+    assert row["late"] == pytest.approx([0.02])
+    assert row["honest_late"] == pytest.approx([0.05])
     assert (row["number"], row["attack"], row["passed"]) == (25, "a slow drift, 2 of 5", False)
     assert row["worst"] == [pytest.approx(0.03)]
     assert (row["worst_round"], row["last"]) == ([2], [pytest.approx(0.01)])
