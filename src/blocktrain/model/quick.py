@@ -37,6 +37,17 @@ from blocktrain.model.layers import (
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
 
+WIDE_ROWS = 8
+"""From so many on bfloat16 is faster than 8 bits, where the processor multiplies in it: the matrices of a
+layer of width 384 take 109 instead of 175 us for 8 rows, 264 instead of 699 for 32. Below, reading them
+decides."""
+
+
+@functools.cache
+def has_wide_products() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
     """Whether this module knows all the block does without a hint, and the block is on the processor."""
     if not isinstance(block, AdaptiveBlock):
@@ -147,13 +158,24 @@ class _Product:
 
     def of(self, rows: slice) -> _Product:
         part = copy.copy(self)
+        part.__dict__.pop("wide", None)
         part.parts = self.parts[rows]
         return part
 
+    @functools.cached_property
+    def wide(self) -> list[Tensor]:
+        """The same matrices in bfloat16, as products of many rows like them."""
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        return [reorder(codes.bfloat16() * scale[:, None], WIDE_ROWS) for codes, scale in self.parts]
+
     def __call__(self, x_NMD: Tensor) -> Tensor:
-        # The kernel knows one matrix at a time, and each block has its own.
-        pairs = zip(x_NMD.bfloat16(), self.parts, strict=True)
-        found = [torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in pairs]
+        # The kernels know one matrix at a time, and each block has its own.
+        if x_NMD.shape[1] >= WIDE_ROWS and has_wide_products():
+            pairs = zip(x_NMD.bfloat16(), self.wide, strict=True)
+            found = [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for x, w in pairs]
+        else:
+            parts = zip(x_NMD.bfloat16(), self.parts, strict=True)
+            found = [torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in parts]
         # Of one block a view does; `stack` would copy.
         return torch.stack(found) if len(found) > 1 else found[0][None]
 
