@@ -221,14 +221,6 @@ def test_drafts_that_look_dear_are_kept_where_all_write_more_with_them() -> None
     assert speed > 1.2 * 32 / 0.25
 
 
-def test_twice_as_many_requests_begin_with_drafts_where_these_gained_much() -> None:
-    for step, begins in ((0.02, True), (0.33, False)):
-        length = AdaptiveLength()
-        written(length, 32, 0.0, 400, step=step, traversal=0.25)
-        assert set(length.load(32).comparison.speeds) == {True, False}
-        assert (length.blocks(64, 3) > 0) == begins
-
-
 def test_a_change_of_costs_is_found_out_in_both_directions() -> None:
     length, now = AdaptiveLength(), 0.0
     for _ in range(2):

@@ -117,7 +117,7 @@ async def decode(
         last = time.monotonic()
         while len(tokens) < end:
             text = [*tokens, *(one.token for one in guess)]
-            may_draft = drafter is not None and not whole and not again
+            may_draft = drafter is not None and drafter.drafts_now and not whole and not again
             most = min(drafter.flights, source.most_flights) if drafter is not None and not calm else 1
             if drafter is not None and may_draft and drafting is None and len(flights) + len(forks) < most:
                 writer, line, ahead = drafter, text, guess

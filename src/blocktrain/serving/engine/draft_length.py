@@ -54,8 +54,6 @@ LEAST_SECONDS = 1.0
 second."""
 BETTER = 1.05
 """Another way must write so much more before it is kept: two runs of one way differ by as much."""
-PROMISING = 1.2
-"""So much more requests write with drafts where twice as many begin with them, too."""
 KNOWN_SECONDS = 30.0
 """So long what was found before counts half, beside what is found now."""
 FIRST_PATIENCE, MOST_PATIENCE = 8.0, 64.0
@@ -164,13 +162,6 @@ class Comparison:
         self.patience = FIRST_PATIENCE
         self.last = -math.inf
         self._settle(-math.inf)
-
-    @property
-    def promises(self) -> bool:
-        """True if twice as many requests may write more with drafts, as far as is known: what they gain falls
-        with the load, and reading all texts for them costs a second at first."""
-        with_drafts, without = self.speeds.get(True, 0.0), self.speeds.get(False, 0.0)
-        return self.best and not with_drafts < PROMISING * without
 
     def _settle(self, now: float) -> None:
         self.is_settling, self.since = True, now
@@ -298,8 +289,9 @@ class AdaptiveLength(DraftLength):
         # Rounded: as many requests as a power of two, and some that come and go, are one load.
         load = round(math.log2(max(1, requests)))
         if load not in self.by_load:
+            # Where fewer requests write more without drafts, so do more.
             fewer = self.by_load.get(load - 1)
-            self.by_load[load] = Load(drafts=fewer is None or fewer.comparison.promises)
+            self.by_load[load] = Load(drafts=fewer is None or fewer.comparison.best)
         return self.by_load[load]
 
     def is_busy(self, requests: int, held: int) -> bool:

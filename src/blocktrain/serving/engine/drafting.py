@@ -407,6 +407,11 @@ class Drafter:
         return self.length.is_busy(self.drafting.num_open, len(self.drafting.blocks))
 
     @property
+    def drafts_now(self) -> bool:
+        """False where drafts do not pay, and the text is written as without a drafter."""
+        return self.drafting.blocks_now(self.length) > 0
+
+    @property
     def flights(self) -> int:
         """How many traversals the request may have under way."""
         return most_flights(self.drafting.num_open)
