@@ -69,7 +69,7 @@ def test_the_text_goes_on_from_a_second_choice_that_was_right(
 ) -> None:
     # Every drafted token is forked, however near the stages are.
     monkeypatch.setattr(draft_length, "LEAST_FORK", 0.0)
-    monkeypatch.setattr(draft_length, "FORKED_FLIGHTS", -1)
+    monkeypatch.setattr(draft_length, "TOKENS_AWAY", -1)
     monkeypatch.setattr(draft_length, "RIVAL_HOLDS", 99.0)
 
     async def served() -> None:

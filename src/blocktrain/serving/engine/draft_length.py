@@ -33,7 +33,7 @@ LEAST_CHANCE = 0.05
 """That the next token holds, where a draft costs its request nothing: stages compute what is void, too."""
 LEAST_FORK = 0.04
 """That the second choice for a drafted token is what will be written: below, a fork is not worth its rows."""
-FORKED_FLIGHTS = 3
+TOKENS_AWAY = 18
 """A traversal must take as long as it takes to draft so many before any is forked."""
 RIVAL_HOLDS = 0.85
 """So often the second choice is right where the first is not."""
@@ -341,7 +341,7 @@ class AdaptiveLength(DraftLength):
 
     def fork_at(self, margins: Sequence[float], forked: Collection[int], *, blocks: int) -> int | None:
         costs, tries, hits = self.load(1).costs[True], self.tries[blocks == 1], self.hits[blocks == 1]
-        if costs.traversal_seconds <= FORKED_FLIGHTS * FLIGHT_TOKENS * costs.step_seconds:
+        if costs.traversal_seconds <= TOKENS_AWAY * costs.step_seconds:
             return None
         holds, place, most = 1.0, None, LEAST_FORK
         for i, margin in enumerate(margins):
