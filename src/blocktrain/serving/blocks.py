@@ -204,9 +204,12 @@ class HeldBlocks:
             for index, other in (work.like or {}).items():
                 work.caches[index].copy_of(other)
         for work in works:
+            ids: list[int] = []
             for cache in work.caches.values():
                 cache.layers.truncate(work.base)
-                cache.ids = [*cache.ids[: work.base], *work.ids]
+                # One list for all blocks: they hold the same tokens.
+                ids = ids or [*cache.ids[: work.base], *work.ids]
+                cache.ids = ids
         alike: dict[tuple[Shape | None, tuple[int, ...]], list[int]] = defaultdict(list)
         for i, work in enumerate(works):
             shape = self._fixed_shape(work)

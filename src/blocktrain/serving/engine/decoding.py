@@ -51,7 +51,7 @@ class RowSource(Protocol):
         """A source that begins with what this one was asked so far; None where it cannot be had."""
 
     def drop(self) -> None:
-        """Free what is held at once: the text goes on in another source."""
+        """Free what is held at once: the text goes on without this source."""
 
     async def close(self) -> None:
         """Free what is held for this generation."""

@@ -36,7 +36,8 @@ LEAST_FORK = 0.04
 TOKENS_AWAY = 18
 """A traversal must take as long as it takes to draft so many before any is forked."""
 RIVAL_HOLDS = 0.85
-"""So often the second choice is right where the first is not."""
+"""So often the second choice is right where the first is not: 0.76, 0.90 and 0.92 for one, two and three of
+four blocks (decision 0023), 0.80 for a model of 200 steps."""
 FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
 """That a token of each class of margins holds, before any was seen: so many of one block's do, of four."""
 FIRST_BLOCK_SECONDS = 0.001
@@ -108,7 +109,8 @@ class DraftLength:
         return self.most
 
     def is_busy(self, requests: int, held: int) -> bool:
-        """True if drafts of all blocks held here, for so many requests, take longer than the network does."""
+        """True if drafts of all blocks held here, for so many requests, take longer than the network does.
+        Drafts of a fixed length are not timed: there, many requests are enough."""
         return requests > FEW_REQUESTS
 
     def blocks(self, requests: int, held: int) -> int:

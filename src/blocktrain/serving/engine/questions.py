@@ -142,12 +142,12 @@ class KeptSessions:
         self._running: dict[int, dict[int, StageCache]] = {}
 
     def begin(self, session: int, caches: dict[int, StageCache]) -> None:
-        """Eight choices of one request, or clients with one system prompt, have it read once."""
+        """The session is under way from now on. Clients with one system prompt have it read once."""
         if self.most:
             self._running[session] = caches
 
     def end(self, session: int) -> None:
-        """Its caches are freed."""
+        """It is not under way any more."""
         self._running.pop(session, None)
 
     def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
@@ -208,10 +208,14 @@ class TraverseQuestion(Question):
         return not self.traversal.void
 
     def is_warm(self, link: StageLink) -> bool:
-        cache = self.caches.get(link.number)
+        caches = self.fork_of[1] if self.fork_of is not None and not self.caches else self.caches
+        cache = caches.get(link.number)
         return cache is not None and cache.start == self.start
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
+        # Given up before it was sent: its session may be gone.
+        if self.is_void:
+            raise LinkError(f"stage {link.address} was not asked: nobody waits for the answer")
         # The engine asks so where all stages know how; this one is an older program that came back since.
         if self.draw is not None and not link.best_tokens:
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")

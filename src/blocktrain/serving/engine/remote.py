@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -263,8 +263,7 @@ class StageSession:
         ):
             return None
         other = StageSession(self.engine, self.request, self.stats)
-        # As it is now: what is sent after this is no beginning of the fork's text.
-        other._fork_of = self.session, {number: replace(one) for number, one in self.caches.items()}
+        other.deadline, other._fork_of = self.deadline, (self.session, self.caches)
         return other
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
@@ -294,6 +293,7 @@ class StageSession:
             kept=self.engine.kept,
             fork_of=self._fork_of,
         )
+        self._fork_of = None
         if not self._dropped:
             self.engine.kept.begin(self.session, self.caches)
         try:
@@ -313,12 +313,13 @@ class StageSession:
         return row
 
     def drop(self) -> None:
-        """Free the caches: the text went on in another session."""
+        """Free the caches at once: nobody needs this session any more."""
         self._dropped = True
         self.engine.running.discard(self)
         self.engine.kept.end(self.session)
-        caches, self.caches = self.caches, {}
-        self.engine.release({self.session: caches})
+        self.engine.release({self.session: dict(self.caches)})
+        # Emptied, not replaced: a fork that is not sent yet finds nothing there to begin with.
+        self.caches.clear()
 
     async def close(self) -> None:
         """Keep the caches for texts that begin alike, or free them wherever the session left some."""

@@ -368,8 +368,8 @@ class Stage:
 
     def _release(self, sessions: SessionStore, key: SessionKey) -> None:
         released = sessions.release(key)
-        if released is not None and released.outcome is not None:
-            released.outcome.cancel()
+        if released is not None:
+            released.supersede(0)
 
     async def _answer(self, carrier: _Connection, frame: Frame) -> None:
         """Compute and reply, or hand on; whatever goes wrong becomes a frame that says so. `carrier` brought
