@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ from blocktrain.wire.messages import (
     Wait,
 )
 from blocktrain.wire.signing import body_digest, fresh_nonce, sign_request
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -138,13 +137,13 @@ class Peer:
 
     def lend(self, **changes: Any) -> Assignment:
         """Asks again for a while where it is told to wait, as a real worker does."""
-        answer = self.ask(**changes)
-        ends = time.monotonic() + WAITING_SECONDS
-        while isinstance(answer, Wait) and time.monotonic() < ends:
-            time.sleep(min(answer.seconds, 1.0))
+
+        def lent() -> Assignment | None:
             answer = self.ask(**changes)
-        assert isinstance(answer, Assignment), answer
-        return answer
+            assert isinstance(answer, Assignment | Wait), answer
+            return answer if isinstance(answer, Assignment) else None
+
+        return until("an assignment", lent, WAITING_SECONDS)
 
     def heartbeat(self, assignment: Assignment, step: int = 1) -> HeartbeatAnswer:
         path = f"/v1/assignments/{assignment.assignment_id}/heartbeat"
