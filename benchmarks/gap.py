@@ -1,9 +1,13 @@
 """How far pooled blocks end from end to end: equal operations, both sides tuned by one search, several seeds.
 
-    python benchmarks/gap.py RECIPE [--set SECTION.KEY=VALUE] [--seeds 0,1,2] [--device cuda] [--jobs 6]
-                             [--tuned tune.json] [--work FOLDER] [--json FILE]
+    python benchmarks/gap.py RECIPE [--set SECTION.KEY=VALUE] [--seeds 0,1,2] [--tune-steps 400]
+                             [--tuned tune.json] [--device cuda] [--jobs 6] [--work FOLDER]
+                             [--checkpoint FOLDER] [--json FILE]
 
-First the search of `tune.py` with the first seed, or its report (--tuned): rates are chosen on pooling text.
+First a search with the first seed, or the report of one (--tuned): rates are chosen on pooling text, after
+`--tune-steps` of training. Both sides begin in the middle of one grid and try the four neighbours of the best
+pair so far, until the best has none left to try: the same rule for both, and far fewer trials than the grid
+has pairs. Trials that are in the report (--json) already are not made again.
 Then all blocks and the reference with every seed; the reference takes the number of steps that makes its
 operations those of all blocks together. Held-out text is scored once, at the end. Prints the gap of each
 seed, the mean and its standard error; the loss of the first 1, 2, ... blocks pooled, with the fit that an
@@ -17,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,11 +38,13 @@ import numpy as np
 import torch
 from provenance import check_claims, write_report
 from safetensors.torch import load_file, save_file
-from tune import SIDES, Trial, best_of, on_the_edge, rates, search, train_unit, tried_before, with_rates
+from tune import SIDES, Trial, best_of, on_the_edge, rates, run_trial, train_unit, tried_before, with_rates
 
 from blocktrain.config import Recipe, find_recipe, load_recipe
 from blocktrain.data.corpora import open_text
 from blocktrain.model.block import Block
+from blocktrain.model.pooling import Pooling
+from blocktrain.training.checkpoint import save_checkpoint
 from blocktrain.training.cost import forward_flops_per_token, training_flops
 from blocktrain.training.device import find_device
 from blocktrain.training.evaluation import Evaluator
@@ -102,9 +109,22 @@ class Scorer:
 
     def pooled(self, work: Sequence[Work]) -> float:
         blocks = [self.trained(one) for one in work]
-        pooling_text = self.text.first_tokens("pooling", self.recipe.evaluation.pooling_bytes)
-        pooling = self.evaluator.fit_pooling(blocks, pooling_text)
-        return self.evaluator.score(blocks, pooling, self.held_out, euler=False).consensus.ce
+        return self.evaluator.score(blocks, self.pooling(blocks), self.held_out, euler=False).consensus.ce
+
+    def pooling(self, blocks: Sequence[Block]) -> Pooling:
+        text = self.text.first_tokens("pooling", self.recipe.evaluation.pooling_bytes)
+        return self.evaluator.fit_pooling(blocks, text)
+
+    def save(self, work: Sequence[Work], folder: Path) -> None:
+        """As a checkpoint that other programs score and serve. Weights are rounded as bfloat16 rounds, which
+        halves what they take when they are packed."""
+        blocks = [self.trained(one) for one in work]
+        for block in blocks:
+            block.load_state_dict({name: one.bfloat16().float() for name, one in block.state_dict().items()})
+        pooling, table = self.pooling(blocks), self.evaluator.codebook
+        save_checkpoint(
+            folder, self.recipe, self.text.sha256, [one.cpu() for one in blocks], table.cpu(), pooling
+        )
 
 
 @dataclass(frozen=True)
@@ -165,6 +185,52 @@ def pool_lines(gaps: Sequence[Gap], fit: Fit, longer: float) -> list[str]:
     ]
 
 
+Pair = tuple[int, int]
+"""Places of a pair of rates in the grid of --matrix and --other."""
+
+
+def still_to_try(tried: Mapping[Pair, float], size: Pair) -> list[Pair]:
+    """The best pair's neighbours that were not tried; nothing where the search is over."""
+    if not tried:
+        return [(size[0] // 2, size[1] // 2)]
+    i, j = min(tried, key=lambda pair: tried[pair])
+    around = [(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)]
+    return [(m, o) for m, o in around if 0 <= m < size[0] and 0 <= o < size[1] and (m, o) not in tried]
+
+
+def climb(
+    recipe: str,
+    settings: Sequence[str],
+    options: argparse.Namespace,
+    known: Sequence[Trial],
+) -> Iterator[list[Trial]]:
+    """Each side climbs by itself, from the middle of the grid. Yields all trials so far, again and again."""
+    trials, began = list(known), time.monotonic()
+    yield trials
+    running: dict[Future[Trial], str] = {}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        while True:
+            # The reference takes longer: it is asked for first, so that it does not run alone at the end.
+            for side in reversed(SIDES):
+                if side in running.values():
+                    continue
+                tried = {
+                    (options.matrix.index(one.matrix_lr), options.other.index(one.other_lr)): one.ce
+                    for one in trials
+                    if one.side == side
+                }
+                for m, o in still_to_try(tried, (len(options.matrix), len(options.other))):
+                    trial = Trial(side, options.matrix[m], options.other[o])
+                    running[pool.submit(run_trial, recipe, settings, options.device, trial)] = side
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                trials.append(future.result())
+                print(f"{time.monotonic() - began:.0f} s {trials[-1]}", file=sys.stderr, flush=True)
+            yield trials
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,12 +238,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("recipe")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--seeds", default="0,1,2", type=lambda text: [int(seed) for seed in text.split(",")])
-    parser.add_argument("--matrix", type=rates, default=rates("1.5e-3,3e-3,6e-3,1.2e-2"))
-    parser.add_argument("--other", type=rates, default=rates("5e-4,1e-3,3e-3,6e-3"))
+    parser.add_argument("--matrix", type=rates, default=rates("3.75e-4,1.5e-3,6e-3,2.4e-2,9.6e-2"))
+    parser.add_argument("--other", type=rates, default=rates("1.5e-5,6e-5,2.5e-4,1e-3,4e-3,1.6e-2,6.4e-2"))
+    parser.add_argument("--tune-steps", type=int, help="of each trial of the search; default: the recipe's")
     parser.add_argument("--tuned", type=Path, help="a report of tune.py or of this program; no new search")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, help="folder for what is trained; default: one that goes away")
+    parser.add_argument("--checkpoint", type=Path, help="folder for the first seed's blocks, to serve them")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -185,10 +253,17 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options, began = parse(), time.monotonic()
     base = load_recipe(find_recipe(options.recipe), options.set)
-    shared = (options.recipe, options.set, options.device, options.jobs, options.matrix, options.other)
-    numbers: dict[str, Any] = {"recipe": base.to_dict()}
+    tune_steps = options.tune_steps or base.training.steps
+    numbers: dict[str, Any] = {"recipe": base.to_dict(), "tune_steps": tune_steps}
+    found = options.tuned or options.json
+    before = tried_before(found, base)
+    if before and json.loads(found.read_text(encoding="utf-8")).get("tune_steps", tune_steps) != tune_steps:
+        sys.exit(
+            f"{found} has trials of another length; name another file or the --tune-steps it was made with"
+        )
+    tune_settings = [*options.set, f"training.steps={tune_steps}", f"seed={options.seeds[0]}"]
     trials: list[Trial] = []
-    for trials in [tried_before(options.tuned, base)] if options.tuned else search(*shared):
+    for trials in [before] if options.tuned else climb(options.recipe, tune_settings, options, before):
         numbers["trials"] = [asdict(trial) for trial in trials]
         write_report(options.json, "gap", numbers, options.seeds)
     best = {side: best_of(trials, side) for side in SIDES}
@@ -225,6 +300,8 @@ def main() -> int:
             gaps.append(Gap(seed, pools[-1], scorer.alone(Work(seed, None, reference)), pools))
             if seed == long_one.seed:
                 numbers["one_block_longer"] = scorer.alone(long_one)
+                if options.checkpoint:
+                    scorer.save(blocks, options.checkpoint)
     fit = ensemble_fit([one.pools for one in gaps])
     mean, error = mean_and_error(gaps)
     numbers |= {"gaps": [{**asdict(one), "gap": one.gap} for one in gaps], "mean": mean, "error": error}

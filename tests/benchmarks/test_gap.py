@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import gap
@@ -76,3 +77,23 @@ def test_a_search_that_was_cut_off_is_taken_up_only_with_the_same_recipe(tmp_pat
     assert tune.tried_before(path, resolve_recipe({"name": "two", "swarm": {"rounds": 7}}))
     with pytest.raises(SystemExit, match="another recipe"):
         tune.tried_before(path, resolve_recipe({"name": "one", "training": {"steps": 7}}))
+
+
+def climbed(losses: Callable[[gap.Pair], float], size: gap.Pair) -> dict[gap.Pair, float]:
+    tried: dict[gap.Pair, float] = {}
+    while wanted := gap.still_to_try(tried, size):
+        tried |= {pair: losses(pair) for pair in wanted}
+    return tried
+
+
+def test_a_climb_ends_where_all_neighbours_of_the_best_pair_are_worse() -> None:
+    tried = climbed(lambda pair: (pair[0] - 3) ** 2 + (pair[1] - 5) ** 2, (5, 7))
+    assert min(tried, key=lambda pair: tried[pair]) == (3, 5)
+    assert {(2, 5), (4, 5), (3, 4), (3, 6)} <= set(tried)
+    assert len(tried) < 5 * 7 / 2
+
+
+def test_a_climb_goes_to_the_edge_of_the_grid_and_not_beyond() -> None:
+    tried = climbed(lambda pair: -pair[0], (5, 7))
+    assert min(tried, key=lambda pair: tried[pair])[0] == 4
+    assert all(0 <= m < 5 and 0 <= o < 7 for m, o in tried)
