@@ -108,7 +108,7 @@ FULL_ROWS = {
     "own": "own text only, all text in the first quarter",
     "eight": "eight clusters, two for each block",
 }
-"""What --rows calls them."""
+"""What --rows calls them; the longest chain first, whose end would wait alone."""
 SMALL, FULL, TINY = "small", "full", "tiny"
 """Sizes of a learner; the last is what --quick makes of the full one."""
 
@@ -487,6 +487,11 @@ def train(learner: Learner, work: Path, stop_at: float | None = None) -> bool:
     return True
 
 
+def train_in_time(learner: Learner, work: Path, stop_at: float | None) -> bool:
+    """One that waited for a process until the time was over is not begun."""
+    return (stop_at is None or time.time() < stop_at) and train(learner, work, stop_at)
+
+
 def made_by(learner: Learner, work: Path) -> dict[str, Any]:
     """What `train` says of a learner beside its weights; nothing before it was first trained."""
     path = weights_of(learner, work).with_suffix(".json")
@@ -632,7 +637,6 @@ class Workers:
     """Processes that train and score side by side, until the time to stop for now."""
 
     processes: ProcessPoolExecutor
-    count: int
     work: Path
     progress: Progress
     stop_at: float | None = None
@@ -646,15 +650,9 @@ def run(
     """Trains what the rows need, each model once and after those it needs itself, and scores a row as soon
     as its models are there. What there was no time for is missing in the answer."""
     work, progress = workers.work, workers.progress
-    needed = list(dict.fromkeys(one for entry in rows for one in entry.all_learners()))
-    waiting = [one for one in needed if not weights_of(one, work).exists()]
+    waiting = list(dict.fromkeys(one for entry in rows for one in entry.all_learners()))
+    waiting = [one for one in waiting if not weights_of(one, work).exists()]
     progress.needed += sum(map(operations_of, waiting))
-    # The longest chain first: what is left of it when all else is done has the machine for itself.
-    chain: dict[Learner, int] = {}
-    for learner in reversed(needed):
-        behind = [chain[one] for one in chain if learner in one.needs()]
-        chain[learner] = operations_of(learner) + max(behind, default=0)
-    waiting.sort(key=chain.__getitem__, reverse=True)
     scores: dict[TableRow, dict[str, Any]] = {}
     unscored = list(rows)
     running: dict[Future[Any], Learner | TableRow] = {}
@@ -664,14 +662,12 @@ def run(
         return not any(one in unfinished for one in needs)
 
     while True:
+        for learner in [one for one in waiting if ready(one.needs())]:
+            waiting.remove(learner)
+            running[workers.processes.submit(train_in_time, learner, work, workers.stop_at)] = learner
         for entry in [one for one in unscored if ready(one.learners)]:
             unscored.remove(entry)
             running[workers.processes.submit(score_entry, entry, work)] = entry
-        in_time = workers.stop_at is None or time.time() < workers.stop_at
-        for learner in [one for one in waiting if in_time and ready(one.needs())]:
-            if len(running) < workers.count:
-                waiting.remove(learner)
-                running[workers.processes.submit(train, learner, work, workers.stop_at)] = learner
         if not running:
             return scores
         for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -851,12 +847,8 @@ def search_large(
     """The chosen rows at full size; True if there was no time for all."""
     names = [FULL_ROWS[name] for name in options.rows]
     size = TINY if options.quick else FULL
-    rows = [
-        entry
-        for seed in seeds
-        for entry in entries(seed, steps, rates, Unit.layers, Unit.width, size)
-        if entry.name in names
-    ]
+    by_seed = [entries(seed, steps, rates, Unit.layers, Unit.width, size) for seed in seeds]
+    rows = [entry for same in zip(*by_seed, strict=True) for entry in same if entry.name in names]
     # All are scored on the text with four clusters, whatever they were trained on.
     clusters = {BLOCKS} | {one.clusters for entry in rows for one in entry.all_learners()}
     prepare(options.docs, workers.work, QUICK_SIZES if options.quick else {}, sorted(clusters))
@@ -927,7 +919,7 @@ def main() -> int:
             rates[side] = matrix_lr, other_lr
     stop_at = time.time() + options.stop_after if options.stop_after else None
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
-        workers = Workers(processes, options.jobs, options.work, Progress(), stop_at)
+        workers = Workers(processes, options.work, Progress(), stop_at)
         if full:
             unfinished = search_large(options, steps, rates, [first, *later], workers)
             return NOT_FINISHED if unfinished else 0

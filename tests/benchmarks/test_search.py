@@ -142,7 +142,7 @@ def test_a_branch_that_is_stopped_half_way_goes_on_to_the_same_weights(tmp_path:
 def test_what_there_is_no_time_for_is_left_for_the_same_command(tmp_path: Path) -> None:
     progress = search.Progress()
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        workers = search.Workers(processes, 1, tmp_path, progress, stop_at=0.0)
+        workers = search.Workers(processes, tmp_path, progress, stop_at=0.0)
         assert search.run([full()["default"]], workers) == {}
     assert (progress.done, progress.needed) == (0, full()["default"].operations())
 
