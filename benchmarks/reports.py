@@ -182,7 +182,7 @@ KINDS: Mapping[str, Kind] = {
         {"pools": dict, "gain": NUMBER, "blocks": list},
     ),
     "search": Kind(
-        "search.json",
+        "search*.json",
         ("benchmarks/search.py",),
         (*TRAINING, "benchmarks/search.py", "benchmarks/specialise.py"),
         {"size": dict, "rates": dict, "trials": list, "table": list},

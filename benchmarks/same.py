@@ -31,7 +31,7 @@ import reach
 import reports
 from provenance import provenance
 
-NOT_COMPARED = frozenset(("provenance", "commit", "seconds", "wall_seconds"))
+NOT_COMPARED = frozenset(("provenance", "commit", "commits", "seconds", "wall_seconds"))
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:

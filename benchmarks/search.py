@@ -1,7 +1,8 @@
-"""What else might lower the loss of specialised blocks, side by side at equal operations, at a CPU size.
+"""What else might lower the loss of specialised blocks, side by side at equal operations.
 
     python benchmarks/search.py --docs FOLDER [--shape 1x64] [--steps 300] [--jobs 2] [--json FILE]
     python benchmarks/search.py --docs FOLDER --quick      # a few minutes
+    python benchmarks/search.py --docs FOLDER --size full --reference-lr 6e-3,2.5e-4 --block-lr 6e-3,4e-3
 
 FOLDER has train.txt.xz and valid.txt.xz, as for specialise.py, which prepares the text, draws the batches
 and has the pool by the text so far. Four blocks, `--shape` says of how many layers and which width, read
@@ -12,7 +13,8 @@ whatever it spends them on:
 - end to end; equal blocks; eight clusters; half and double the context, for both sides;
 - own text only, but for all text in the first quarter or in the last tenth;
 - a trunk: a block trained on all text first and frozen, whose features all four take as input (`chain`);
-- branches: one block trained on all text, from which all four go on with their own text;
+- branches: one block trained on all text, from which all four go on with their own text. They get its
+  weights and no optimizer state, and the learning rate goes on down the one cosine of all their steps;
 - the last quarter taught by the pool of the four blocks, weighed by the text so far;
 - weights averaged over the last steps, for end to end too.
 
@@ -23,6 +25,13 @@ pooling text are trained with the later seeds too. What is trained and scored li
 command goes on with the rest.
 Exits 1 when a pool with the default's context lies more than 0.005 nats per byte below the default, in the
 mean over the seeds that it has: then the default should change.
+
+`--size full` has the shape, text, batches and scores of specialise.py (4 blocks of 3 layers of width 384,
+32,768 bytes a step of all the text, `--steps 4000`), given rates and the rows that `--rows` names, all with
+every seed. Two rows are there only: one block alone with all the operations, and branches whose common block
+goes on with all text as a fifth in the pool. Of one model the loss is its own, without a temperature. The
+report is written whenever a row is finished. `--stop-after SECONDS` saves what is not finished and exits 3;
+the same command goes on. No loss fails there.
 """
 
 from __future__ import annotations
@@ -43,11 +52,26 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import specialise
 import torch
 import torch.nn.functional as F
 from provenance import check_claims, write_report
 from safetensors.torch import load_file, save_file
-from specialise import BLOCKS, DECAYS, Batches, Place, Pool, Rows, Unit, past_likelihood, prepare_texts
+from specialise import (
+    BLOCKS,
+    DECAYS,
+    NOT_FINISHED,
+    Batches,
+    Place,
+    Pool,
+    Rows,
+    Unit,
+    past_likelihood,
+    prepare_texts,
+    score_pool,
+    train_unit,
+    weights,
+)
 from torch import Tensor, nn
 
 from blocktrain.config import Recipe, resolve_recipe
@@ -56,6 +80,7 @@ from blocktrain.model.block import Block, Hint
 from blocktrain.model.families import build_block
 from blocktrain.model.objective import Loss, Objective
 from blocktrain.training.cost import forward_flops_per_token, training_flops
+from blocktrain.training.device import find_device
 from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.source import source_commit
 
@@ -64,6 +89,7 @@ TOKENS_PER_STEP, VOCABULARY = 2048, 256
 SHARE = 0.75
 CLUSTERS = (BLOCKS, 2 * BLOCKS)
 TEXT_BYTES, POOL_BYTES, VALID_BYTES = 16_000_000, 1 << 17, 1 << 18
+QUICK_SIZES = {"train": 4_000_000, "pool": 1 << 13, "valid": 1 << 13}
 START = (6e-3, 4e-3)
 """Matrix and other rate from which both sides climb: the best of a block of width 384."""
 AVERAGED = 0.05
@@ -72,6 +98,19 @@ TAUGHT = 0.5
 """The part of the loss that comes from the pool in the last quarter; the rest comes from the text."""
 MAX_LOSS = 0.005
 DEFAULT, END_TO_END = "share 0.75, four clusters (the default)", "end to end"
+FULL_ROWS = {
+    "end-to-end": END_TO_END,
+    "alone": "one block alone",
+    "half": "branches of one block, half of all operations",
+    "goes-on": "branches of one block that goes on, half of all operations",
+    "quarter": "branches of one block, a quarter of all operations",
+    "default": DEFAULT,
+    "own": "own text only, all text in the first quarter",
+    "eight": "eight clusters, two for each block",
+}
+"""What --rows calls them; the longest chain first, whose end would wait alone."""
+SMALL, FULL, TINY = "small", "full", "tiny"
+"""Sizes of a learner; the last is what --quick makes of the full one."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +139,7 @@ class Learner:
     trunk: Learner | None = None
     """Trained before and frozen; its features are part of the input."""
     taught_by: tuple[Learner, ...] = ()
+    size: str = SMALL
 
     @property
     def first(self) -> int:
@@ -118,6 +158,28 @@ class Learner:
     def __str__(self) -> str:
         told = hashlib.sha256(repr(self).encode()).hexdigest()[:16]
         return f"seed-{self.seed}-block-{self.number}-{told}"
+
+    def unit(self) -> LearnerUnit:
+        """At full size: what specialise.py builds, trains and scores, where end to end has no index."""
+        whole = self.layers == BLOCKS * Unit.layers
+        return LearnerUnit(
+            self.seed,
+            self.steps,
+            None if whole else self.number,
+            self.matrix_lr,
+            self.other_lr,
+            self.share,
+            layers=Unit.layers if whole else self.layers,
+            width=self.width,
+            context=self.context,
+            learner=str(self),
+        )
+
+
+@dataclass(frozen=True)
+class LearnerUnit(Unit):
+    learner: str = ""
+    """Its weights' name must tell it from units that only begin or read otherwise."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +215,8 @@ class TableRow:
 
 
 def recipe_of(learner: Learner) -> Recipe:
+    if learner.size != SMALL:
+        return specialise.recipe_of(learner.unit(), learner.size == TINY)
     return resolve_recipe(
         {
             "name": "search",
@@ -184,6 +248,10 @@ def recipe_of(learner: Learner) -> Recipe:
 
 
 def build(learner: Learner) -> tuple[Recipe, Block, Codebook]:
+    if learner.size != SMALL:
+        here = Place("", "cpu", learner.size == TINY)
+        recipe, _, codebook, block = specialise.build(learner.unit(), here)
+        return recipe, block, codebook
     recipe = recipe_of(learner)
     block = build_block(
         recipe.model,
@@ -198,20 +266,23 @@ def build(learner: Learner) -> tuple[Recipe, Block, Codebook]:
 
 
 @cache
-def forward_of(layers: int, width: int, context: int, on_trunk: bool) -> int:
-    """Operations of a token's pass; building a model for each question would take longer than the answer."""
-    plain = Learner(0, 0, 1, 1e-3, 1e-3, layers, width, context)
+def forward_of(layers: int, width: int, context: int, on_trunk: bool, size: str) -> tuple[int, int]:
+    """Operations of a token's pass, and tokens of a step; building a model for each question would take
+    longer than the answer."""
+    plain = Learner(0, 0, 1, 1e-3, 1e-3, layers, width, context, size=size)
     recipe, block, _ = build(replace(plain, trunk=plain if on_trunk else None))
-    return forward_flops_per_token(recipe.model, block, VOCABULARY)
+    tokens = recipe.training.batch * recipe.model.context
+    return forward_flops_per_token(recipe.model, block, VOCABULARY), tokens
 
 
 def operations_of(learner: Learner) -> int:
     """Of the steps that this learner makes itself: its own, and the passes of those it hears."""
     heard = (*([learner.trunk] if learner.trunk else ()), *learner.taught_by)
-    own, *others = (
-        forward_of(one.layers, one.width, one.context, one.trunk is not None) for one in (learner, *heard)
+    (own, tokens), *others = (
+        forward_of(one.layers, one.width, one.context, one.trunk is not None, one.size)
+        for one in (learner, *heard)
     )
-    return training_flops(own, sum(others), (learner.end - learner.first) * TOKENS_PER_STEP)
+    return training_flops(own, sum(one for one, _ in others), (learner.end - learner.first) * tokens)
 
 
 def fitted(name: str, make: Callable[[int], Sequence[Learner]], budget: int) -> TableRow:
@@ -222,11 +293,17 @@ def fitted(name: str, make: Callable[[int], Sequence[Learner]], budget: int) -> 
 
 
 def entries(
-    seed: int, steps: int, rates: Mapping[str, tuple[float, float]], layers: int = 1, width: int = 64
+    seed: int,
+    steps: int,
+    rates: Mapping[str, tuple[float, float]],
+    layers: int = 1,
+    width: int = 64,
+    size: str = SMALL,
 ) -> list[TableRow]:
     """Every row of a seed; the default's operations are the budget of all."""
-    whole = Learner(seed, 0, 0, *rates["end to end"], BLOCKS * layers, width)
-    block = Learner(seed, 0, 0, *rates["block"], layers, width, share=SHARE)
+    context = CONTEXT if size == SMALL else Unit.context
+    whole = Learner(seed, 0, 0, *rates["end to end"], BLOCKS * layers, width, context, size=size)
+    block = Learner(seed, 0, 0, *rates["block"], layers, width, context, share=SHARE, size=size)
 
     def four(steps: int, like: Learner) -> list[Learner]:
         return [replace(like, number=number, steps=steps) for number in range(BLOCKS)]
@@ -238,9 +315,10 @@ def entries(
         trunk = replace(block, number=BLOCKS, steps=steps, share=0.0)
         return four(steps, replace(block, trunk=trunk))
 
-    def branches(steps: int, common: float) -> list[Learner]:
+    def branches(steps: int, common: float, goes_on: bool = False) -> list[Learner]:
         begun = replace(block, number=BLOCKS, share=0.0, steps=steps, stop=round(common * steps))
-        return four(steps, replace(block, begins_from=begun))
+        branched = four(steps, replace(block, begins_from=begun))
+        return [*branched, replace(begun, stop=None, begins_from=begun)] if goes_on else branched
 
     def taught(steps: int) -> list[Learner]:
         teachers = [replace(one, stop=round(0.75 * steps)) for one in four(steps, block)]
@@ -264,6 +342,13 @@ def entries(
         "last quarter taught by the pool": taught,
         "eight clusters, two for each block": partial(four, like=replace(block, clusters=2 * BLOCKS)),
     }
+    if size != SMALL:
+        makers[FULL_ROWS["alone"]] = partial(alone, like=replace(block, share=0.0))
+        makers[FULL_ROWS["goes-on"]] = partial(branches, common=5 / 6, goes_on=True)
+        makers[FULL_ROWS["half"]] = partial(branches, common=4 / 5)
+        fitting = {name: fitted(name, make, budget) for name, make in makers.items()}
+        fitting |= {reference.name: reference, default.name: default}
+        return [fitting[name] for name in FULL_ROWS.values()]
     for context in (CONTEXT // 2, 2 * CONTEXT):
         makers[f"the default, context {context}"] = partial(four, like=replace(block, context=context))
         makers[f"end to end, context {context}"] = partial(alone, like=replace(whole, context=context))
@@ -275,9 +360,9 @@ def entries(
 class TwoTexts:
     """A learner's batches: with its share of own text, or for some of the steps from all text."""
 
-    def __init__(self, learner: Learner, recipe: Recipe, work: Path) -> None:
+    def __init__(self, learner: Learner, recipe: Recipe, work: Path, device: str = "cpu") -> None:
         self.learner = learner
-        place = place_of(work, learner.clusters)
+        place = place_of(work, learner.clusters, device)
         unit = Unit(learner.seed, learner.steps, learner.number, 0.0, 0.0, share=learner.share)
         self.own = Batches(place, unit, recipe)
         mixed = learner.all_first or learner.all_last
@@ -328,11 +413,13 @@ class OnTrunk(nn.Module):
         return self.block(tokens_BT, codebook_VD, upstream_BTD=features)
 
 
-def place_of(work: Path, clusters: int) -> Place:
-    return Place(str(work / f"clusters-{clusters}"), "cpu", False)
+def place_of(work: Path, clusters: int, device: str = "cpu") -> Place:
+    return Place(str(work / f"clusters-{clusters}"), device, False)
 
 
 def weights_of(learner: Learner, work: Path, averaged: bool = False) -> Path:
+    if learner.size != SMALL:
+        return weights(learner.unit(), place_of(work, BLOCKS))
     return work / f"{learner}{'-averaged' if averaged else ''}.safetensors"
 
 
@@ -344,12 +431,31 @@ def trained(learner: Learner, work: Path, averaged: bool = False) -> nn.Module:
     return OnTrunk(trained(learner.trunk, work, averaged), block).eval()
 
 
-def train(learner: Learner, work: Path) -> Path:
-    """In a process of its own; leaves the last weights and the averaged ones, and what made them."""
+def train(learner: Learner, work: Path, stop_at: float | None = None) -> bool:
+    """In a process of its own; leaves the last weights and the averaged ones, and what made them. False
+    where it had to stop before the end."""
     torch.set_num_threads(1)
     path, began = weights_of(learner, work), time.monotonic()
+    if learner.size != SMALL:
+        # Code that was compiled for the model before, in this process, is of no use to this one.
+        torch.compiler.reset()
+        place = replace(
+            place_of(work, BLOCKS, find_device("auto").type), quick=learner.size == TINY, stop_at=stop_at
+        )
+        _, alone = train_unit(
+            learner.unit(),
+            place,
+            range(learner.first, learner.end),
+            weights_of(learner.begins_from, work) if learner.begins_from else None,
+            partial(TwoTexts, learner, work=work, device=place.device),
+        )
+        about = made_by(learner, work)
+        about |= {"commit": source_commit(), "alone": alone}
+        about["seconds"] = round(about.get("seconds", 0.0) + time.monotonic() - began, 1)
+        path.with_suffix(".json").write_text(json.dumps(about))
+        return alone is not None
     if path.exists():
-        return path
+        return True
     recipe, block, codebook = build(learner)
     if learner.begins_from is not None:
         # Weights only, as a worker gets them: optimizer state is never sent.
@@ -378,7 +484,19 @@ def train(learner: Learner, work: Path) -> Path:
     path.with_suffix(".json").write_text(json.dumps(about))
     save_file({name: tensor.clone() for name, tensor in block.state_dict().items()}, f"{path}.part")
     Path(f"{path}.part").replace(path)
-    return path
+    return True
+
+
+def train_in_time(learner: Learner, work: Path, stop_at: float | None) -> bool:
+    """One that waited for a process until the time was over is not begun."""
+    return (stop_at is None or time.time() < stop_at) and train(learner, work, stop_at)
+
+
+def made_by(learner: Learner, work: Path) -> dict[str, Any]:
+    """What `train` says of a learner beside its weights; nothing before it was first trained."""
+    path = weights_of(learner, work).with_suffix(".json")
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 class LearnerRows(Rows):
@@ -459,20 +577,38 @@ def score_entry(entry: TableRow, work: Path) -> dict[str, Any]:
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
         return found
+    if entry.learners[0].size != SMALL:
+        return score_large(entry, work, path)
     pooling = text_of(entry.learners, work, "pool", entry.averaged)
     if entry.trial:
         found = {"fixed": {"pool": -float(picked_of(pooling.rows, pooling.y).mean())}}
         path.write_text(json.dumps(found))
         return found
     held_out = text_of(entry.learners, work, "valid", entry.averaged)
-    made_by = [json.loads(weights_of(one, work).with_suffix(".json").read_text()) for one in entry.learners]
-    found = {"commits": sorted({one["commit"] or "" for one in made_by})}
+    found = {"commits": sorted({made_by(one, work)["commit"] or "" for one in entry.learners})}
     for how, decays in (("fixed", ()), ("by_text", DECAYS)):
         if decays and len(entry.learners) == 1:
             continue
         pool = fit(pooling, decays)
         found[how] = {"pool": score(pool, pooling, decays), "valid": score(pool, held_out, decays)}
     found["alone"] = [-float(one) for one in picked_of(held_out.rows, held_out.y).mean((1, 2))]
+    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").replace(path)
+    return found
+
+
+def score_large(entry: TableRow, work: Path, path: Path) -> dict[str, Any]:
+    """As specialise.py does it, which never holds all rows: of one model there is no pool to fit."""
+    told = {one: made_by(one, work) for one in entry.all_learners()}
+    found: dict[str, Any] = {"commits": sorted({one["commit"] or "" for one in told.values()})}
+    units: list[Unit] = [one.unit() for one in entry.learners]
+    if len(units) == 1:
+        found["fixed"] = told[entry.learners[0]]["alone"]
+    else:
+        tiny = entry.learners[0].size == TINY
+        place = replace(place_of(work, BLOCKS, find_device("auto").type), quick=tiny)
+        found |= {"fixed": score_pool(units, place, ()), "by_text": score_pool(units, place, DECAYS)}
+    found["alone"] = [told[one]["alone"]["valid"] for one in entry.learners]
     path.with_suffix(".part").write_text(json.dumps(found))
     path.with_suffix(".part").replace(path)
     return found
@@ -496,42 +632,58 @@ class Progress:
         print(f"{passed:5.0f} s, {part:4.0%}, {left:5.0f} s left: {what}", flush=True)
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Processes that train and score side by side, until the time to stop for now."""
+
+    processes: ProcessPoolExecutor
+    work: Path
+    progress: Progress
+    stop_at: float | None = None
+
+
 def run(
-    rows: Sequence[TableRow], work: Path, processes: ProcessPoolExecutor, progress: Progress
+    rows: Sequence[TableRow],
+    workers: Workers,
+    finished: Callable[[Mapping[TableRow, dict[str, Any]]], None] = lambda scores: None,
 ) -> dict[TableRow, dict[str, Any]]:
     """Trains what the rows need, each model once and after those it needs itself, and scores a row as soon
-    as its models are there."""
+    as its models are there. What there was no time for is missing in the answer."""
+    work, progress = workers.work, workers.progress
     waiting = list(dict.fromkeys(one for entry in rows for one in entry.all_learners()))
     waiting = [one for one in waiting if not weights_of(one, work).exists()]
     progress.needed += sum(map(operations_of, waiting))
     scores: dict[TableRow, dict[str, Any]] = {}
     unscored = list(rows)
     running: dict[Future[Any], Learner | TableRow] = {}
-    busy: set[Learner] = set()
+    unfinished: set[Learner] = set(waiting)
 
     def ready(needs: Iterable[Learner]) -> bool:
-        return not any(one in busy or one in waiting for one in needs)
+        return not any(one in unfinished for one in needs)
 
     while True:
         for learner in [one for one in waiting if ready(one.needs())]:
             waiting.remove(learner)
-            busy.add(learner)
-            running[processes.submit(train, learner, work)] = learner
+            running[workers.processes.submit(train_in_time, learner, work, workers.stop_at)] = learner
         for entry in [one for one in unscored if ready(one.learners)]:
             unscored.remove(entry)
-            running[processes.submit(score_entry, entry, work)] = entry
+            running[workers.processes.submit(score_entry, entry, work)] = entry
         if not running:
             return scores
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             what, result = running.pop(future), future.result()
-            if isinstance(what, Learner):
-                busy.remove(what)
-                progress.done += operations_of(what)
-                progress.say(f"trained {what}")
-            else:
+            if isinstance(what, TableRow):
                 scores[what] = result
                 ce = loss_of(result, "pool" if what.trial else "valid")
                 progress.say(f"{ce:.4f} {what.name}, seed {what.learners[0].seed}")
+                finished(scores)
+            elif result:
+                unfinished.remove(what)
+                progress.done += operations_of(what)
+                seconds = made_by(what, work)["seconds"]
+                progress.say(f"trained {what}, steps {what.first} to {what.end}, in {seconds} s")
+            else:
+                progress.say(f"{what} goes on with the same command")
 
 
 Pair = tuple[int, int]
@@ -563,7 +715,7 @@ def climb(sides: Sequence[str]) -> Iterator[tuple[list[tuple[str, Pair]], dict[t
 
 
 def tuned(
-    steps: int, shape: tuple[int, int], work: Path, processes: ProcessPoolExecutor, progress: Progress
+    steps: int, shape: tuple[int, int], workers: Workers
 ) -> tuple[dict[str, tuple[float, float]], list[dict[str, Any]]]:
     """The best rates of a block and of end to end, on pooling text, and all that was tried."""
     sides = {"end to end": BLOCKS * shape[0], "block": shape[0]}
@@ -573,13 +725,13 @@ def tuned(
         for side, pair in wanted:
             learner = Learner(0, 0, steps, *rates_at(pair), sides[side], shape[1])
             trials[TableRow(f"rates of {side}", (learner,), trial=True)] = (side, pair)
-        for entry, found in run(list(trials), work, processes, progress).items():
+        for entry, found in run(list(trials), workers).items():
             tried[trials[entry]] = loss_of(found, "pool")
     best = {}
     for side in sides:
         pair = min((pair for whose, pair in tried if whose == side), key=lambda pair: tried[side, pair])
         best[side] = rates_at(pair)
-        progress.say(f"rates of {side}: {best[side][0]:g}, {best[side][1]:g}")
+        workers.progress.say(f"rates of {side}: {best[side][0]:g}, {best[side][1]:g}")
     rows = [
         {"side": side, "matrix_lr": rates_at(pair)[0], "other_lr": rates_at(pair)[1], "ce": ce}
         for (side, pair), ce in tried.items()
@@ -587,27 +739,32 @@ def tuned(
     return best, rows
 
 
-def prepare(docs: Path | None, work: Path, sizes: Mapping[str, int]) -> None:
-    """The beginnings of the texts, whose documents are shuffled, with each number of clusters."""
-    missing = [clusters for clusters in CLUSTERS if not (work / f"clusters-{clusters}/text.json").exists()]
+def prepare(
+    docs: Path | None, work: Path, sizes: Mapping[str, int], numbers: Iterable[int] = CLUSTERS
+) -> None:
+    """The texts with each number of clusters, or their beginnings where there are sizes: their documents are
+    shuffled."""
+    missing = [clusters for clusters in numbers if not (work / f"clusters-{clusters}/text.json").exists()]
     if not missing:
         return
     if docs is None:
         sys.exit(f"{work} is not prepared: --docs FOLDER is needed")
     with tempfile.TemporaryDirectory(prefix="search-") as name:
-        for part in ("train", "valid"):
+        for part in ("train", "valid") if sizes else ():
             with lzma.open(docs / f"{part}.txt.xz") as whole:
                 cut = whole.read(sizes[part] + 1)
             (Path(name) / f"{part}.txt.xz").write_bytes(lzma.compress(cut, preset=0))
         for clusters in missing:
             folder = work / f"clusters-{clusters}"
-            prepare_texts(Path(name), folder, clusters, None)
-            pool = folder / "pool"
-            pool.write_bytes(pool.read_bytes()[: sizes["pool"] + 1])
+            prepare_texts(Path(name) if sizes else docs, folder, clusters, None)
+            if sizes:
+                pool = folder / "pool"
+                pool.write_bytes(pool.read_bytes()[: sizes["pool"] + 1])
 
 
-def table_of(scores: Mapping[TableRow, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row and seed, with its distance from end to end and default of the same seed and context."""
+def table_of(scores: Mapping[TableRow, Mapping[str, Any]], work: Path) -> list[dict[str, Any]]:
+    """Each row and seed, with its distance from end to end and default of the same seed and context, where
+    they are there."""
     by_place: dict[tuple[str, int, int], float] = {}
     for entry, found in scores.items():
         first = entry.learners[0]
@@ -618,16 +775,20 @@ def table_of(scores: Mapping[TableRow, Mapping[str, Any]]) -> list[dict[str, Any
     for entry, found in scores.items():
         first = entry.learners[0]
         ce = loss_of(found, "valid")
+        reference, default = (
+            by_place.get((side, first.seed, first.context)) for side in ("end to end", "the default")
+        )
         table.append(
             {
                 "name": entry.name,
                 "seed": first.seed,
                 "context": first.context,
                 "ce": ce,
-                "gap": ce - by_place["end to end", first.seed, first.context],
-                "over_default": ce - by_place["the default", first.seed, first.context],
+                "gap": None if reference is None else ce - reference,
+                "over_default": None if default is None else ce - default,
                 "operations": entry.operations(),
                 "steps": [one.end - one.first for one in entry.all_learners()],
+                "wall_seconds": [made_by(one, work).get("seconds") for one in entry.all_learners()],
                 **found,
             }
         )
@@ -647,8 +808,11 @@ def lines_of(table: Sequence[Mapping[str, Any]]) -> list[str]:
     for name in sorted(names, key=lambda name: by_name[name][0]["ce"]):
         rows = by_name[name]
 
-        def told(column: Callable[[Mapping[str, Any]], float], sign: str = "", rows: Any = rows) -> str:
-            return ", ".join(f"{column(row):{sign}.4f}" for row in rows)
+        def told(
+            column: Callable[[Mapping[str, Any]], float | None], sign: str = "", rows: Any = rows
+        ) -> str:
+            values = [column(row) for row in rows]
+            return ", ".join("" if value is None else f"{value:{sign}.4f}" for value in values)
 
         several = len(rows[0]["alone"]) > 1
         cells = [
@@ -673,40 +837,105 @@ def claims_of(table: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     return claims
 
 
+def search_large(
+    options: argparse.Namespace,
+    steps: int,
+    rates: Mapping[str, tuple[float, float]],
+    seeds: Sequence[int],
+    workers: Workers,
+) -> bool:
+    """The chosen rows at full size; True if there was no time for all."""
+    names = [FULL_ROWS[name] for name in options.rows]
+    size = TINY if options.quick else FULL
+    by_seed = [entries(seed, steps, rates, Unit.layers, Unit.width, size) for seed in seeds]
+    rows = [entry for same in zip(*by_seed, strict=True) for entry in same if entry.name in names]
+    # All are scored on the text with four clusters, whatever they were trained on.
+    clusters = {BLOCKS} | {one.clusters for entry in rows for one in entry.all_learners()}
+    prepare(options.docs, workers.work, QUICK_SIZES if options.quick else {}, sorted(clusters))
+    model = recipe_of(rows[0].learners[0]).model
+    report = {
+        "size": {
+            "layers": model.layers_per_block,
+            "width": model.width,
+            "blocks": BLOCKS,
+            "context": model.context,
+            "steps": steps,
+        },
+        "trials": [],
+        "rates": {side: list(pair) for side, pair in rates.items()},
+    }
+
+    def finished(scores: Mapping[TableRow, dict[str, Any]]) -> None:
+        # After each row: the machine may be taken away before the next.
+        table = table_of(scores, workers.work)
+        write_report(options.json, "search", {**report, "table": table}, seeds)
+
+    scores = run(rows, workers, finished)
+    print("\n".join(["", *lines_of(table_of(scores, workers.work))]))
+    return len(scores) < len(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--docs", type=Path, help="not needed where --work has the text already")
     parser.add_argument("--work", type=Path, default=Path("build/search"), help="text, weights and scores")
-    parser.add_argument("--shape", default="1x64", metavar="LAYERSxWIDTH", help="of a block")
-    parser.add_argument("--steps", type=int, default=300, help="of a block of the default")
+    parser.add_argument("--size", choices=(SMALL, FULL), default=SMALL)
+    parser.add_argument("--shape", metavar="LAYERSxWIDTH", help="of a block, small: default 1x64")
+    parser.add_argument(
+        "--rows", metavar="NAME,NAME", default=",".join(FULL_ROWS), help="full: default %(default)s"
+    )
+    parser.add_argument("--steps", type=int, help="of a block of the default; default: 300, full 4000")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--again", type=int, default=3, help="how many other rows get the later seeds")
+    parser.add_argument("--block-lr", help="matrix_lr,other_lr; with that of the reference, no climb")
+    parser.add_argument("--reference-lr", help="matrix_lr,other_lr")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="8 steps, 4 MB of text")
+    parser.add_argument("--stop-after", type=float, help="full: seconds; exit 3 if not finished")
+    parser.add_argument("--quick", action="store_true", help="8 steps, 4 MB of text, and no claims")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    layers, width = map(int, options.shape.split("x"))
+    full = options.size == FULL
+    options.rows = options.rows.split(",")
+    if unknown := set(options.rows) - FULL_ROWS.keys():
+        parser.error(f"no rows {', '.join(sorted(unknown))}: expected some of {', '.join(FULL_ROWS)}")
+    if (options.block_lr is None) != (options.reference_lr is None) or (full and options.block_lr is None):
+        parser.error("--block-lr and --reference-lr belong together, and the full size has no climb")
+    if options.shape if full else options.stop_after:
+        parser.error("--shape is for the small size, --stop-after for the full one")
+    layers, width = (int(number) for number in (options.shape or "1x64").split("x"))
     first, *later = (int(seed) for seed in options.seeds.split(","))
-    steps = 8 if options.quick else options.steps
+    steps = options.steps or (4000 if full else 300)
+    if options.quick and not (full and options.steps):
+        steps = 8
     sizes = {"train": TEXT_BYTES, "pool": POOL_BYTES, "valid": VALID_BYTES}
     if options.quick:
-        sizes = {"train": 4_000_000, "pool": 1 << 13, "valid": 1 << 13}
-    prepare(options.docs, options.work, sizes)
-    progress = Progress()
+        sizes = QUICK_SIZES
+    rates: dict[str, tuple[float, float]] = {}
+    for side, given in (("end to end", options.reference_lr), ("block", options.block_lr)):
+        if given:
+            matrix_lr, other_lr = (float(rate) for rate in given.split(","))
+            rates[side] = matrix_lr, other_lr
+    stop_at = time.time() + options.stop_after if options.stop_after else None
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
-        if options.quick:
+        workers = Workers(processes, options.work, Progress(), stop_at)
+        if full:
+            unfinished = search_large(options, steps, rates, [first, *later], workers)
+            return NOT_FINISHED if unfinished else 0
+        prepare(options.docs, options.work, sizes)
+        trials: list[dict[str, Any]] = []
+        if options.quick and not rates:
             # After two steps the best rate is whatever moves most, and the climb would go on and on.
-            rates, trials = dict.fromkeys(("end to end", "block"), START), list[dict[str, Any]]()
-        else:
-            rates, trials = tuned(steps // 4, (layers, width), options.work, processes, progress)
+            rates = dict.fromkeys(("end to end", "block"), START)
+        elif not rates:
+            rates, trials = tuned(steps // 4, (layers, width), workers)
         size = {"layers": layers, "width": width, "blocks": BLOCKS, "context": CONTEXT, "steps": steps}
         report: dict[str, Any] = {"size": size, "trials": trials}
         report["rates"] = {side: list(pair) for side, pair in rates.items()}
-        scores = run(entries(first, steps, rates, layers, width), options.work, processes, progress)
+        scores = run(entries(first, steps, rates, layers, width), workers)
         # Written before the later seeds too: a table of one seed is worth having where time runs out.
-        write_report(options.json, "search", {**report, "table": table_of(scores)}, [first])
+        write_report(options.json, "search", {**report, "table": table_of(scores, options.work)}, [first])
         of_default = next(loss_of(found, "pool") for entry, found in scores.items() if entry.name == DEFAULT)
         better = [
             entry.name
@@ -718,8 +947,8 @@ def main() -> int:
         for seed in later:
             rows = entries(seed, steps, rates, layers, width)
             again = [entry for entry in rows if entry.name in chosen]
-            scores |= run(again, options.work, processes, progress)
-    table = table_of(scores)
+            scores |= run(again, workers)
+    table = table_of(scores, options.work)
     write_report(options.json, "search", {**report, "table": table}, [first, *later])
     print("\n".join(["", *lines_of(table)]))
     return 0 if options.quick else check_claims(claims_of(table))

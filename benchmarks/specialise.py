@@ -36,6 +36,7 @@ import re
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -246,24 +247,33 @@ def build(unit: Unit, place: Place) -> tuple[Recipe, Objective, Codebook, Block]
     return recipe, objective, build_codebook(recipe, place.vocabulary).to(device), block.to(device)
 
 
-def train_unit(unit: Unit, place: Place) -> tuple[Unit, dict[str, float] | None]:
+def train_unit(
+    unit: Unit,
+    place: Place,
+    steps: range | None = None,
+    begins_from: Path | None = None,
+    batches_of: Callable[[Recipe], Any] | None = None,
+) -> tuple[Unit, dict[str, float] | None]:
     """In a process of its own; leaves the weights beside the text, returns the losses of this model alone,
-    or None if it had to stop before the end."""
+    or None if it had to stop before the end. A part of its `steps` may go on from the weights of another."""
     torch.set_num_threads(1)
     path = weights(unit, place)
     if not path.exists():
         recipe, objective, codebook, block = build(unit, place)
-        batches: Any = Batches(place, unit, recipe)
+        if begins_from is not None:
+            block.load_state_dict(load_file(begins_from))
+        batches: Any = Batches(place, unit, recipe) if batches_of is None else batches_of(recipe)
         trainer = BlockTrainer(recipe, objective, block, unit.index, batches, codebook)
-        first, half_way = 0, path.with_suffix(".half")
+        steps = range(unit.steps) if steps is None else steps
+        first, half_way = steps.start, path.with_suffix(".half")
         if half_way.exists():
             saved = load_file(half_way)
             first = int(saved.pop("step"))
             block.load_state_dict({n[2:]: saved.pop(n) for n in list(saved) if n.startswith("w.")})
             trainer.optimizer.load_state_tensors({n[2:]: v for n, v in saved.items()})
-        for step in range(first, unit.steps):
+        for step in range(first, steps.stop):
             trainer.step(step, unit.index or 0)
-            if step % 50 == 49 and place.stop_at is not None and step + 1 < unit.steps:
+            if step % 50 == 49 and place.stop_at is not None and step + 1 < steps.stop:
                 if place.device == "cuda":
                     torch.cuda.synchronize()
                 if time.time() > place.stop_at:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import lzma
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import search
+import specialise
 import torch
+from safetensors.torch import load_file
 from search import DEFAULT, END_TO_END, Learner, TableRow
-from specialise import BLOCKS, DECAYS, Pool
+from specialise import BLOCKS, DECAYS, Pool, Unit
+
+ROOT = Path(__file__).parents[2]
 
 RATES = {"end to end": (6e-3, 1e-3), "block": (6e-3, 4e-3)}
 
@@ -70,6 +79,74 @@ def test_all_text_first_or_last() -> None:
     assert not any(map(plain.takes_all_text, range(100)))
 
 
+def full(steps: int = 4000, size: str = search.FULL) -> dict[str, TableRow]:
+    rows = search.entries(0, steps, RATES, Unit.layers, Unit.width, size)
+    return dict(zip(search.FULL_ROWS, rows, strict=True))
+
+
+def test_at_full_size_every_row_has_the_operations_of_four_published_blocks() -> None:
+    rows = full()
+    published = json.loads((ROOT / "docs/results/specialise-4000.json").read_text(encoding="utf-8"))["units"]
+    of_block = next(one["training_flops"] for one in published if one["index"] == 0)
+    assert rows["default"].operations() == BLOCKS * of_block
+    assert {name: row.name for name, row in rows.items()} == search.FULL_ROWS
+    for row in rows.values():
+        assert row.operations() == pytest.approx(BLOCKS * of_block, rel=1e-3)
+
+
+def test_at_full_size_models_are_those_of_specialise() -> None:
+    rows = full()
+    (whole,), (alone,) = rows["end-to-end"].learners, rows["alone"].learners
+    assert (whole.unit().index, whole.unit().layers) == (None, Unit.layers)
+    assert (alone.unit().index, alone.unit().layers, alone.steps, alone.share) == (0, Unit.layers, 16000, 0)
+    for number, learner in enumerate(rows["default"].learners):
+        unit = Unit(0, 4000, number, *RATES["block"], share=search.SHARE)
+        assert asdict(learner.unit()) == {**asdict(unit), "learner": str(learner)}
+    assert search.recipe_of(alone) == specialise.recipe_of(Unit(0, 16000, 0, *RATES["block"]), quick=False)
+
+
+def test_a_common_block_that_goes_on_is_a_fifth_and_its_beginning_counts_once() -> None:
+    row = full()["goes-on"]
+    common, *pooled = row.all_learners()
+    assert {(one.first, one.end, one.begins_from) for one in pooled} == {(common.end, common.steps, common)}
+    assert [one.share for one in pooled] == [search.SHARE] * BLOCKS + [0]
+    assert common.end == pytest.approx(16000 / 2, abs=2)
+    assert common.end + 5 * (common.steps - common.end) == pytest.approx(16000, abs=5)
+
+
+def test_a_branch_that_is_stopped_half_way_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    words = ("layout", "memory"), ("planet", "orbit")
+    documents = [f"---\ntitle: {i}\n---\n{' '.join(words[i % 2] * (20 + i % 7))}\n\n" for i in range(12_000)]
+    for part, texts in (("train", documents), ("valid", documents[:100])):
+        (tmp_path / f"{part}.txt.xz").write_bytes(lzma.compress("".join(texts).encode(), preset=0))
+    common, branch, *_ = full(60, search.TINY)["quarter"].all_learners()
+    branch = replace(branch, all_first=0.75)
+    losses = []
+    for work, stop_at in ((tmp_path / "straight", None), (tmp_path / "stopped", 0.0)):
+        search.prepare(tmp_path, work, {}, (BLOCKS,))
+        assert search.train(common, work)
+        assert search.train(branch, work, stop_at) == (stop_at is None)
+        if stop_at is not None:
+            assert search.made_by(branch, work)["alone"] is None
+            assert not search.weights_of(branch, work).exists()
+            assert search.train(branch, work)
+        losses.append(search.made_by(branch, work)["alone"])
+    assert losses[0] == losses[1]
+    assert losses[0]["valid"] < search.made_by(common, tmp_path / "straight")["alone"]["valid"]
+    straight, stopped = (
+        load_file(search.weights_of(branch, tmp_path / name)) for name in ("straight", "stopped")
+    )
+    assert all(torch.equal(tensor, stopped[name]) for name, tensor in straight.items())
+
+
+def test_what_there_is_no_time_for_is_left_for_the_same_command(tmp_path: Path) -> None:
+    progress = search.Progress()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        workers = search.Workers(processes, tmp_path, progress, stop_at=0.0)
+        assert search.run([full()["default"]], workers) == {}
+    assert (progress.done, progress.needed) == (0, full()["default"].operations())
+
+
 def test_what_is_trained_is_kept_under_its_own_name() -> None:
     learners = {
         one for seed in (0, 1) for row in search.entries(seed, 500, RATES) for one in row.all_learners()
@@ -116,6 +193,14 @@ def test_the_teacher_is_the_pool_that_is_scored() -> None:
     torch.testing.assert_close(said.exp().sum(-1), torch.ones(15))
 
 
+def test_a_row_without_the_rows_it_is_compared_with_has_no_distance(tmp_path: Path) -> None:
+    row = full()["alone"]
+    scored = {"fixed": {"pool": 1.0, "valid": 1.0}, "alone": [1.0]}
+    (line,) = search.table_of({row: scored}, tmp_path)
+    assert (line["ce"], line["gap"], line["over_default"]) == (1.0, None, None)
+    assert search.lines_of([line])[2].endswith("| 1.0000 | 1.0000 |  |  |  |")
+
+
 def rows_of(better: float, seeds: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
     ends = {END_TO_END: 1.0, DEFAULT: 1.01, "another": 1.01 - better}
     found = {}
@@ -127,7 +212,7 @@ def rows_of(better: float, seeds: tuple[int, ...] = (0, 1)) -> list[dict[str, An
             found[TableRow(name, learners)] = scored | (
                 {"by_text": scored["fixed"]} if len(learners) > 1 else {}
             )
-    return search.table_of(found)
+    return search.table_of(found, Path("nowhere"))
 
 
 def test_a_row_that_is_better_by_more_than_the_limit_breaks_the_claim() -> None:
