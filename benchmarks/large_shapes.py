@@ -143,9 +143,8 @@ def draw(parameter: Tensor, seed: int) -> None:
         number, piece = numbered
         piece.normal_(0, std, generator=torch.Generator(piece.device).manual_seed(seed + number))
 
-    pieces = (
-        parameter.detach().view(-1).split(1 << 24 if parameter.device.type == "cpu" else parameter.numel())
-    )
+    size = 1 << 24 if parameter.device.type == "cpu" else parameter.numel()
+    pieces = torch.split(parameter.detach().view(-1), size)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(fill, enumerate(pieces)))
 
