@@ -1,6 +1,6 @@
 """Table T8: the litepaper's six serving shapes as serial models on our own stages, random weights.
 
-    python benchmarks/serving.py --table T8 --json t8.json          (one H200)
+    python benchmarks/serving.py --table T8 --graphs --json t8.json (one H200)
     python benchmarks/serving.py --table T8 --quick                 (tiny shapes on the CPU)
     python benchmarks/serving.py --table T8 --quick --only 0.040B   (a shape of the table on the CPU)
 
@@ -170,7 +170,9 @@ def random_part(objective: Objective, index: int, device: torch.device) -> Block
     return part.eval()
 
 
-def held_parts(folder: Path, parts: Sequence[int], device: torch.device) -> tuple[HeldBlocks, Checkpoint]:
+def held_parts(
+    folder: Path, parts: Sequence[int], device: torch.device, graphs: bool = False
+) -> tuple[HeldBlocks, Checkpoint]:
     empty = load_checkpoint(folder, device, only=[])
     blocks = [random_part(empty.objective, index, device) for index in parts]
     checkpoint = Checkpoint(
@@ -182,14 +184,14 @@ def held_parts(folder: Path, parts: Sequence[int], device: torch.device) -> tupl
         empty.pooling,
         empty.tokenizer,
     )
-    return HeldBlocks(checkpoint, parts), checkpoint
+    return HeldBlocks(checkpoint, parts, fixed_shapes=graphs), checkpoint
 
 
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
-async def stage_role(folder: Path, parts: str, device: str) -> None:
-    held, checkpoint = held_parts(folder, parse_blocks(parts), torch.device(device))
+async def stage_role(folder: Path, parts: str, device: str, graphs: bool) -> None:
+    held, checkpoint = held_parts(folder, parse_blocks(parts), torch.device(device), graphs)
     stage = await Stage.open(held, fingerprint(folder, checkpoint), StageConfig())
     count = sum(num_parameters(block) for block in checkpoint.blocks)
     print(f"ready {stage.address} parameters={count}", flush=True)
@@ -282,7 +284,9 @@ def check_against_one_process(folder: Path, shape: Shape, served: NDArray[np.flo
     return difference
 
 
-def run_shape(shape: Shape, device: str, network_seconds: float, most_seconds: float) -> dict[str, Any]:
+def run_shape(
+    shape: Shape, device: str, network_seconds: float, most_seconds: float, graphs: bool
+) -> dict[str, Any]:
     """Any error, and TimeoutError after `most_seconds`, leaves no process behind."""
     began, hop_seconds = time.monotonic(), network_seconds / NUM_HOPS
 
@@ -304,6 +308,7 @@ def run_shape(shape: Shape, device: str, network_seconds: float, most_seconds: f
                 started(
                     *(Path(__file__).name, "--folder", str(folder), "--parts", parts),
                     *("--device", device if where == "device" else "cpu"),
+                    *(["--graphs"] if graphs and where == "device" else []),
                 )
             )
             for parts, where in shape.groups
@@ -332,6 +337,7 @@ def run_shape(shape: Shape, device: str, network_seconds: float, most_seconds: f
         "stages": [f"parts {parts} on the {where}" for parts, where in shape.groups],
         "network_seconds": hop_seconds * (len(shape.groups) + 1),
         "activations": "bf16",
+        "graphs": graphs,
         "rows": shape.rows,
         "traversals": len(many),
         "p50_seconds": statistics.median(many),
@@ -376,6 +382,7 @@ def run_table(
     json_path: Path | None,
     only: str | None,
     most_seconds: float,
+    graphs: bool,
     network_seconds: float = NETWORK_SECONDS,
 ) -> None:
     names = only.split(",") if only is not None else []
@@ -391,7 +398,7 @@ def run_table(
     print(HEADING, flush=True)
     for shape in shapes:
         try:
-            rows.append(run_shape(shape, "cpu" if quick else "cuda", network_seconds, most_seconds))
+            rows.append(run_shape(shape, "cpu" if quick else "cuda", network_seconds, most_seconds, graphs))
         except Exception as error:
             # The other shapes still count: a run on a lent machine is not repeated lightly.
             failed.append(f"{shape.name} failed: {type(error).__name__}: {error}")
@@ -410,9 +417,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--parts", required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--graphs", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    asyncio.run(stage_role(arguments.folder, arguments.parts, arguments.device))
+    asyncio.run(stage_role(arguments.folder, arguments.parts, arguments.device, arguments.graphs))
 
 
 if __name__ == "__main__":

@@ -346,6 +346,7 @@ def main() -> None:
             json_path=arguments.json,
             only=arguments.only,
             most_seconds=arguments.most_seconds,
+            graphs=arguments.graphs,
         )
     if arguments.cost:
         rows = clients.run_cost(numbers(arguments.clients or "1,8,64"), texts=2)
