@@ -69,6 +69,8 @@ NUM_HOPS = 4
 PLAIN = 14
 """Traversals with one row; the first two are not counted."""
 HOUR = 3600.0
+CACHE_BYTES = 1 << 28
+"""Of a stage's first caches. There is one text, and the largest shape leaves 4 GiB of the device free."""
 VOCABULARY = ByteTokenizer().vocabulary
 
 
@@ -184,7 +186,7 @@ def held_parts(
         empty.pooling,
         empty.tokenizer,
     )
-    return HeldBlocks(checkpoint, parts, fixed_shapes=graphs), checkpoint
+    return HeldBlocks(checkpoint, parts, fixed_shapes=graphs, first_bytes=CACHE_BYTES), checkpoint
 
 
 # ---- processes ---------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from blocktrain.model.pooling import Pooling
 from blocktrain.serving.blocks import HeldBlocks, RowWork
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.transport import Address
-from blocktrain.training.checkpoint import load_checkpoint, write_checkpoint
+from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from blocktrain.training.setup import Setup
 
 PROMPT, TOKENS = 64, 64
@@ -96,10 +96,7 @@ def write_random(recipe: Recipe, folder: Path, device: torch.device) -> None:
     write_checkpoint(folder, recipe, CorpusHash("0" * 64), blocks, setup.codebook().table, pooling)
 
 
-def pass_times(
-    checkpoint: Path, device: torch.device, count: int, prompts: list[list[int]]
-) -> dict[str, Any]:
-    loaded = load_checkpoint(checkpoint, device)
+def pass_times(loaded: Checkpoint, count: int, prompts: list[list[int]]) -> dict[str, Any]:
     blocks = tuple(range(len(loaded.blocks)))
     found: dict[bool, tuple[list[float], list[NDArray[Any]], list[list[int]]]] = {}
     for fixed in (False, True):
@@ -244,9 +241,10 @@ def run_shape(
         checkpoint = Path(folder) / "checkpoint"
         write_random(recipe, checkpoint, device)
         if check:
+            loaded = load_checkpoint(checkpoint, device)
             for count in counts:
                 with table.part(f"{name}, {count} clients, one pass"):
-                    table.add(name, count, **pass_times(checkpoint, device, count, prompts))
+                    table.add(name, count, **pass_times(loaded, count, prompts))
             return
         blocks = f"0-{recipe.model.blocks - 1}"
         texts = []

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, BlockOutput
-from blocktrain.model.caches import Cache, PackedCache, Shelves
+from blocktrain.model.caches import FIRST_BYTES, Cache, PackedCache, Shelves
 from blocktrain.model.graphs import FixedPasses, Shape
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.pooling import LEAST_WEIGHT, TrackRecord
@@ -142,9 +142,16 @@ class Refinement:
 
 
 class HeldBlocks:
-    def __init__(self, checkpoint: Checkpoint, held: Sequence[int], fixed_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        held: Sequence[int],
+        fixed_shapes: bool = False,
+        first_bytes: int = FIRST_BYTES,
+    ) -> None:
         """`held` names the checkpoint's loaded blocks, in the same order. `fixed_shapes`: texts that go on by
-        a few tokens do so in passes of fixed shapes, which a GPU captures and replays."""
+        a few tokens do so in passes of fixed shapes, which a GPU captures and replays; the caches of all
+        blocks for texts of one length then begin with about `first_bytes`."""
         self.blocks: dict[int, Block] = dict(zip(held, checkpoint.blocks, strict=True))
         self.objective = checkpoint.objective
         self.codebook = checkpoint.codebook_VD
@@ -157,7 +164,9 @@ class HeldBlocks:
         }
         parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
         self.dtype = parameter.dtype
-        self._shelves = {index: Shelves(fixed_shapes) for index in self.blocks}
+        self._shelves = {
+            index: Shelves(fixed_shapes, first_bytes // len(self.blocks)) for index in self.blocks
+        }
         self._fixed: FixedPasses | None = None
         if fixed_shapes:
             self._fixed = FixedPasses(
