@@ -1,18 +1,19 @@
 """Table T8: the litepaper's six serving shapes as serial models on our own stages, random weights.
 
-    python benchmarks/serving.py --table T8 --json t8.json          (one H200)
+    python benchmarks/serving.py --table T8 --graphs --json t8.json (one H200)
     python benchmarks/serving.py --table T8 --quick                 (tiny shapes on the CPU)
     python benchmarks/serving.py --table T8 --quick --only 0.040B   (a shape of the table on the CPU)
 
 These are *timing* rows: the weights are random, so the text means nothing. Everything but the weights is what
 ships: `Stage` in a process for each group of parts, which hand activations in bf16 on to one another, and
 `RemoteEngine`, whose traversal has `rows` positions behind a cached context, as that of `verify` has a draft.
-The wide-area network is a relay process in front of every stage, which holds what passes in either direction
-for NETWORK_SECONDS / 4: with three stages a traversal has four hops. No rate limit and no loss.
+The wide-area network is a relay process (relay.py) in front of every stage, which holds what passes in either
+direction for NETWORK_SECONDS / 4: with three stages a traversal has four hops.
 
 Layers are those of the family `llama`, four to a block as in the litepaper, with a feed-forward width that
 gives its number of parameters. What does not fit on the device is one more stage on the processor.
-Exits 1 when a shape cannot run or takes longer than the litepaper says.
+Each shape has --most-seconds for all it does, start-up included. Exits 1 when one cannot run or takes longer
+than the litepaper says; the rows of the others are in the report all the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +38,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from provenance import check_claims, write_report
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.ids import CorpusHash
 from blocktrain.model.block import Block, num_parameters
+from blocktrain.model.llama import LlamaBlock, llama_rotary
 from blocktrain.model.objective import Objective
 from blocktrain.model.pooling import Pooling
 from blocktrain.serving.blocks import HeldBlocks, RowWork
@@ -48,7 +53,7 @@ from blocktrain.serving.engine.fanout import FanoutConfig
 from blocktrain.serving.engine.link import LinkConfig
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine, StageSession
 from blocktrain.serving.engine.requests import GenerationRequest, GenerationStats
-from blocktrain.serving.engine.rows import Traversal
+from blocktrain.serving.engine.rows import BestRows, Rows, Traversal
 from blocktrain.serving.fingerprint import fingerprint
 from blocktrain.serving.stage.main import parse_blocks
 from blocktrain.serving.stage.stage import Stage, StageConfig
@@ -61,7 +66,11 @@ LAYERS_PER_BLOCK = 4
 HEAD_WIDTH = 128
 NETWORK_SECONDS = 0.24
 NUM_HOPS = 4
+PLAIN = 14
+"""Traversals with one row; the first two are not counted."""
 HOUR = 3600.0
+CACHE_BYTES = 1 << 28
+"""Of a stage's first caches. There is one text, and the largest shape leaves 4 GiB of the device free."""
 VOCABULARY = ByteTokenizer().vocabulary
 
 
@@ -122,22 +131,50 @@ def write_shape(shape: Shape, folder: Path) -> None:
     write_checkpoint(folder, shape.recipe, CorpusHash("0" * 64), [], torch.empty(0, shape.width), pooling)
 
 
+def dtype_on(device: torch.device) -> torch.dtype:
+    # A processor that multiplies bf16 reads half as much: 8 rows of width 8192 took a sixth of the time.
+    own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cuda" or own else torch.float32
+
+
+def draw(parameter: Tensor, seed: int) -> None:
+    """Small normal numbers. On the processor many threads draw: one takes half a minute for 4 billion."""
+    std = parameter.shape[1] ** -0.5
+
+    def fill(numbered: tuple[int, Tensor]) -> None:
+        number, piece = numbered
+        piece.normal_(0, std, generator=torch.Generator(piece.device).manual_seed(seed + number))
+
+    size = 1 << 24 if parameter.device.type == "cpu" else parameter.numel()
+    pieces = torch.split(parameter.detach().view(-1), size)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(fill, enumerate(pieces)))
+
+
 @torch.no_grad()
 def random_part(objective: Objective, index: int, device: torch.device) -> Block:
-    # On the device and in its type from the start: the largest shape is there once, and nowhere else.
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with device:
-        part = objective.build(index, seed=index + 1)
-        torch.manual_seed(index + 1)
-        for parameter in part.parameters():
-            # What would begin at zero is drawn too: no kernel may be quick because of zeros.
-            if parameter.ndim == 2 and not parameter.any():
-                parameter.normal_(0, parameter.shape[1] ** -0.5)
+    # Shapes alone at first, then in its place and type: the largest shape is there once, and drawn once.
+    torch.set_default_dtype(dtype_on(device))
+    with torch.device("meta"):
+        shapes = objective.build(index, seed=index + 1)
     torch.set_default_dtype(torch.float32)
+    part = shapes.to_empty(device=device)
+    assert isinstance(part, LlamaBlock), "the table has no other family"
+    # No snapshot has these, so they are computed.
+    for own, table in zip((part.rotary_cos, part.rotary_sin), llama_rotary(objective.model), strict=True):
+        own.copy_(table)
+    for number, parameter in enumerate(part.parameters()):
+        # Matrices that begin at zero are drawn too: no kernel may be quick because of zeros.
+        if parameter.ndim == 2:
+            draw(parameter, ((index + 1) << 32) + (number << 16))
+        else:
+            parameter.fill_(1.0)
     return part.eval()
 
 
-def held_parts(folder: Path, parts: Sequence[int], device: torch.device) -> tuple[HeldBlocks, Checkpoint]:
+def held_parts(
+    folder: Path, parts: Sequence[int], device: torch.device, graphs: bool = False
+) -> tuple[HeldBlocks, Checkpoint]:
     empty = load_checkpoint(folder, device, only=[])
     blocks = [random_part(empty.objective, index, device) for index in parts]
     checkpoint = Checkpoint(
@@ -149,41 +186,23 @@ def held_parts(folder: Path, parts: Sequence[int], device: torch.device) -> tupl
         empty.pooling,
         empty.tokenizer,
     )
-    return HeldBlocks(checkpoint, parts), checkpoint
+    return HeldBlocks(checkpoint, parts, fixed_shapes=graphs, first_bytes=CACHE_BYTES), checkpoint
 
 
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
-async def stage_role(folder: Path, parts: str, device: str) -> None:
-    held, checkpoint = held_parts(folder, parse_blocks(parts), torch.device(device))
+async def stage_role(folder: Path, parts: str, device: str, graphs: bool) -> None:
+    held, checkpoint = held_parts(folder, parse_blocks(parts), torch.device(device), graphs)
     stage = await Stage.open(held, fingerprint(folder, checkpoint), StageConfig())
     count = sum(num_parameters(block) for block in checkpoint.blocks)
     print(f"ready {stage.address} parameters={count}", flush=True)
     await asyncio.Event().wait()
 
 
-async def relay_role(target: Address, delay: float) -> None:
-    """What arrives is passed on `delay` seconds later, in either direction."""
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        while data := await reader.read(1 << 16):
-            loop.call_later(delay, writer.write, data)
-        loop.call_later(delay, writer.close)
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        to_reader, to_writer = await asyncio.open_connection(target.host, target.port)
-        await asyncio.gather(pump(reader, to_writer), pump(to_reader, writer), return_exceptions=True)
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    print(f"ready 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await server.serve_forever()
-
-
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, __file__, *arguments]
+def started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -192,9 +211,14 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def ready_line(process: subprocess.Popen[str]) -> tuple[Address, int]:
+def ready_line(process: subprocess.Popen[str], seconds: float) -> tuple[Address, int]:
+    """Where the process listens and how many parameters it has, once it says so."""
     assert process.stdout is not None
+    # Ended when it is late, so that the line comes or the output is over.
+    late = threading.Timer(max(0.0, seconds), process.kill)
+    late.start()
     line = process.stdout.readline()
+    late.cancel()
     found = re.match(r"ready (\S+)(?: parameters=(\d+))?", line)
     if found is None:
         raise RuntimeError(f"a process did not start: {line!r}, status {process.wait()}")
@@ -204,15 +228,16 @@ def ready_line(process: subprocess.Popen[str]) -> tuple[Address, int]:
 # ---- measuring ---------------------------------------------------------------------------------------------
 
 
-async def traverse(
-    session: StageSession, tokens: list[int], num_rows: int
-) -> tuple[NDArray[np.float64], float]:
+async def traverse(session: StageSession, tokens: list[int], num_rows: int) -> tuple[Rows | BestRows, float]:
     began = time.monotonic()
-    rows = await session.rows(Traversal(tokens, num_rows, leads=True))
-    return rows.log_probs, time.monotonic() - began  # type: ignore[union-attr]
+    # More rows than a stage sends the best tokens of travel whole.
+    rows = await session.rows(Traversal(tokens, num_rows, whole=num_rows > 1, leads=True))
+    return rows, time.monotonic() - began
 
 
-async def measure(folder: Path, shape: Shape, stages: list[Address]) -> dict[str, Any]:
+async def measure(
+    folder: Path, shape: Shape, stages: list[Address], said: Callable[[str], None]
+) -> dict[str, Any]:
     """Latencies of traversals with all rows and with one, through the same stages."""
     engine = RemoteEngine(
         folder,
@@ -220,27 +245,32 @@ async def measure(folder: Path, shape: Shape, stages: list[Address]) -> dict[str
             stages=stages,
             activations=ActivationCodec.BF16,
             start_seconds=HOUR,
-            fanout=FanoutConfig(degrade_seconds=HOUR),
+            # The first traversal loads kernels and may be slow; asked again it would count twice.
+            fanout=FanoutConfig(degrade_seconds=HOUR, hedge_seconds=HOUR),
             link=LinkConfig(connect_seconds=HOUR, suspect_seconds=HOUR, dead_seconds=HOUR),
         ),
     )
     await engine.start()
+    said("joined")
     text: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, CONTEXT).tolist()
     stats = GenerationStats()
     session = engine.row_source(GenerationRequest(text, 1, deadline_seconds=HOUR), stats)
     try:
-        first_rows, _ = await traverse(session, text, shape.rows)
+        first, _ = await traverse(session, text, shape.rows)
+        assert isinstance(first, Rows), "asked for as a whole"
         await traverse(session, text, shape.rows)
+        said("warm")
         before = stats.wire_bytes_sent + stats.wire_bytes_received
         many = [(await traverse(session, text, shape.rows))[1] for _ in range(shape.traversals)]
         wire = (stats.wire_bytes_sent + stats.wire_bytes_received - before) // shape.traversals
-        start = CONTEXT - shape.traversals
+        said("measured with all rows")
+        start = CONTEXT - PLAIN
         plain = [(await traverse(session, text[:end], 1))[1] for end in range(start, CONTEXT)]
     finally:
         await session.close()
         await engine.close()
     assert stats.retries == 0, "a stage was asked twice"
-    return {"first_rows": first_rows, "many": many, "plain": plain[2:], "wire": wire}
+    return {"first_rows": first.log_probs, "many": many, "plain": plain[2:], "wire": wire}
 
 
 def check_against_one_process(folder: Path, shape: Shape, served: NDArray[np.float64]) -> float:
@@ -256,29 +286,45 @@ def check_against_one_process(folder: Path, shape: Shape, served: NDArray[np.flo
     return difference
 
 
-def run_shape(shape: Shape, device: str, network_seconds: float) -> dict[str, Any]:
+def run_shape(
+    shape: Shape, device: str, network_seconds: float, most_seconds: float, graphs: bool
+) -> dict[str, Any]:
+    """Any error, and TimeoutError after `most_seconds`, leaves no process behind."""
     began, hop_seconds = time.monotonic(), network_seconds / NUM_HOPS
+
+    def spent() -> float:
+        return time.monotonic() - began
+
+    def said(what: str) -> None:
+        print(f"  {shape.name}: {what} after {spent():.1f} s", flush=True)
+
+    async def limited(stages: list[Address]) -> dict[str, Any]:
+        async with asyncio.timeout(most_seconds - spent()):
+            return await measure(folder, shape, stages, said)
+
     with contextlib.ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory())) / "checkpoint"
         write_shape(shape, folder)
         processes = [
             running.enter_context(
                 started(
-                    *("--role", "stage", "--folder", str(folder), "--parts", parts),
+                    *(Path(__file__).name, "--folder", str(folder), "--parts", parts),
                     *("--device", device if where == "device" else "cpu"),
+                    *(["--graphs"] if graphs and where == "device" else []),
                 )
             )
             for parts, where in shape.groups
         ]
-        told = [ready_line(process) for process in processes]
+        told = []
+        for process, (parts, where) in zip(processes, shape.groups, strict=True):
+            told.append(ready_line(process, most_seconds - spent()))
+            said(f"parts {parts} ready on the {where}")
         relays = [
-            running.enter_context(
-                started("--role", "relay", "--target", str(address), "--delay", str(hop_seconds))
-            )
-            for address, _ in told
+            running.enter_context(started("relay.py", str(address), str(hop_seconds))) for address, _ in told
         ]
-        build_seconds = time.monotonic() - began
-        measured = asyncio.run(measure(folder, shape, [ready_line(relay)[0] for relay in relays]))
+        addresses = [ready_line(one, most_seconds - spent())[0] for one in relays]
+        build_seconds = spent()
+        measured = asyncio.run(limited(addresses))
         if device == "cpu":
             difference = check_against_one_process(folder, shape, measured["first_rows"])
             print(f"  (differs by at most {difference:.4f} nats from the same parts in one process)")
@@ -293,6 +339,7 @@ def run_shape(shape: Shape, device: str, network_seconds: float) -> dict[str, An
         "stages": [f"parts {parts} on the {where}" for parts, where in shape.groups],
         "network_seconds": hop_seconds * (len(shape.groups) + 1),
         "activations": "bf16",
+        "graphs": graphs,
         "rows": shape.rows,
         "traversals": len(many),
         "p50_seconds": statistics.median(many),
@@ -332,47 +379,50 @@ def claims_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def run_table(
-    *, quick: bool, json_path: Path | None, only: str | None, network_seconds: float = NETWORK_SECONDS
+    *,
+    quick: bool,
+    json_path: Path | None,
+    only: str | None,
+    most_seconds: float,
+    graphs: bool,
+    network_seconds: float = NETWORK_SECONDS,
 ) -> None:
     names = only.split(",") if only is not None else []
     offered = (*TABLE, *QUICK) if names else QUICK if quick else TABLE
     shapes = [shape for shape in offered if not names or shape.name in names]
     if not shapes:
         sys.exit(f"no shape is called {only}; there are {', '.join(one.name for one in (*TABLE, *QUICK))}")
+    if not quick and not torch.cuda.is_available():
+        sys.exit("the table needs a GPU, and none is here; --quick has small shapes for the processor")
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     print("random weights: timings only, the text means nothing")
     print(HEADING, flush=True)
     for shape in shapes:
         try:
-            rows.append(run_shape(shape, "cpu" if quick else "cuda", network_seconds))
-        except (RuntimeError, AssertionError) as error:
+            rows.append(run_shape(shape, "cpu" if quick else "cuda", network_seconds, most_seconds, graphs))
+        except Exception as error:
             # The other shapes still count: a run on a lent machine is not repeated lightly.
-            failed.append(f"{shape.name}: {error}")
-            print(f"{shape.name:8s} failed: {error}", flush=True)
+            failed.append(f"{shape.name} failed: {type(error).__name__}: {error}")
+            print(failed[-1], flush=True)
             continue
         print(line(rows[-1]), flush=True)
         write_report(json_path, "t8", rows)
-    if failed:
-        sys.exit("\n".join(failed))
     # A processor is no device to hold against the litepaper's.
-    sys.exit(0 if quick else check_claims(claims_of(rows)))
+    status = 0 if quick else check_claims(claims_of(rows))
+    sys.exit("\n".join(failed) or status)
 
 
 def main() -> None:
+    """A stage of a shape, as `run_shape` starts it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--role", choices=["stage", "relay"], required=True)
-    parser.add_argument("--folder", type=Path, default=Path())
-    parser.add_argument("--parts", default="")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--parts", required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--target", default="")
-    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--graphs", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(max(1, torch.get_num_threads() // (1 if arguments.device == "cuda" else 2)))
-    if arguments.role == "stage":
-        asyncio.run(stage_role(arguments.folder, arguments.parts, arguments.device))
-    else:
-        asyncio.run(relay_role(Address.parse(arguments.target), arguments.delay))
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    asyncio.run(stage_role(arguments.folder, arguments.parts, arguments.device, arguments.graphs))
 
 
 if __name__ == "__main__":

@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--table", choices=["T8"], help="the litepaper's large shapes, see large_shapes.py")
     parser.add_argument("--quick", action="store_true", help="with --table: tiny shapes on the CPU")
     parser.add_argument("--only", default=None, help="with --table: names of shapes, separated by commas")
+    parser.add_argument("--most-seconds", type=float, default=150.0, help="with --table: of a shape")
     parser.add_argument("--role", choices=["benchmark", "stage", "engine", "load"], default="benchmark")
     parser.add_argument("--check-lossless", action="store_true", help="see lossless.py; no emulated links")
     parser.add_argument("--kills", type=int, default=1, help="with --check-lossless: at least so many")
@@ -340,7 +341,13 @@ def main() -> None:
     if arguments.table:
         from large_shapes import run_table
 
-        return run_table(quick=arguments.quick, json_path=arguments.json, only=arguments.only)
+        return run_table(
+            quick=arguments.quick,
+            json_path=arguments.json,
+            only=arguments.only,
+            most_seconds=arguments.most_seconds,
+            graphs=arguments.graphs,
+        )
     if arguments.cost:
         rows = clients.run_cost(numbers(arguments.clients or "1,8,64"), texts=2)
         write_report(arguments.json, "serving-cost", rows)

@@ -8,23 +8,27 @@
 Weights are random, so these are timings and the text means nothing. A stage with all blocks is a process of
 its own, on the device; `RemoteEngine` with all its clients runs here, over loopback. Each client writes texts
 of TOKENS behind prompts of PROMPT, and a segment is timed from when all have begun (clients.py). Two stages,
-one that replays captured passes and one that does not, take turns and must write the same texts.
+one that replays captured passes (`ours`) and one that does not, take turns and must write the same texts.
 transformers writes as many texts as one batch with a LlamaForCausalLM of as many layers, of the same width
-and vocabulary, in fp32 as our stages compute, and in bf16; without it its columns are empty. Only `ar` is
-compared: random blocks agree on nothing, so every draft is wrong.
+and vocabulary, in fp32 as our stages compute, and in bf16. Only `ar` is compared: random blocks agree on
+nothing, so every draft is wrong. What fails is said, the other numbers are in the report, and the program
+exits with 1.
 
 `--check` has no stages and no clients: milliseconds of one pass with a new token of each text, captured and
-not, the largest difference between their log-probs, and whether the most likely tokens are the same.
+not, those of the first one with its capture, the largest difference between their log-probs, and whether the
+most likely tokens are the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +46,14 @@ from blocktrain.model.pooling import Pooling
 from blocktrain.serving.blocks import HeldBlocks, RowWork
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
 from blocktrain.serving.transport import Address
-from blocktrain.training.checkpoint import load_checkpoint, write_checkpoint
+from blocktrain.training.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from blocktrain.training.setup import Setup
 
 PROMPT, TOKENS = 64, 64
 CHECKED = 24
 """Passes that `--check` times."""
+SEGMENT_SECONDS = 30
+"""What a number of clients may take beside the time that is measured."""
 SHAPES: dict[str, dict[str, Any]] = {
     # As recipes/wikitext-2.toml.
     "wikitext-2": {"width": 384, "heads": 6, "blocks": 4, "layers_per_block": 3},
@@ -90,67 +96,105 @@ def write_random(recipe: Recipe, folder: Path, device: torch.device) -> None:
     write_checkpoint(folder, recipe, CorpusHash("0" * 64), blocks, setup.codebook().table, pooling)
 
 
-def pass_times(
-    checkpoint: Path, device: torch.device, counts: list[int], prompts: list[list[int]]
-) -> list[dict[str, Any]]:
-    loaded = load_checkpoint(checkpoint, device)
-    blocks, rows = tuple(range(len(loaded.blocks))), []
-    for count in counts:
-        found: dict[bool, tuple[float, list[NDArray[Any]], list[list[int]]]] = {}
-        for fixed in (False, True):
-            held = HeldBlocks(loaded, blocks, fixed_shapes=fixed)
-            texts = [list(prompts[i % len(prompts)]) for i in range(count)]
-            caches = [held.new_caches(blocks) for _ in texts]
-            # The whole prompts, then one token of each text; the first pass of that kind is not timed.
-            starts, said, spent = [0] * count, [], []
-            for _ in range(CHECKED + 2):
-                works = [
-                    RowWork(text[start:], 1, blocks, cache, start)
-                    for text, start, cache in zip(texts, starts, caches, strict=True)
-                ]
-                began = time.monotonic()
-                log_probs = np.concatenate([one.rows for one in held.rows(works)])
-                spent.append(time.monotonic() - began)
-                said.append(log_probs)
-                starts = [len(text) for text in texts]
-                # What the passes in any shape chose, so that both see one text.
-                chosen = (said if not fixed else found[False][1])[len(said) - 1].argmax(axis=1)
-                texts = [[*text, int(token)] for text, token in zip(texts, chosen, strict=True)]
-            own = [[int(token) for token in log_probs.argmax(axis=1)] for log_probs in said]
-            found[fixed] = 1000 * statistics.median(spent[2:]), said, own
-        free, captured = found[False], found[True]
-        row = {"clients": count, "free_ms": free[0], "captured_ms": captured[0]}
-        pairs = zip(free[1], captured[1], strict=True)
-        row |= {"difference": max(float(abs(a - b).max()) for a, b in pairs), "same": free[2] == captured[2]}
-        rows.append(row)
-    return rows
+def pass_times(loaded: Checkpoint, count: int, prompts: list[list[int]]) -> dict[str, Any]:
+    blocks = tuple(range(len(loaded.blocks)))
+    found: dict[bool, tuple[list[float], list[NDArray[Any]], list[list[int]]]] = {}
+    for fixed in (False, True):
+        held = HeldBlocks(loaded, blocks, fixed_shapes=fixed)
+        texts = [list(prompts[i % len(prompts)]) for i in range(count)]
+        caches = [held.new_caches(blocks) for _ in texts]
+        # The whole prompts, then one token of each text; the first pass of that kind is not timed.
+        starts, said, spent = [0] * count, [], []
+        for _ in range(CHECKED + 2):
+            works = [
+                RowWork(text[start:], 1, blocks, cache, start)
+                for text, start, cache in zip(texts, starts, caches, strict=True)
+            ]
+            began = time.monotonic()
+            log_probs = np.concatenate([one.rows for one in held.rows(works)])
+            spent.append(1000 * (time.monotonic() - began))
+            said.append(log_probs)
+            starts = [len(text) for text in texts]
+            # What the passes in any shape chose, so that both see one text.
+            chosen = (said if not fixed else found[False][1])[len(said) - 1].argmax(axis=1)
+            texts = [[*text, int(token)] for text, token in zip(texts, chosen, strict=True)]
+        own = [[int(token) for token in log_probs.argmax(axis=1)] for log_probs in said]
+        found[fixed] = spent, said, own
+    free, captured = found[False], found[True]
+    return {
+        "free_ms": statistics.median(free[0][2:]),
+        "captured_ms": statistics.median(captured[0][2:]),
+        "capture_ms": captured[0][1],
+        "difference": max(float(abs(a - b).max()) for a, b in zip(free[1], captured[1], strict=True)),
+        "same": free[2] == captured[2],
+    }
+
+
+class Table:
+    """The rows so far, in the report after each number, and what failed."""
+
+    def __init__(self, json_path: Path | None) -> None:
+        self.json_path = json_path
+        self.rows: list[dict[str, Any]] = []
+        self.failed: list[str] = []
+        self.began = time.monotonic()
+
+    def add(self, shape: str, clients: int, **numbers: Any) -> None:
+        row = next((r for r in self.rows if (r["shape"], r["clients"]) == (shape, clients)), None)
+        if row is None:
+            row = {"shape": shape, "clients": clients}
+            self.rows.append(row)
+        row |= numbers
+        said = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        self._say(f"{shape:10s}  clients {clients:3d}  {said}")
+        write_report(self.json_path, "serving-gpu", self.rows)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever goes wrong inside is said, and the rest goes on: a lent machine is not lent again."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.append(f"{name} failed: {type(error).__name__}: {error}")
+            self._say(self.failed[-1])
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
 
 
 async def ours(
+    name: str,
+    label: str,
     checkpoint: Path,
     address: str,
     counts: list[int],
     seconds: float,
     prompts: list[list[int]],
-    texts: dict[int, list[int]],
-) -> list[float]:
+    table: Table,
+) -> dict[int, dict[int, list[int]]]:
+    """Adds numbers under `label` and gives the texts for each number of clients."""
     engine = RemoteEngine(checkpoint, EngineConfig(stages=[Address.parse(address)], start_seconds=60))
     await engine.start()
-    found = []
+    texts: dict[int, dict[int, list[int]]] = {}
     for count in counts:
-        await segment(engine, "ar", count, 0.3, prompts, TOKENS, texts)
-        found.append(await segment(engine, "ar", count, seconds, prompts, TOKENS, texts))
+        with table.part(f"{name}, {count} clients, {label}"):
+            # A stage that fails is asked again and again; the other numbers are worth more.
+            async with asyncio.timeout(SEGMENT_SECONDS + seconds):
+                known: dict[int, list[int]] = {}
+                await segment(engine, "ar", count, 0.3, prompts, TOKENS, known)
+                speed = await segment(engine, "ar", count, seconds, prompts, TOKENS, known)
+            table.add(name, count, **{label: speed})
+            texts[count] = known
     await engine.close()
-    return found
+    return texts
 
 
 def theirs(
     recipe: Recipe, device: torch.device, dtype: torch.dtype, counts: list[int], prompts: list[list[int]]
-) -> list[float] | None:
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return None
+) -> Iterator[float]:
+    """Tokens a second of transformers for each number of texts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     model = recipe.model
     heads, inner = model.kv_heads or model.heads, model.feedforward_width or model.feedforward * model.width
     config = LlamaConfig(
@@ -167,7 +211,6 @@ def theirs(
     build: Any = LlamaForCausalLM
     with device:
         network = build(config).to(dtype).eval()
-    found = []
     for count in counts:
         ids = torch.tensor([prompts[i % len(prompts)] for i in range(count)], device=device)
         seconds = []
@@ -185,13 +228,12 @@ def theirs(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.monotonic() - began)
-        found.append(count * TOKENS / min(seconds[1:]))
-    return found
+        yield count * TOKENS / min(seconds[1:])
 
 
 def run_shape(
-    name: str, device: torch.device, counts: list[int], seconds: float, check: bool
-) -> list[dict[str, Any]]:
+    name: str, device: torch.device, counts: list[int], seconds: float, check: bool, table: Table
+) -> None:
     recipe = resolve_recipe({"name": name, "model": {"context": 512, **SHAPES[name]}})
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, 256, (max(counts), PROMPT), generator=generator).tolist()
@@ -199,25 +241,32 @@ def run_shape(
         checkpoint = Path(folder) / "checkpoint"
         write_random(recipe, checkpoint, device)
         if check:
-            return [{"shape": name, **row} for row in pass_times(checkpoint, device, counts, prompts)]
+            loaded = load_checkpoint(checkpoint, device)
+            for count in counts:
+                with table.part(f"{name}, {count} clients, one pass"):
+                    table.add(name, count, **pass_times(loaded, count, prompts))
+            return
         blocks = f"0-{recipe.model.blocks - 1}"
-        texts: tuple[dict[int, list[int]], dict[int, list[int]]] = {}, {}
-        with running_stages(None, checkpoint, [blocks] * 2, str(device), with_graphs=[0]) as addresses:
-            mine, without = (
-                asyncio.run(ours(checkpoint, address, counts, seconds, prompts, known))
-                for address, known in zip(addresses, texts, strict=True)
-            )
-    shared = [(texts[0][seed], texts[1][seed]) for seed in texts[0].keys() & texts[1].keys()]
-    same = all(one[: len(other)] == other[: len(one)] for one, other in shared)
-    rows: list[dict[str, Any]] = [
-        {"shape": name, "clients": n, "ours": fast, "without_graphs": slow, "same_texts": same}
-        for n, fast, slow in zip(counts, mine, without, strict=True)
-    ]
+        texts = []
+        with running_stages(None, checkpoint, [blocks] * 2, str(device), with_graphs=[1]) as addresses:
+            for label, address in zip(("without_graphs", "ours"), addresses, strict=True):
+                with table.part(f"{name}, {label}"):
+                    asked = ours(name, label, checkpoint, address, counts, seconds, prompts, table)
+                    texts.append(asyncio.run(asked))
+        for count in counts if len(texts) == 2 else []:
+            free, captured = (one.get(count, {}) for one in texts)
+            pairs = [(free[seed], captured[seed]) for seed in free.keys() & captured.keys()]
+            same = bool(pairs) and all(one[: len(two)] == two[: len(one)] for one, two in pairs)
+            table.add(name, count, same_texts=same)
     for dtype in (torch.float32, torch.bfloat16):
         label = str(dtype).removeprefix("torch.")
-        for row, speed in zip(rows, theirs(recipe, device, dtype, counts, prompts) or [], strict=False):
-            row |= {f"transformers_{label}": speed, f"ratio_{label}": row["ours"] / speed}
-    return rows
+        with table.part(f"{name}, transformers in {label}"):
+            for count, speed in zip(counts, theirs(recipe, device, dtype, counts, prompts), strict=True):
+                row = next(r for r in table.rows if (r["shape"], r["clients"]) == (name, count))
+                ratio = {f"ratio_{label}": row["ours"] / speed} if "ours" in row else {}
+                table.add(name, count, **{f"transformers_{label}": speed}, **ratio)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -231,32 +280,17 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.quick else "cpu")
     counts = [int(part) for part in arguments.clients.split(",")]
-    rows: list[dict[str, Any]] = []
-    if arguments.check:
-        print("one pass, ms:  in any shape  captured  largest difference  same tokens")
-    else:
-        print("tokens/s:  ours  without graphs (same texts)  transformers fp32 (ratio)  bf16 (ratio)")
+    table = Table(arguments.json)
+    print("milliseconds of one pass" if arguments.check else "tokens a second of all clients together")
     for name in QUICK if arguments.quick else arguments.shapes.split(","):
-        for row in run_shape(name, device, counts, arguments.seconds, arguments.check):
-            rows.append(row)
-            if arguments.check:
-                times = f"{row['free_ms']:9.2f}  {row['captured_ms']:9.2f}"
-                numbers = f"{times}  {row['difference']:.1e}  {row['same']}"
-            else:
-                beside = [
-                    f"{row[f'transformers_{one}']:9.1f} ({row[f'ratio_{one}']:.2f})"
-                    for one in ("float32", "bfloat16")
-                    if f"ratio_{one}" in row
-                ]
-                before = f"{row['without_graphs']:9.1f} ({row['same_texts']})"
-                numbers = f"{row['ours']:9.1f}  {before}  {'  '.join(beside)}"
-            print(f"{name:10s}  clients {row['clients']:3d}  {numbers}", flush=True)
-        write_report(arguments.json, "serving-gpu", rows)
-    sys.exit(check_claims({"captured passes write the same texts": all(map(same_text, rows))}))
+        with table.part(name):
+            run_shape(name, device, counts, arguments.seconds, arguments.check, table)
+    claims = {"captured passes write the same texts": bool(table.rows) and all(map(same_text, table.rows))}
+    sys.exit("\n".join(table.failed) or check_claims(claims))
 
 
 def same_text(row: dict[str, Any]) -> bool:
-    return bool(row["same"] if "same" in row else row["same_texts"])
+    return bool(row.get("same") or row.get("same_texts"))
 
 
 if __name__ == "__main__":

@@ -61,12 +61,21 @@ def expected_text(path: Path, prompt: bytes, temperature: float) -> list[int]:
     return list(generate(model, list(prompt), max_tokens=NEW_TOKENS, seed=3, temperature=temperature))
 
 
-@pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1), (1, 2)), ((2,), (0, 1))])
+@pytest.mark.parametrize(
+    ("groups", "graphs"),
+    [
+        (((0,), (1,), (2,)), False),
+        (((0,), (1,), (2,)), True),
+        (((0, 1), (1, 2)), False),
+        (((2,), (0, 1)), False),
+        (((2,), (0, 1)), True),
+    ],
+)
 def test_stages_in_series_write_the_text_of_the_whole_model(
-    serial: Path, groups: Sequence[Sequence[int]]
+    serial: Path, groups: Sequence[Sequence[int]], graphs: bool
 ) -> None:
     async def served() -> None:
-        async with cluster(serial, groups) as c:
+        async with cluster(serial, groups, stage={"graphs": graphs}) as c:
             for temperature in (0.0, 1.0):
                 for mode in ("ar", "verify"):
                     texts = await asyncio.gather(

@@ -29,7 +29,8 @@ MOST_TOGETHER = 40
 """New positions of a text that goes on together with others, a whole draft and some more: all are padded to
 the longest. A prompt has more work of its own than operations to save."""
 FIRST_SLOTS, FIRST_BYTES = 64, 1 << 30
-"""Slots that a fixed shelf begins with, fewer where they would take more memory than this."""
+"""Slots that a fixed shelf begins with, fewer where those of all blocks of a holder would take more memory
+than this."""
 
 
 @dataclass(eq=False)
@@ -104,8 +105,8 @@ class Shelf:
     text gets (see graphs.py).
     """
 
-    def __init__(self, capacity: int, fixed: bool = False) -> None:
-        self.capacity, self.fixed = capacity, fixed
+    def __init__(self, capacity: int, fixed: bool = False, first_bytes: int = 0) -> None:
+        self.capacity, self.fixed, self.first_bytes = capacity, fixed, first_bytes
         self.texts: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
         """By slot. A cache that nobody holds any more leaves its slot free."""
         self.num_slots = 0
@@ -146,7 +147,7 @@ class Shelf:
             # After each move all is captured again, so the first slots are enough for most loads.
             parts = [part for layer in cache.layers for part in layer.parts]
             sizes = [room.nbytes // room.shape[part.dim] for part in parts if (room := part.room) is not None]
-            more = max(4, self.num_slots, min(FIRST_SLOTS, FIRST_BYTES // (self.capacity * sum(sizes))))
+            more = max(4, self.num_slots, min(FIRST_SLOTS, self.first_bytes // (self.capacity * sum(sizes))))
         self.num_slots += more
         self.num_moves += 1
         old, self.rooms = self.rooms, []
@@ -171,15 +172,15 @@ class Shelf:
 class Shelves:
     """The shelves of one block, or of several that share caches: one for each power of two of positions."""
 
-    def __init__(self, fixed: bool = False) -> None:
-        self._fixed = fixed
+    def __init__(self, fixed: bool = False, first_bytes: int = FIRST_BYTES) -> None:
+        self._fixed, self._first_bytes = fixed, first_bytes
         self._shelves: dict[int, Shelf] = {}
 
     def with_room(self, end: int) -> Shelf:
         """The shelf for texts of so many positions."""
         # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
         capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
-        return self._shelves.setdefault(capacity, Shelf(capacity, self._fixed))
+        return self._shelves.setdefault(capacity, Shelf(capacity, self._fixed, self._first_bytes))
 
     def hold(self, caches: Sequence[Cache], lengths: Sequence[int]) -> None:
         """Have those caches on a shelf that are to go on together, with room for so many new positions."""

@@ -17,18 +17,21 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block
 from blocktrain.model.caches import Cache, Shelf, Shelves
 from blocktrain.model.layers import CausalConvolution, Place
 
-MOST_NEW = 32
-"""New positions of a text: a whole draft. A prompt has few operations for its size."""
+MOST_NEW = 128
+"""New positions of a text: a whole draft and what a text brings that begins as another does. A prompt has few
+operations for its size."""
 MOST_POSITIONS = 512
 """New positions of a pass. Beyond, a GPU has enough to do with each operation."""
 MOST_CACHED = 1 << 18
@@ -50,7 +53,9 @@ class Shape:
     blocks: tuple[int, ...]
     """Those that run, in their order."""
     asked: tuple[int, ...]
-    """Those of them whose rows are wanted."""
+    """Those of them whose rows are wanted; none where the last one's features go to another holder."""
+    goes_on: bool
+    """Whether the first takes features that another holder computed."""
     capacity: int
     """Positions of a slot."""
     num_new: int
@@ -136,6 +141,11 @@ class FixedPasses:
         self._vocabulary, self._shelves = vocabulary, shelves
         # Captured passes read their numbers here: ids, slots and positions, one after another.
         self._inputs = torch.zeros(3 * MOST_POSITIONS, dtype=torch.int64, device=codebook_VD.device)
+        # And the features that other holders computed.
+        dtype = next((p.dtype for block in blocks.values() for p in block.parameters()), codebook_VD.dtype)
+        from_elsewhere = any(set(upstream(block)) - blocks.keys() for block in blocks)
+        rows = MOST_POSITIONS if from_elsewhere else 0
+        self._given_PD = codebook_VD.new_zeros(rows, codebook_VD.shape[1], dtype=dtype)
         self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._device = codebook_VD.device
         self._own_streams: dict[int, torch.cuda.Stream] = {}
@@ -145,7 +155,9 @@ class FixedPasses:
             # One pool for all: no two passes run at once, so they may use the same memory.
             self._pool = torch.cuda.graph_pool_handle()
 
-    def place(self, caches: Mapping[int, Cache], asked: Sequence[int], num_new: int) -> Shape | None:
+    def place(
+        self, caches: Mapping[int, Cache], asked: Sequence[int], num_new: int, goes_on: bool
+    ) -> Shape | None:
         """Give a text's caches one slot on the shelves of all its blocks, with room for so many more
         positions. None where this is no pass for it."""
         longest = 1 << (num_new - 1).bit_length()
@@ -166,18 +178,23 @@ class FixedPasses:
         most_texts = min(
             MOST_POSITIONS // longest,
             MOST_CACHED // capacity,
-            MOST_VALUES // (longest * len(asked) * self._vocabulary),
+            MOST_VALUES // (longest * (len(asked) * self._vocabulary or self._codebook.shape[1])),
         )
         if not most_texts:
             return None
         most_texts = 1 << (most_texts.bit_length() - 1)
-        return Shape(tuple(sorted(caches)), tuple(sorted(asked)), capacity, longest, most_texts)
+        return Shape(tuple(sorted(caches)), tuple(sorted(asked)), goes_on, capacity, longest, most_texts)
 
     def run(
-        self, shape: Shape, ids: Sequence[Sequence[int]], caches: Sequence[Mapping[int, Cache]]
+        self,
+        shape: Shape,
+        ids: Sequence[Sequence[int]],
+        caches: Sequence[Mapping[int, Cache]],
+        given: Sequence[NDArray[Any]],
     ) -> Tensor:
-        """Log-probs [asked blocks, M, T, V] behind the new ids of these texts, which their caches then hold.
-        The next pass overwrites them."""
+        """Log-probs [asked blocks, M, T, V] behind the new ids of these texts, which their caches then hold,
+        or without asked blocks the last one's features [1, M, T, D]. The next pass overwrites them. `given`:
+        where the pass goes on from features, those at each text's ids."""
         assert len(ids) <= shape.most_texts
         cache_M = [next(iter(one.values())) for one in caches]
         slot_M, past_M = (np.array(one) for one in ([c.slot for c in cache_M], [c.length for c in cache_M]))
@@ -191,25 +208,29 @@ class FixedPasses:
         values = [token for one in ids for token in one], slot_M[text], past_M[text] + step
         inputs[:, text * shape.num_new + step] = np.array(values)
         self._inputs[: inputs.size].copy_(torch.from_numpy(inputs.ravel()))
+        if shape.goes_on:
+            given_PD = np.zeros((inputs.shape[1], self._given_PD.shape[1]), np.float32)
+            given_PD[text * shape.num_new + step] = np.concatenate(given)
+            self._given_PD[: len(given_PD)].copy_(torch.from_numpy(given_PD))
         shelves = {block: shelf for block, cache in caches[0].items() if (shelf := cache.shelf) is not None}
-        log_probs_NPV = self._log_probs(shape, num_rows, shelves)
+        found_NPV = self._found(shape, num_rows, shelves)
         for one, length in zip(caches, count_M.tolist(), strict=True):
             for cache in one.values():
                 cache.wrote(length)
-        return log_probs_NPV.view(len(shape.asked), num_rows, shape.num_new, -1)
+        return found_NPV.view(len(found_NPV), num_rows, shape.num_new, -1)
 
-    def _log_probs(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
+    def _found(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
         """Of the pass whose numbers lie in the inputs: captured at first, replayed from then on."""
         if self._device.type != "cuda":
             return self._forward(shape, num_rows, shelves)
         # Memory that moved is read elsewhere: what was captured before is of no use.
         key = shape, num_rows, *(shelves[block].num_moves for block in shape.blocks)
         known = self._captured.pop(key) if key in self._captured else None
-        self._captured[key] = graph, log_probs_NPV = known or self._capture(shape, num_rows, shelves)
+        self._captured[key] = graph, found_NPV = known or self._capture(shape, num_rows, shelves)
         if len(self._captured) > MOST_GRAPHS:
             del self._captured[next(iter(self._captured))]
         graph.replay()
-        return log_probs_NPV
+        return found_NPV
 
     def _capture(
         self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]
@@ -226,13 +247,13 @@ class FixedPasses:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                log_probs_NPV = self._forward(shape, num_rows, shelves)
-        return graph, log_probs_NPV
+                found_NPV = self._forward(shape, num_rows, shelves)
+        return graph, found_NPV
 
     def _forward(self, shape: Shape, num_rows: int, shelves: Mapping[int, Shelf]) -> Tensor:
         ids_P, slot_P, position_P = self._inputs[: 3 * num_rows * shape.num_new].view(3, -1)
         said: list[Tensor] = []
-        features: Tensor | None = None
+        features = self._given_PD[None, : len(ids_P)] if shape.goes_on else None
         # Blocks that take nothing from one another run side by side: with a token of each text, one alone
         # leaves most of a GPU idle.
         independent = not any(self._upstream(block) for block in shape.blocks)
@@ -256,4 +277,7 @@ class FixedPasses:
                     said.append(F.log_softmax(logits_PV, dim=-1))
         for block in shape.blocks if streams else ():
             torch.cuda.current_stream(self._device).wait_stream(streams[block])
-        return torch.stack(said)
+        if said:
+            return torch.stack(said)
+        assert features is not None, "a block ran"
+        return features

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blocktrain.model.block import Block, BlockOutput
-from blocktrain.model.caches import Cache, PackedCache, Shelves
+from blocktrain.model.caches import FIRST_BYTES, Cache, PackedCache, Shelves
 from blocktrain.model.graphs import FixedPasses, Shape
 from blocktrain.model.packed import is_packable, packed
 from blocktrain.model.pooling import LEAST_WEIGHT, TrackRecord
@@ -142,9 +142,16 @@ class Refinement:
 
 
 class HeldBlocks:
-    def __init__(self, checkpoint: Checkpoint, held: Sequence[int], fixed_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        held: Sequence[int],
+        fixed_shapes: bool = False,
+        first_bytes: int = FIRST_BYTES,
+    ) -> None:
         """`held` names the checkpoint's loaded blocks, in the same order. `fixed_shapes`: texts that go on by
-        a few tokens do so in passes of fixed shapes, which a GPU captures and replays."""
+        a few tokens do so in passes of fixed shapes, which a GPU captures and replays; the caches of all
+        blocks for texts of one length then begin with about `first_bytes`."""
         self.blocks: dict[int, Block] = dict(zip(held, checkpoint.blocks, strict=True))
         self.objective = checkpoint.objective
         self.codebook = checkpoint.codebook_VD
@@ -157,7 +164,9 @@ class HeldBlocks:
         }
         parameter = next((p for block in self.blocks.values() for p in block.parameters()), self.codebook)
         self.dtype = parameter.dtype
-        self._shelves = {index: Shelves(fixed_shapes) for index in self.blocks}
+        self._shelves = {
+            index: Shelves(fixed_shapes, first_bytes // len(self.blocks)) for index in self.blocks
+        }
         self._fixed: FixedPasses | None = None
         if fixed_shapes:
             self._fixed = FixedPasses(
@@ -225,18 +234,25 @@ class HeldBlocks:
 
     def _fixed_shape(self, work: RowWork) -> Shape | None:
         """The shape in which the work goes on together with others; None where it does not."""
-        if self._fixed is None or work.hands_on or work.upstream_TD is not None:
+        if self._fixed is None:
             return None
         caches = {block: cache.layers for block, cache in work.caches.items()}
         # Where pooling follows the text, every block that runs must know how well it predicted.
-        wanted = tuple(caches) if self.pooling.follows_text else work.blocks
-        return self._fixed.place(caches, wanted, len(work.ids))
+        every = self.pooling.follows_text and not work.hands_on
+        wanted = tuple(caches) if every else work.blocks
+        return self._fixed.place(caches, wanted, len(work.ids), work.upstream_TD is not None)
 
     def _fixed_rows(self, shape: Shape, works: Sequence[RowWork]) -> list[WeighedRows]:
         """Of works that asked the same blocks, in one pass of a fixed shape."""
         assert self._fixed is not None, "a shape is one of its passes"
         caches = [{block: cache.layers for block, cache in work.caches.items()} for work in works]
-        log_probs_NMTV = self._fixed.run(shape, [work.ids for work in works], caches)
+        given = [work.upstream_TD for work in works if work.upstream_TD is not None]
+        log_probs_NMTV = self._fixed.run(shape, [work.ids for work in works], caches, given)
+        if works[0].hands_on:
+            handed = _handed_on(log_probs_NMTV.flatten(1, 2)).features_TD
+            assert handed is not None
+            own = [handed[m * shape.num_new :][: len(work.ids)].copy() for m, work in enumerate(works)]
+            return [WeighedRows(np.empty((0, 0)), np.empty((0, 0)), one) for one in own]
         said = []
         if self.pooling.follows_text:
             for block, log_probs_MTV in zip(shape.asked, log_probs_NMTV, strict=True):
