@@ -27,8 +27,8 @@ def stage(
         Path | None, typer.Option(help="A file with the secret that clients must send.")
     ] = None,
     max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
-    graphs: Annotated[
-        bool, typer.Option(help="On a GPU, capture passes of few tokens and replay them.")
+    no_graphs: Annotated[
+        bool, typer.Option(help="On a GPU, do not capture passes of few tokens to replay them.")
     ] = False,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
@@ -48,13 +48,14 @@ def stage(
         token=read_token(token_file),
         identity=load_or_create(identity) if identity is not None else None,
     )
+    found = find_device(device)
     run_stage(
         checkpoint,
         parse_blocks(blocks),
         config,
-        device=find_device(device),
+        device=found,
         metrics_port=metrics_port,
         threads=threads,
-        graphs=graphs,
+        graphs=found.type == "cuda" and not no_graphs,
         announce=lambda line: print(line, flush=True),
     )
