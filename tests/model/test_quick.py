@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from blocktrain.model.block import Block
-from blocktrain.model.quick import WIDE_ROWS, PlainBlocks, QuickBlocks, is_quickenable
+from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
@@ -73,7 +73,7 @@ def test_steps_and_whole_passes_share_one_cache(steps: type[QuickBlocks]) -> Non
 
 
 @pytest.mark.parametrize("steps", [QuickBlocks, PlainBlocks])
-def test_several_texts_in_one_step_get_the_rows_they_get_alone(steps: type[QuickBlocks]) -> None:
+def test_several_texts_in_one_step_get_nearly_the_rows_they_get_alone(steps: type[QuickBlocks]) -> None:
     blocks, codebook = two_blocks()
     quick = steps([adaptive(block) for block in blocks], codebook)
     # Of different lengths, one shorter than the convolution's taps.
@@ -84,24 +84,9 @@ def test_several_texts_in_one_step_get_the_rows_they_get_alone(steps: type[Quick
             quick.extend(text[:-1], cache)
     last = [text[-1] for text in texts]
     expected = torch.cat([quick.step([t], [cache]) for t, cache in zip(last, alone, strict=True)], dim=1)
-    assert torch.allclose(quick.step(last, together), expected, atol=1e-4)
+    # Another kernel multiplies several rows.
+    assert is_near(quick.step(last, together), expected)
     assert [cache.length for cache in together] == [1, 9, 24]
-
-
-def test_many_texts_in_one_step_get_nearly_the_rows_they_get_alone() -> None:
-    blocks, codebook = two_blocks()
-    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
-    texts = [some_tokens(1, 6)[0].tolist() for _ in range(WIDE_ROWS + 1)]
-    alone, together = ([quick.new_cache() for _ in texts] for _ in range(2))
-    for caches in (alone, together):
-        for text, cache in zip(texts, caches, strict=True):
-            quick.extend(text[:-1], cache)
-    last = [text[-1] for text in texts]
-    rows = [quick.step([token], [cache])[:, 0] for token, cache in zip(last, alone, strict=True)]
-    found = quick.step(last, together)
-    for m, row in enumerate(rows):
-        # Other kernels, and bfloat16 where the processor has it.
-        assert is_near(found[:, m].log_softmax(dim=-1), row.log_softmax(dim=-1))
 
 
 @pytest.mark.parametrize("convolution", [0, 4])
@@ -113,13 +98,13 @@ def test_the_first_block_and_the_others_read_a_text_apart_as_they_do_together(co
     expected = torch.cat([quick.step([token], [one_by_one]) for token in text], dim=1)
     # From an empty cache on, in stretches of other lengths, behind positions that are written twice.
     first, others = quick.leading
-    quick.reserve(apart, LENGTH)
+    apart.reserve(LENGTH)
     ahead = torch.cat([first.read(text[:1], apart, 0), first.read(text[1:], apart, 1)], dim=1)
     others.read([3, 3, 3, 3], apart, 2)
     behind = [others.read(text[at : at + 4], apart, at) for at in range(0, LENGTH, 4)]
     # Rows of 8 bits and bf16 differ by the kernel that a number of rows gets.
     assert is_near(torch.cat([ahead, torch.cat(behind, dim=1)]), expected)
-    apart.wrote(LENGTH)
+    apart.length += LENGTH
     assert is_near(quick.step([5], [apart]), quick.step([5], [one_by_one]))
     assert apart.length == one_by_one.length == LENGTH + 1
 

@@ -5,7 +5,7 @@ shelf: tensors with room for many texts, so that one operation reads or writes t
 text had its own operations in each layer of each block, and with 64 clients these took most of a stage's
 time.
 
-Shapes as in layers.py, plus N blocks that share a cache (`quick`; 1 elsewhere), M texts on one shelf, P new
+Shapes as in layers.py, plus N for the batch of one, M texts on one shelf, P new
 positions of these texts in a row and W taps of a convolution.
 """
 

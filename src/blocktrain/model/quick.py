@@ -1,51 +1,46 @@
-"""The next rows of some blocks, quickly and roughly: one token of each text at a time, weights in 8 bits.
+"""The next rows of some blocks, quickly and roughly: a token of each text at a time, or a few of one text.
 
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
-small operations: the layers' matrices are 8-bit integers with a scale for each row, norms' gains are worked
-out beforehand, query, key and value share a matrix, so do output map and codebook, and whatever has no cache
-is one operation for all texts together. What it costs: docs/history. Of one text, a few tokens can be read
-at once, by some of the blocks only. Longer stretches go through `Block.forward`, over the same cache.
+small operations: matrices have 8 bits, norms' gains are worked out beforehand, query, key and value
+share a matrix, so do output map and codebook, and all but the products is numpy, whose operations on a row
+of 384 numbers take 1 us where torch's take 3. Longer stretches go through `Block.forward`, over the same
+cache.
 
-Shapes as in layers.py, plus N blocks and M texts.
+Shapes as in layers.py, plus N blocks, M texts, R new positions of all texts in a row and W taps of a
+convolution.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from blocktrain.model.adaptive import AdaptiveBlock
 from blocktrain.model.block import Block, BlockOutput
 from blocktrain.model.caches import Cache, PackedCache, Shelves
-from blocktrain.model.layers import (
-    AdaptiveNorm,
-    CausalConvolution,
-    Layer,
-    LayerCache,
-    Place,
-    causal_attention,
-)
+from blocktrain.model.layers import AdaptiveNorm, CausalConvolution, Layer, LayerCache
+
+Array = NDArray[np.float32]
 
 # A part that is added to Block and not here would be left out in silence, and drafts would get worse without
 # an error. So an unknown part means no quick path.
 KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm", "out"}
 
-
-WIDE_ROWS = 8
-"""From so many on bfloat16 is faster than 8 bits, where the processor multiplies in it: the matrices of a
-layer of width 384 take 109 instead of 175 us for 8 rows, 264 instead of 699 for 32. Below, reading them
-decides."""
-
-
-@functools.cache
-def has_wide_products() -> bool:
-    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+MANY_ROWS = 2
+"""From so many on another kernel is faster, which rounds rows to 8 bits too: among all else that a draft
+reads, the matrices of a block of 3 layers of width 384 take 0.87 instead of 2.4 ms for 8 rows."""
+WINDOW_OF_ONE = 64
+"""Positions that a block attends to where it drafts alone, for many texts: their keys and values are most of
+what is read then, and it agrees with all blocks on 90.7 instead of 91.3 of 100 bytes."""
+LEAST_CAPACITY = 64
 
 
 def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
@@ -58,6 +53,59 @@ def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
     return known and attends and block.embedding.weight.device.type == "cpu"
 
 
+class QuickCache:
+    """What the blocks hold of one text: for each layer keys and values [N, H, S, K], and where it has
+    convolutions the inputs [N, S, D] of both."""
+
+    def __init__(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> None:
+        """`shapes`: of these parts, for a text of no positions."""
+        self.rooms: list[list[Array]] = [[np.empty(shape, np.float32) for shape in shapes]] * num_layers
+        self.length = self.capacity = 0
+
+    def reserve(self, length: int) -> None:
+        """Have memory for so many positions more."""
+        end = self.length + length
+        if end <= self.capacity:
+            return
+        # Twice the length, so that a text of n tokens copies its cache log n times and not n times.
+        self.capacity = max(LEAST_CAPACITY, end, 2 * self.length)
+        self.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
+
+    def _larger(self, room: Array) -> Array:
+        *before, _, width = room.shape
+        larger = np.zeros((*before, self.capacity, width), np.float32)
+        larger[..., : self.length, :] = room[..., : self.length, :]
+        return larger
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        self.length = min(self.length, length)
+
+    def copy(self) -> QuickCache:
+        """The same with memory of its own."""
+        other = copy.copy(self)
+        other.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
+        return other
+
+
+class Stretch(NamedTuple):
+    """New positions of one text in a pass."""
+
+    rooms: list[list[Array]]
+    """Of its cache."""
+    begin: int
+    """The first position that is attended to."""
+    at: int
+    end: int
+    """Where in the text they stand."""
+    row: int
+    """Where the first of them stands among those of all texts."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.end - self.at)
+
+
 class _Norms:
     """The adaptive norms at one place of all blocks; the condition is always that of the null hint."""
 
@@ -65,84 +113,81 @@ class _Norms:
         # The null hint's condition is a constant, so the gains are too: two small products less at every
         # norm.
         maps = [norm.gain_shift(c).chunk(2) for norm, c in zip(norms, conditions, strict=True)]
-        gain_N1D, self.shift_N1D = (torch.stack(part)[:, None] for part in zip(*maps, strict=True))
+        gain_N1D, self.shift_N1D = (torch.stack(part)[:, None].numpy() for part in zip(*maps, strict=True))
         # RMS norm is sqrt(D) times the vector of length 1; the root goes into the gain, one operation less.
-        self.gain_N1D = (1 + gain_N1D) * gain_N1D.shape[-1] ** 0.5
+        self.gain_N1D = (1 + gain_N1D) * np.float32(gain_N1D.shape[-1] ** 0.5)
 
-    def of(self, rows: slice) -> _Norms:
+    def of(self, blocks: slice) -> _Norms:
         part = copy.copy(self)
-        part.gain_N1D, part.shift_N1D = self.gain_N1D[rows], self.shift_N1D[rows]
+        part.gain_N1D, part.shift_N1D = self.gain_N1D[blocks], self.shift_N1D[blocks]
         return part
 
-    def __call__(self, x_NMD: Tensor) -> Tensor:
-        return torch.addcmul(self.shift_N1D, _unit(x_NMD), self.gain_N1D)
+    def __call__(self, x_NRD: Array) -> Array:
+        y_NRD = _unit(x_NRD)
+        y_NRD *= self.gain_N1D
+        y_NRD += self.shift_N1D
+        return y_NRD
 
 
-def _unit(x: Tensor) -> Tensor:
-    """`F.normalize` over the last dimension, in 9 instead of 13 us."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.clamp_min_(1e-12)
+def _unit(x: Array) -> Array:
+    square = np.einsum("...d,...d->...", x, x)
+    square += 1e-24
+    found: Array = x * (1 / np.sqrt(square))[..., None]
+    return found
 
 
 class _Convolutions:
     def __init__(self, convolutions: Sequence[CausalConvolution]) -> None:
-        self.weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
-        self.weight[:, -1] += 1  # the position itself is added too
+        weight = torch.stack([convolution.weight.detach() for convolution in convolutions])
+        weight[:, -1] += 1  # the position itself is added too
+        self.weight_N1WD = weight[:, None].numpy()
 
-    def of(self, rows: slice) -> _Convolutions:
+    def of(self, blocks: slice) -> _Convolutions:
         part = copy.copy(self)
-        part.weight = self.weight[rows]
+        part.weight_N1WD = self.weight_N1WD[blocks]
         return part
 
-    def read(self, y_NTD: Tensor, room_NSD: Tensor, at: int) -> Tensor:
-        """Mixed inputs of positions of one text from `at` on, which are written into its memory first."""
-        taps, length = self.weight.shape[1], y_NTD.shape[1]
-        room_NSD.narrow(1, at, length).copy_(y_NTD)
-        begin = max(0, at - taps + 1)
-        seen = room_NSD.narrow(1, begin, at + length - begin)
-        # Zeros where the text has not begun, as in `CausalConvolution`.
-        missing = length + taps - 1 - seen.shape[1]
-        seen = F.pad(seen, (0, 0, missing, 0)) if missing else seen
-        # Most reads are of one position, for which one product and one sum do. For several, a product for
-        # each tap needs no copies of windows that overlap.
-        if length == 1:
-            return (seen * self.weight).sum(1, keepdim=True)
-        mixed_NTD = seen.narrow(1, 0, length) * self.weight[:, :1]
-        for i in range(1, taps):
-            mixed_NTD.addcmul_(seen.narrow(1, i, length), self.weight[:, i : i + 1])
-        return mixed_NTD
-
-    def __call__(self, place: Place, y_NMD: Tensor, cache: PackedCache, index: int) -> Tensor:
-        taps, alone = self.weight.shape[1], []
-        # The same kind of cache as `Block.forward` fills: `extend` goes on from a draft, and a draft from
-        # `extend`.
-        for m in cache.alone:
-            inputs = cache.parts[m].layers[index].inputs_BSD[place]
-            tail = inputs.append(y_NMD[:, m : m + 1])[:, -taps:]
-            # Zeros where a text has not begun, as in `CausalConvolution`.
-            whole = tail if tail.shape[1] == taps else F.pad(tail, (0, 0, taps - tail.shape[1], 0))
-            alone.append((whole * self.weight).sum(1))
-        mixed_NMD = _laid_out(alone, cache, y_NMD)
-        for group in cache.groups:
-            windows = group.windows(index, place, y_NMD[:, group.row_P].transpose(0, 1), taps)
-            mixed_NMD[:, group.row_P] = (windows * self.weight.transpose(0, 1)).sum(1).transpose(0, 1)
-        return mixed_NMD
+    def __call__(self, y_NRD: Array, stretches: Sequence[Stretch], layer: int, part: int) -> Array:
+        (blocks, rows, width), taps = y_NRD.shape, self.weight_N1WD.shape[2]
+        windows_NRWD = np.zeros((blocks, rows, taps, width), np.float32)
+        for stretch in stretches:
+            room, row = stretch.rooms[layer][part], stretch.row
+            # Written first: a convolution sees the position itself too.
+            room[:, stretch.at : stretch.end] = y_NRD[:, stretch.rows]
+            for end in range(stretch.at + 1, stretch.end + 1):
+                # Zeros where the text has not begun, as in `CausalConvolution`.
+                seen = min(taps, end)
+                windows_NRWD[:, row, taps - seen :] = room[:, end - seen : end]
+                row += 1
+        windows_NRWD *= self.weight_N1WD
+        mixed_NRD: Array = windows_NRWD.sum(axis=2)
+        return mixed_NRD
 
 
-def _laid_out(alone: Sequence[Tensor], cache: PackedCache, like_NM: Tensor) -> Tensor:
-    """What was found for each text alone, at its place among all; the places of the others are to fill."""
-    if not cache.groups:
-        return torch.stack(list(alone), dim=1)
-    whole = torch.empty_like(like_NM)
-    for m, found in zip(cache.alone, alone, strict=True):
-        whole[:, m] = found
-    return whole
+@functools.cache
+def has_packed_products() -> bool:
+    return torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
+@functools.cache
+def has_wide_sums() -> bool:
+    """Whether the processor adds products of 8 bits up in 32; where it does so in 16, rows get 7 bits."""
+    return bool(torch.cpu._is_vnni_supported())
+
+
+def _packed(codes: Tensor, scales: Tensor) -> Any:
+    zeros = torch.zeros(len(scales), dtype=torch.long)
+    with warnings.catch_warnings():
+        # To be removed in some later torch, and the fastest way there is in those we run with.
+        warnings.filterwarnings("ignore", message="torch.quantize_per_tensor", category=UserWarning)
+        matrix = torch._make_per_channel_quantized_tensor(codes, scales.double(), zeros, 0)
+    return torch.ops.quantized.linear_prepack(matrix, None)
 
 
 class _Product:
-    """Each block's own matrix times its own rows, in 8 bits and bfloat16.
+    """Each block's own matrix times its own rows, in 8 bits.
 
-    Products of one token, all layers of two blocks of width 384: fp32 4.0 ms, fp16 1.2, this 0.6; with fp32
+    Products of one token, all layers of two blocks of width 384: fp32 4.0 ms, fp16 1.2, 8 bits 0.6; with fp32
     activations there is no fast kernel (8.8 ms). The rough rows chose the exact ones' byte at 479 of 480
     positions (docs/history).
     """
@@ -155,35 +200,35 @@ class _Product:
             # A scale for each row of the matrix: one outlier spoils its own row only.
             scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
             self.parts.append(((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()))
+        self.many = [_packed(*codes_scales) for codes_scales in self.parts] if has_packed_products() else []
+        """The same matrices for many rows."""
 
-    def of(self, rows: slice) -> _Product:
+    def of(self, blocks: slice) -> _Product:
         part = copy.copy(self)
-        part.__dict__.pop("wide", None)
-        part.parts = self.parts[rows]
+        part.parts, part.many = self.parts[blocks], self.many[blocks]
         return part
 
-    @functools.cached_property
-    def wide(self) -> list[Tensor]:
-        """The same matrices in bfloat16, as products of many rows like them."""
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        return [reorder(codes.bfloat16() * scale[:, None], WIDE_ROWS) for codes, scale in self.parts]
-
-    def __call__(self, x_NMD: Tensor) -> Tensor:
+    def __call__(self, x_NRD: Array) -> Array:
         # The kernels know one matrix at a time, and each block has its own.
-        if x_NMD.shape[1] >= WIDE_ROWS and has_wide_products():
-            pairs = zip(x_NMD.bfloat16(), self.wide, strict=True)
-            found = [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for x, w in pairs]
+        x = torch.from_numpy(x_NRD)
+        if self.many and len(x[0]) >= MANY_ROWS:
+            found = [
+                torch.ops.quantized.linear_dynamic(x_RD, packed, not has_wide_sums())
+                for x_RD, packed in zip(x, self.many, strict=True)
+            ]
         else:
-            parts = zip(x_NMD.bfloat16(), self.parts, strict=True)
-            found = [torch._weight_int8pack_mm(x_MD, *codes_scales) for x_MD, codes_scales in parts]
+            parts = zip(x.bfloat16(), self.parts, strict=True)
+            found = [torch._weight_int8pack_mm(x_RD, *codes_scales) for x_RD, codes_scales in parts]
         # Of one block a view does; `stack` would copy.
-        return torch.stack(found) if len(found) > 1 else found[0][None]
+        whole: Array = (torch.stack(found) if len(found) > 1 else found[0][None]).float().numpy()
+        return whole
 
 
 class _QuickLayers:
     """The layers at one depth of all blocks."""
 
-    def __init__(self, layers: Sequence[Layer], conditions: Sequence[Tensor]) -> None:
+    def __init__(self, index: int, layers: Sequence[Layer], conditions: Sequence[Tensor]) -> None:
+        self.index = index
         attentions = [layer.attention for layer in layers if layer.attention is not None]
         self.heads = attentions[0].heads
         self.attention_norm = _Norms([layer.attention_norm for layer in layers], conditions)
@@ -198,72 +243,51 @@ class _QuickLayers:
         self.attention_convolution = _Convolutions(before) if before else None
         self.feedforward_convolution = _Convolutions(between) if between else None
 
-    def of(self, rows: slice) -> _QuickLayers:
+    def of(self, blocks: slice) -> _QuickLayers:
         """Those of some of the blocks, over the same matrices."""
         part = copy.copy(self)
-        part.attention_norm = self.attention_norm.of(rows)
-        part.feedforward_norm = self.feedforward_norm.of(rows)
-        part.qkv, part.attention_out = self.qkv.of(rows), self.attention_out.of(rows)
-        part.up, part.down = self.up.of(rows), self.down.of(rows)
-        if self.attention_convolution is not None:
-            part.attention_convolution = self.attention_convolution.of(rows)
-        if self.feedforward_convolution is not None:
-            part.feedforward_convolution = self.feedforward_convolution.of(rows)
+        for name, value in vars(self).items():
+            if isinstance(value, (_Norms, _Convolutions, _Product)):
+                setattr(part, name, value.of(blocks))
         return part
 
-    def read(self, x_NTD: Tensor, rotary: tuple[Tensor, Tensor], rooms: Sequence[Tensor], at: int) -> Tensor:
-        """Positions of one text from `at` on; what they leave is written into the memory."""
-        k_room, v_room, *inputs = rooms
-        length, y_NTD = x_NTD.shape[1], self.attention_norm(x_NTD)
+    def __call__(self, x_NRD: Array, rotary: tuple[Array, Array], stretches: Sequence[Stretch]) -> Array:
+        y_NRD = self.attention_norm(x_NRD)
         if self.attention_convolution is not None:
-            y_NTD = self.attention_convolution.read(y_NTD, inputs[0], at)
-        q, k, v = self._queries_keys_values(y_NTD, rotary)
-        # Written before anything is attended to: a position sees itself and those before it in this stretch.
-        k_room.narrow(2, at, length).copy_(k[..., 0, :].transpose(1, 2))
-        v_room.narrow(2, at, length).copy_(v[..., 0, :].transpose(1, 2))
-        keys, values = (room.narrow(2, 0, at + length) for room in (k_room, v_room))
-        found = causal_attention(q[..., 0, :].transpose(1, 2), keys, values)
-        x_NTD = x_NTD + self.attention_out(found.transpose(1, 2).flatten(2))
-        y_NTD = self.feedforward_norm(x_NTD)
+            y_NRD = self.attention_convolution(y_NRD, stretches, self.index, 2)
+        x_NRD = x_NRD + self.attention_out(self._attended(self.qkv(y_NRD), rotary, stretches))
+        y_NRD = self.feedforward_norm(x_NRD)
         if self.feedforward_convolution is not None:
-            y_NTD = self.feedforward_convolution.read(y_NTD, inputs[1], at)
-        return x_NTD + self.down(self.up(y_NTD).relu_().square_())
+            y_NRD = self.feedforward_convolution(y_NRD, stretches, self.index, 3)
+        hidden = self.up(y_NRD)
+        np.maximum(hidden, 0, out=hidden)
+        hidden *= hidden
+        x_NRD += self.down(hidden)
+        return x_NRD
 
-    def _queries_keys_values(
-        self, y_NMD: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; one position each, so that a text's slice has the shape of its cache:
-        [N, heads, 1, K]."""
-        qkv = self.qkv(y_NMD).float().view(*y_NMD.shape[:2], 3, self.heads, 1, -1)
-        # Query and key are normed and rotated as one tensor; see `QuickBlocks.rotary`.
-        q_k = _unit(qkv[:, :, :2])
-        swapped = q_k.view(*q_k.shape[:-1], 2, -1).flip(-2).view_as(q_k)
-        q_k = torch.addcmul(q_k * rotary[0], swapped, rotary[1])
-        return q_k[:, :, 0], q_k[:, :, 1], qkv[:, :, 2]
-
-    def step(self, x_NMD: Tensor, rotary: tuple[Tensor, Tensor], cache: PackedCache, index: int) -> Tensor:
-        y_NMD = self.attention_norm(x_NMD)
-        if self.attention_convolution is not None:
-            y_NMD = self.attention_convolution("attention", y_NMD, cache, index)
-        q, k, v = self._queries_keys_values(y_NMD, rotary)
-        alone = []
-        for m in cache.alone:
-            layer = cache.parts[m].layers[index]
-            keys, values = layer.k_BHSK.append(k[:, m]), layer.v_BHSK.append(v[:, m])
-            alone.append(F.scaled_dot_product_attention(q[:, m], keys, values).flatten(1))
-        attended = _laid_out(alone, cache, x_NMD)
-        for group in cache.groups:
-            # To attention the heads of all blocks are heads of one.
-            heads_first = (part[:, :, :, 0].transpose(1, 2).flatten(0, 1) for part in (q, k, v))
-            found = (
-                group.attend(index, *heads_first).view(len(q), self.heads, -1, q.shape[-1]).transpose(1, 2)
-            )
-            attended[:, group.row_P] = found.flatten(2)
-        x_NMD = x_NMD + self.attention_out(attended)
-        y_NMD = self.feedforward_norm(x_NMD)
-        if self.feedforward_convolution is not None:
-            y_NMD = self.feedforward_convolution("feedforward", y_NMD, cache, index)
-        return x_NMD + self.down(self.up(y_NMD).relu_().square_())
+    def _attended(self, qkv: Array, rotary: tuple[Array, Array], stretches: Sequence[Stretch]) -> Array:
+        blocks, rows, _ = qkv.shape
+        parts = qkv.reshape(blocks, rows, 3, self.heads, -1)
+        # Query and key are normed and rotated as one array; see `QuickBlocks.rotary`.
+        q_k = _unit(parts[:, :, :2])
+        halves = q_k.reshape(*q_k.shape[:-1], 2, -1)
+        q_k = q_k * rotary[0] + (halves[..., ::-1, :] * rotary[1]).reshape(q_k.shape)
+        q, k, v = q_k[:, :, 0], q_k[:, :, 1], parts[:, :, 2]
+        found_NRHK = np.empty(q.shape, np.float32)
+        for stretch in stretches:
+            begin, at, end, own = stretch.begin, stretch.at, stretch.end, stretch.rows
+            k_room, v_room = stretch.rooms[self.index][:2]
+            # Written first: a position sees itself and those before it in this stretch.
+            k_room[:, :, at:end] = k[:, own].swapaxes(1, 2)
+            v_room[:, :, at:end] = v[:, own].swapaxes(1, 2)
+            # No score is above the root of the head's width, as queries and keys have a fixed length.
+            shares_NHST = np.exp(k_room[:, :, begin:end] @ q[:, own].transpose(0, 2, 3, 1))
+            if end - at > 1:
+                shares_NHST[:, :, at - begin :] *= np.triu(np.ones((end - at, end - at), np.float32))
+            y_NHTK = shares_NHST.swapaxes(2, 3) @ v_room[:, :, begin:end]
+            y_NHTK /= shares_NHST.sum(axis=2)[..., None]
+            found_NRHK[:, own] = y_NHTK.swapaxes(1, 2)
+        return found_NRHK.reshape(blocks, rows, -1)
 
 
 class QuickBlocks:
@@ -273,23 +297,25 @@ class QuickBlocks:
     def __init__(self, blocks: Sequence[AdaptiveBlock], codebook_VD: Tensor) -> None:
         assert all(map(is_quickenable, blocks))
         self.blocks, self.codebook = list(blocks), codebook_VD
-        self.shelves = Shelves()
-        self.rows = slice(None)
+        self.chosen = slice(None)
         """Which rows of a cache are these blocks'."""
+        self.window: int | None = None
+        """Positions attended to at most."""
         conditions = [block.condition.null for block in blocks]
-        self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks])
+        self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks]).numpy()
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
-        # For x of length 1, x * first + (halves of x swapped) * second is the rotation of its RMS norm.
-        scale = (2 * cos.shape[1]) ** 0.5
-        self.rotary = scale * torch.cat([cos, cos], dim=1), scale * torch.cat([-sin, sin], dim=1)
-        depths = zip(*(block.layers for block in blocks), strict=True)
-        self.layers = [_QuickLayers(layers, conditions) for layers in depths]
+        # For x of length 1, x * first + (halves of x swapped) * second is the rotation of its RMS norm, for
+        # the query divided by the root of the width, as attention wants it.
+        scale_2_1_1 = torch.tensor([1.0, (2 * cos.shape[1]) ** 0.5])[:, None, None]
+        tables = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+        self.rotary = [(table[:, None, None] * scale_2_1_1).numpy() for table in tables]
+        depths = enumerate(zip(*(block.layers for block in blocks), strict=True))
+        self.layers = [_QuickLayers(index, layers, conditions) for index, layers in depths]
         heads, width = self.layers[0].heads, self.embedding_NVD.shape[2]
-        keys = torch.empty(len(blocks), heads, 0, width // heads)
+        keys, inputs = (len(blocks), heads, 0, width // heads), (len(blocks), 0, width)
         convolves = self.layers[0].attention_convolution is not None
-        inputs = torch.empty(len(blocks), 0, width) if convolves else None
-        self.like = [keys, keys, inputs, inputs]
-        """Of what shape the parts of a layer's cache are."""
+        self.shapes = [keys, keys, *([inputs, inputs] if convolves else [])]
+        """Of the parts of a layer's cache."""
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
         # Without a hint z_hat = sigma_data * F is linear in the last features: one matrix gives the logits.
         self.logits_VD = [
@@ -297,8 +323,8 @@ class QuickBlocks:
             for block in blocks
         ]
 
-    def new_cache(self) -> Cache:
-        return self.blocks[0].new_cache()
+    def new_cache(self) -> QuickCache:
+        return QuickCache(len(self.layers), self.shapes)
 
     @functools.cached_property
     def leading(self) -> tuple[QuickBlocks, QuickBlocks]:
@@ -310,84 +336,64 @@ class QuickBlocks:
         if count == len(self.blocks):
             return self
         part = self._of(slice(0, count))
-        part.rows, part.shelves = slice(None), Shelves()
-        part.like = [None if like is None else like[:count] for like in self.like]
+        part.chosen, part.shapes = slice(None), [(count, *shape[1:]) for shape in self.shapes]
+        part.window = WINDOW_OF_ONE if count == 1 else None
         return part
 
-    def _of(self, rows: slice) -> QuickBlocks:
+    def _of(self, blocks: slice) -> QuickBlocks:
         part = copy.copy(self)
         part.__dict__.pop("leading", None)
-        part.blocks, part.rows = self.blocks[rows], rows
-        part.embedding_NVD, part.logits_VD = self.embedding_NVD[rows], self.logits_VD[rows]
-        part.layers, part.out_norm = [layer.of(rows) for layer in self.layers], self.out_norm.of(rows)
+        part.blocks, part.chosen = self.blocks[blocks], blocks
+        part.embedding_NVD, part.logits_VD = self.embedding_NVD[blocks], self.logits_VD[blocks]
+        part.layers, part.out_norm = [layer.of(blocks) for layer in self.layers], self.out_norm.of(blocks)
         return part
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int], cache: Cache, at: int) -> Tensor:
+    def read(self, tokens: Sequence[int], cache: QuickCache, at: int) -> Tensor:
         """Logits [N, T, V] of what follows each of these tokens of one text, the first of which stands at
-        `at`. The cache has memory for them, and its length stays."""
-        x_NTD = self.embedding_NVD[:, list(tokens)]
-        # The length of the cache stays: these are guesses, and one that is wrong is written over.
-        rotary = self.rotary[0].narrow(0, at, len(tokens)), self.rotary[1].narrow(0, at, len(tokens))
-        cos, sin = (table[:, None, None, None] for table in rotary)
-        for layers, layer in zip(self.layers, cache.layers, strict=True):
-            rooms = [part.room[self.rows] for part in layer.parts if part.room is not None]
-            x_NTD = layers.read(x_NTD, (cos, sin), rooms, at)
-        pairs = zip(self.logits_VD, self.out_norm(x_NTD), strict=True)
-        return torch.stack([F.linear(y_TD, logits_VD) for logits_VD, y_TD in pairs])
+        `at`. The cache has memory for them, and its length stays: these are guesses, and one that is wrong
+        is written over."""
+        rooms = [[part[self.chosen] for part in rooms] for rooms in cache.rooms]
+        return self._pass(tokens, [Stretch(rooms, 0, at, at + len(tokens), 0)])
 
     @torch.inference_mode()
-    def reserve(self, cache: Cache, length: int) -> None:
-        """Have memory for so many positions more."""
-        # `read` writes into memory and never lets it grow.
-        end = cache.positions(length).stop
-        for layer in cache.layers:
-            for part, like in zip(layer.parts, self.like, strict=True):
-                if like is not None:
-                    part.reserve(like, end)
-
-    @torch.inference_mode()
-    def step(self, tokens: Sequence[int], caches: Sequence[Cache]) -> Tensor:
+    def step(self, tokens: Sequence[int], caches: Sequence[QuickCache]) -> Tensor:
         """Logits [N, M, V] of what follows each text's token, which its cache then holds."""
-        x_NMD = self.embedding_NVD[:, list(tokens)]
-        # A row of the table for each text; they stand at different positions.
-        positions = [cache.length for cache in caches]
-        cos, sin = (table[positions][:, None, None, None] for table in self.rotary)
-        packed = PackedCache(caches, [1] * len(caches), self.shelves)
-        for i, layers in enumerate(self.layers):
-            x_NMD = layers.step(x_NMD, (cos, sin), packed, i)
-        packed.advance(len(caches))
-        pairs = zip(self.logits_VD, self.out_norm(x_NMD), strict=True)
-        return torch.stack([F.linear(y_MD, logits_VD) for logits_VD, y_MD in pairs])
+        for cache in caches:
+            cache.reserve(1)
+        stretches = []
+        for m, cache in enumerate(caches):
+            begin = max(0, cache.length + 1 - self.window) if self.window is not None else 0
+            stretches.append(Stretch(cache.rooms, begin, cache.length, cache.length + 1, m))
+        logits_NMV = self._pass(tokens, stretches)
+        for cache in caches:
+            cache.length += 1
+        return logits_NMV
+
+    def _pass(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
+        x_NRD = self.embedding_NVD[:, list(tokens)]
+        positions = [at for stretch in stretches for at in range(stretch.at, stretch.end)]
+        cos, sin = (table[positions] for table in self.rotary)
+        rotary = cos, sin.reshape(*sin.shape[:-1], 2, -1)
+        for layers in self.layers:
+            x_NRD = layers(x_NRD, rotary, stretches)
+        pairs = zip(self.logits_VD, torch.from_numpy(self.out_norm(x_NRD)), strict=True)
+        return torch.stack([y_RD @ logits_VD.T for logits_VD, y_RD in pairs])
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], cache: Cache) -> None:
+    def extend(self, tokens: Sequence[int], cache: QuickCache) -> None:
         """Have the cache hold all of these too, in one exact pass of each block."""
+        cache.reserve(len(tokens))
         ids = torch.tensor([list(tokens)])
-        cache.leave_shelf()
-        cache.settle()
-        # Exact and not in 8 bits: the many rows of a prompt share one reading of the weights anyway.
-        parts = [_row_of(cache, i) for i in range(len(self.blocks))]
-        for block, part in zip(self.blocks, parts, strict=True):
+        # Exact and not rough: the many rows of a prompt share one reading of the weights anyway.
+        for i, block in enumerate(self.blocks):
+            part = Cache([LayerCache() for _ in cache.rooms], cache.length)
+            for layer, rooms in zip(part.layers, cache.rooms, strict=True):
+                # Over the cache's own memory, which is large enough.
+                for growing, room in zip(layer.parts, rooms, strict=False):
+                    growing.room, growing.length = torch.from_numpy(room[i : i + 1]), cache.length
             block(ids, self.codebook, cache=part)
-        for layer, *joined in zip(cache.layers, *(part.layers for part in parts), strict=True):
-            for growing, *pieces in zip(layer.parts, *(one.parts for one in joined), strict=True):
-                # A part that outgrew the shared memory has a room of its own; joined again here, once per
-                # stretch and not per token.
-                rooms = [piece.room for piece in pieces if piece.room is not None]
-                if rooms:
-                    growing.room, growing.length = torch.cat(rooms), pieces[0].length
-        cache.advance(len(tokens))
-
-
-def _row_of(cache: Cache, index: int) -> Cache:
-    """One block's part of the cache, over the same memory while that suffices."""
-    part = Cache([LayerCache() for _ in cache.layers], cache.length)
-    for whole, own in zip(cache.layers, part.layers, strict=True):
-        for source, target in zip(whole.parts, own.parts, strict=True):
-            target.length = source.length
-            target.room = None if source.room is None else source.room[index : index + 1]
-    return part
+        cache.length += len(tokens)
 
 
 class PlainBlocks:

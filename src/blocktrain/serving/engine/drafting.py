@@ -310,7 +310,7 @@ class Drafting:
         first, others = blocks.leading
         cache, due, text = draft.read.cache, draft.due, list(draft.text)
         at, most = cache.length, max(1, min(READ_AT_ONCE + 1 - len(due), draft.most - len(draft.tokens)))
-        blocks.reserve(cache, len(due) + most)
+        cache.reserve(len(due) + most)
         guessed: list[int] = []
         logits_RV = [first.read(due, cache, at)[0, -1].numpy()]
         while len(logits_RV) < most and not draft.done.cancelled():
@@ -331,7 +331,7 @@ class Drafting:
             written += 1
             if draft.tokens[-1].token != guess:
                 break
-        cache.wrote(len(due) + written - 1)
+        cache.length += len(due) + written - 1
         return written
 
     def blocks_now(self, length: DraftLength) -> int:
