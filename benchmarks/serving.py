@@ -32,6 +32,8 @@ import clients
 from links import Wan, available, host_ip
 from provenance import check_claims, write_report
 
+from blocktrain.starting import prepare_to_serve
+
 PORT = 7000
 PROMPT_BYTES = 128
 MAX_FAN_OUT, FAN_OUT_RTT = 1.1, 100
@@ -310,6 +312,7 @@ def lossless_role(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    prepare_to_serve()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--table", choices=["T8"], help="the litepaper's large shapes, see large_shapes.py")

@@ -25,6 +25,9 @@ QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCK
 # come in any number, so a stage with a 2 MB block grew from 346 to 831 MB; with 32 or 128 kernels it stayed
 # at 392 or 483, and a pass took as long.
 FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+# Stages and drafts attend by products of numpy, each too small to share. Its library would, from 100,000
+# multiplications or so on, and its threads spin too.
+ONE_PRODUCT_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -41,9 +44,9 @@ def quiet_threads() -> None:
             os.environ.setdefault(name, value)
 
 
-def few_kernels() -> None:
-    """For programs that serve, before torch is loaded. What the user set stays."""
-    for name, value in FEW_KERNELS.items():
+def prepare_to_serve() -> None:
+    """For programs that serve, before torch and numpy are loaded. What the user set stays."""
+    for name, value in {**FEW_KERNELS, **ONE_PRODUCT_THREAD}.items():
         os.environ.setdefault(name, value)
 
 

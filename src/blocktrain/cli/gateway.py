@@ -19,7 +19,7 @@ from blocktrain.cli.options import (
     log_to_stderr,
 )
 from blocktrain.errors import UserError
-from blocktrain.starting import few_kernels
+from blocktrain.starting import prepare_to_serve
 
 # The serving package is imported inside the verbs: a training machine need not have what it needs.
 
@@ -63,7 +63,7 @@ def gateway(
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The certificate's PEM key.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible API in front of stages, until SIGTERM."""
-    few_kernels()
+    prepare_to_serve()
     from blocktrain.serving.gateway.main import gateway_config, run_gateway
     from blocktrain.serving.transport import read_token
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blocktrain.cli.options import DeviceOption, log_to_stderr
-from blocktrain.starting import few_kernels
+from blocktrain.starting import prepare_to_serve
 
 
 def stage(
@@ -32,7 +32,7 @@ def stage(
     ] = False,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
-    few_kernels()
+    prepare_to_serve()
     # Here: a training machine need not have what serving needs.
     from blocktrain.serving.stage.main import parse_blocks, run_stage
     from blocktrain.serving.stage.stage import StageConfig
