@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
-from blocktrain.serving.engine.draft_length import AdaptiveLength, DraftLength, Traversed
+from blocktrain.serving.engine.draft_length import AdaptiveLength, Traversed
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import windows
 from blocktrain.serving.engine.fanout import Candidate, stage_route
@@ -271,18 +271,6 @@ def test_all_blocks_draft_for_many_where_the_network_leaves_time_for_it() -> Non
     assert [near.blocks(requests, 3) for requests in (1, 4, 8)] == [3, 3, 1]
     assert not far.is_busy(8, 3)
     assert near.is_busy(8, 3)
-
-
-def test_the_weakest_of_drafted_tokens_is_forked_where_a_traversal_takes_long() -> None:
-    far, near = taught(0.9, 0.2), taught(0.9, 0.01)
-    sure = [9.0] * 6
-    assert far.fork_at([*sure, 0.1, *sure], (), blocks=1) is None, "to go on is likelier to hold"
-    weak = [*sure, 0.1, *sure, 0.2, 0.2]
-    assert far.fork_at(weak, (), blocks=1) == 6
-    assert far.fork_at(weak, {6}, blocks=1) == 13
-    assert far.fork_at(weak, {6, 13, 14}, blocks=1) is None
-    assert near.fork_at(weak, (), blocks=1) is None
-    assert DraftLength(8).fork_at(weak, (), blocks=1) is None
 
 
 def test_drafting_begins_again_when_its_cost_is_old() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from blocktrain.model.sampling import Sampler
-from blocktrain.serving.engine import draft_length
 from blocktrain.serving.engine.draft_length import DraftLength, most_flights
 from blocktrain.serving.engine.drafting import DraftedToken, Drafter, ReadText
 from blocktrain.serving.engine.local import LocalEngine
@@ -22,7 +21,6 @@ from blocktrain.wire.frames import FrameType
 from tests.serving.cluster import HOUR, PROMPTS, UNHURRIED, Cluster, cluster, text_of
 from tests.serving.killing import Killer
 from tests.serving.stages import StageProcess, spawn, wait_ready
-from tests.waiting import until_async
 
 
 def most_under_way(c: Cluster) -> list[int]:
@@ -60,36 +58,6 @@ def test_several_traversals_at_once_write_what_one_at_a_time_does(checkpoint: Pa
                 assert stats.accepted <= stats.drafted
                 assert stats.retries == plain.retries == 0
             assert counts[1] > 2
-
-    asyncio.run(served())
-
-
-def test_the_text_goes_on_from_a_second_choice_that_was_right(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Every drafted token is forked, however near the stages are.
-    monkeypatch.setattr(draft_length, "LEAST_FORK", 0.0)
-    monkeypatch.setattr(draft_length, "TOKENS_AWAY", -1)
-    monkeypatch.setattr(draft_length, "RIVAL_HOLDS", 99.0)
-
-    async def served() -> None:
-        async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
-            for proxy in c.proxies:
-                proxy.delay_seconds = 0.02
-            taken = 0
-            for seed, temperature in itertools.product(range(3), (0.0, 1.0)):
-                settings = {"seed": seed, "temperature": temperature}
-                # Windows of 96 slide in some of them.
-                prompt = PROMPTS[5 * (seed % 2)]
-                ar, _ = await text_of(c.engine, prompt, 48, mode="ar", **settings)
-                found, stats = await text_of(c.engine, prompt, 48, **settings)
-                assert found == ar
-                assert stats.retries == 0
-                taken += stats.forks_taken
-            assert taken > 0
-            # No session of a fork, taken or not, is left behind.
-            await until_async(lambda: not any(len(stage.sessions) for stage in c.stages))
-            assert len(c.engine.running) == 0
 
     asyncio.run(served())
 

@@ -101,8 +101,6 @@ class SampledToken:
     """False where log-probs within the tolerance of these could have chosen another token."""
     margin: float
     """By how much the token won, in nats of its score."""
-    rival: int
-    """The token that came closest to it."""
 
 
 def choose(
@@ -135,9 +133,8 @@ def _winner(
     gap[token] = np.inf
     if inside is not None and doubtful is not None:
         gap[~(inside | doubtful)] = np.inf
-    rival = int(gap.argmin())
-    margin = float(gap[rival])
-    return SampledToken(token, margin > 0 and not (doubtful is not None and doubtful[token]), margin, rival)
+    margin = float(gap.min())
+    return SampledToken(token, margin > 0 and not (doubtful is not None and doubtful[token]), margin)
 
 
 def best_scores(

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -47,12 +47,6 @@ class RowSource(Protocol):
     async def exact(self, tokens: Sequence[int]) -> Row:
         """Log-probs of what follows `tokens`, computed in float64."""
 
-    def fork(self) -> RowSource | None:
-        """A source that begins with what this one was asked so far; None where it cannot be had."""
-
-    def drop(self) -> None:
-        """Free what is held at once: the text goes on without this source."""
-
     async def close(self) -> None:
         """Free what is held for this generation."""
 
@@ -64,24 +58,6 @@ class Flight:
     traversal: Traversal
     rows: asyncio.Task[Rows | BestRows]
     began: float
-
-
-@dataclass(eq=False)
-class Fork:
-    """What would follow if the second choice for a drafted token were right."""
-
-    text: list[int]
-    """Up to that choice."""
-    source: RowSource
-    drafter: Drafter | LookupDrafter
-    guess: list[DraftedToken] = field(default_factory=list)
-    flight: Flight | None = None
-    """None while it is drafted."""
-
-    def is_text(self, tokens: Sequence[int]) -> bool:
-        """Whether that choice was right, and the traversal behind it was not given up."""
-        given_up = self.flight is not None and self.flight.traversal.void
-        return not given_up and len(self.text) == len(tokens) and self.text[-1] == tokens[-1]
 
 
 async def decode(
@@ -101,15 +77,11 @@ async def decode(
     guess: list[DraftedToken] = []  # drafted behind `tokens`, and sent
     again: list[DraftedToken] = []  # drafted and to be sent once more
     flights: deque[Flight] = deque()
-    forks: list[Fork] = []
-    forked: set[int] = set()  # the places of drafted tokens that have or had one
     drafting: asyncio.Task[list[DraftedToken]] | None = None
-    drafting_fork: Fork | None = None  # whose text `drafting` continues; None for the text itself
     drafted_from, worth_it, whole, calm = 0, True, False, 0
     async with AsyncExitStack() as held:
         source = open_source()
-        held.push_async_callback(lambda: source.close())
-        held.callback(_leave, forks)
+        held.push_async_callback(source.close)
         # Ended before the source is closed: one that goes on would leave caches behind.
         tasks = await held.enter_async_context(Tasks())
         if drafter is not None:
@@ -117,26 +89,14 @@ async def decode(
         last = time.monotonic()
         while len(tokens) < end:
             text = [*tokens, *(one.token for one in guess)]
-            may_draft = drafter is not None and drafter.drafts_now and not whole and not again
+            may_draft = drafter is not None and drafter.drafts_now and worth_it and not whole and not again
             most = min(drafter.flights, source.most_flights) if drafter is not None and not calm else 1
-            if drafter is not None and may_draft and drafting is None and len(flights) + len(forks) < most:
-                writer, line, ahead = drafter, text, guess
-                places = {position - len(tokens) for position in forked}
-                place = drafter.fork_at(guess, places) if flights else None
-                branch = source.fork() if place is not None else None
-                if place is not None and branch is not None:
-                    line = [*text[: len(tokens) + place], guess[place].rival]
-                    drafting_fork = Fork(line, branch, drafter.forked())
-                    # If this one is needed, all before it has been verified.
-                    writer, ahead = drafting_fork.drafter, []
-                    forks.append(drafting_fork)
-                    forked.add(len(line) - 1)
-                if drafting_fork is not None or worth_it:
-                    # Never past the point where the visible context slides: a traversal has one window.
-                    room = min(window_start(len(line), context) + context, end - 1) - len(line)
-                    room = min(room, MOST_AHEAD - len(ahead), drafter.length.most_of(most))
-                    draft = writer.draft(line, room, ahead, flying=bool(flights))
-                    drafting, drafted_from = tasks.start(draft), len(line)
+            if drafter is not None and may_draft and drafting is None and len(flights) < most:
+                # Never past the point where the visible context slides: a traversal has one window.
+                room = min(window_start(len(text), context) + context, end - 1) - len(text)
+                room = min(room, MOST_AHEAD - len(guess), drafter.length.most_of(most))
+                draft = drafter.draft(text, room, guess, flying=bool(flights))
+                drafting, drafted_from = tasks.start(draft), len(text)
             waited = [task for task in (drafting, flights[0].rows if flights else None) if task is not None]
             if waited and not again:
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -144,15 +104,6 @@ async def decode(
             piece: list[DraftedToken] = []
             if not whole:
                 piece, again = again, []
-            if drafting is not None and drafting.done() and drafting_fork is not None:
-                fork, drafting_fork = drafting_fork, None
-                fork.guess, drafting = drafting.result(), None
-                line = [*fork.text, *(one.token for one in fork.guess)]
-                traversal = Traversal(line, len(fork.guess) + 1)
-                fork.flight = Flight(traversal, tasks.start(fork.source.rows(traversal)), time.monotonic())
-                stats.traversals += 1
-                stats.drafted += len(fork.guess)
-                continue
             if drafting is not None and drafting.done():
                 piece, drafting = drafting.result(), None
                 # Where all flights have landed, the token behind the draft's text is known by now.
@@ -211,37 +162,16 @@ async def decode(
                     if not held_true:
                         break
             calm = CALM_TRAVERSALS if failed else max(0, calm - 1)
-            sound = not (whole or failed)
-            went_on = sound and held_true
-            # The fork whose text was written, if one was. Of the others those further on may still be.
-            taken = next((f for f in forks if sound and not held_true and f.is_text(tokens)), None)
-            over = [f for f in forks if f is not taken and not (went_on and len(f.text) > len(tokens))]
-            forks[:] = [f for f in forks if f not in over]
-            _leave(over)
-            if drafting is not None and (drafting_fork not in forks if drafting_fork else not went_on):
-                drafting.cancel()
-                drafting = drafting_fork = None
-            if not went_on:
+            if whole or failed or not held_true:
                 # What was sent behind this place continues a text that was never written, or is sent again.
                 for other in flights:
                     other.traversal.void = True
                 flights.clear()
-                forked.clear()
+                if drafting is not None:
+                    drafting.cancel()
+                    drafting = None
                 again, guess = (guess if held_true else []), []
                 asked = len(tokens)
-            if taken is not None and taken.flight is None:
-                # Nothing was sent for it, so the text goes on where it was; its draft is for this place.
-                taken.source.drop()
-                drafter, drafting_fork = taken.drafter, None
-            elif taken is not None and taken.flight is not None:
-                source.drop()
-                source, drafter, guess = taken.source, taken.drafter, taken.guess
-                stats.forks_taken += 1
-                taken.flight.traversal.leads = True
-                flights.append(taken.flight)
-                asked = len(tokens) + len(guess) + 1
-            if taken is not None:
-                forks.clear()
             worth_it = True
 
             accepted = len(judged) - (not held_true)
@@ -264,14 +194,6 @@ async def decode(
             if written:
                 yield Chunk(written, logprobs if request.logprobs is not None else None)
                 last = time.monotonic()
-
-
-def _leave(forks: Sequence[Fork]) -> None:
-    """Nobody waits for them any more."""
-    for fork in forks:
-        if fork.flight is not None:
-            fork.flight.traversal.void = True
-        fork.source.drop()
 
 
 class Tasks:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blocktrain.serving.engine.requests import MAX_DRAFT_TOKENS
@@ -31,13 +31,6 @@ FLIGHT_TOKENS = 12
 token: with 8, text came as fast (a simulation over recorded drafts), for a quarter more passes."""
 LEAST_CHANCE = 0.05
 """That the next token holds, where a draft costs its request nothing: stages compute what is void, too."""
-LEAST_FORK = 0.04
-"""That the second choice for a drafted token is what will be written: below, a fork is not worth its rows."""
-TOKENS_AWAY = 18
-"""A traversal must take as long as it takes to draft so many before any is forked."""
-RIVAL_HOLDS = 0.85
-"""So often the second choice is right where the first is not: 0.76, 0.90 and 0.92 for one, two and three of
-four blocks (decision 0023), 0.80 for a model of 200 steps."""
 FIRST_CHANCES = (0.55, 0.8, 0.9, 0.96, 0.97, 0.985, 0.995, 0.998, 0.999)
 """That a token of each class of margins holds, before any was seen: so many of one block's do, of four."""
 FIRST_BLOCK_SECONDS = 0.001
@@ -131,11 +124,6 @@ class DraftLength:
         while so many requests are under way. `flying`: the text waits for a traversal anyhow. `unsent`: so
         many of those tokens wait to be sent with the next one."""
         return True
-
-    def fork_at(self, margins: Sequence[float], forked: Collection[int], *, blocks: int) -> int | None:
-        """The place among unverified tokens, which so many blocks drafted and which won by these margins,
-        behind whose second choice to draft next; None where to go on behind all of them is better."""
-        return None
 
     def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
         """A token was drafted by so many blocks for each of some texts; this is each text's part of the
@@ -340,20 +328,6 @@ class AdaptiveLength(DraftLength):
         # The gateway drafts for some while stages verify for others, so the longer of both counts.
         cost = rate * max(requests * step_seconds, load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
-
-    def fork_at(self, margins: Sequence[float], forked: Collection[int], *, blocks: int) -> int | None:
-        costs, tries, hits = self.load(1).costs[True], self.tries[blocks == 1], self.hits[blocks == 1]
-        if costs.traversal_seconds <= TOKENS_AWAY * costs.step_seconds:
-            return None
-        holds, place, most = 1.0, None, LEAST_FORK
-        for i, margin in enumerate(margins):
-            bucket = bisect(MARGINS, margin)
-            chance = hits[bucket] / tries[bucket]
-            taken = holds * (1 - chance) * RIVAL_HOLDS
-            if taken > most and i not in forked:
-                place, most = i, taken
-            holds *= chance
-        return place if most > holds else None
 
     def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
         self.block_seconds = min(seconds / blocks, SLOWER * self.block_seconds)

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +67,6 @@ def blocks_for_drafts(objective: Objective, most: int | None) -> list[int]:
 @dataclass(frozen=True)
 class DraftedToken:
     token: int
-    rival: int
-    """The second choice; the token itself where it was looked up."""
     margin: float
     """By how much it won."""
     blocks: int = 0
@@ -79,24 +77,19 @@ class ReadText:
     """What some blocks have read of a request's text. The computing thread's own once a draft has begun; the
     event loop only asks how far it is."""
 
-    def __init__(self, drafting: Drafting, blocks: int, like: ReadText | None = None) -> None:
+    def __init__(self, drafting: Drafting, blocks: int) -> None:
         self.drafting, self.blocks = drafting, blocks
         """How many of the blocks held here."""
         self.cache: Any = drafting.steps(blocks).new_cache()
-        self.seen: list[int] = list(like.seen) if like is not None else []
+        self.seen: list[int] = []
         """The window that the cache holds, all but its last token at least."""
-        self.start: int = like.start if like is not None else 0
+        self.start = 0
         """Of the window, in the text."""
-        self.like = like
-        """Whose cache this one begins with a copy of, before its first draft."""
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
     def catch_up(self, text: Sequence[int], context: int) -> list[int]:
         """Have the cache hold what it shares with the text; gives what is due before a guess."""
-        if self.like is not None:
-            self.seen, self.start, self.cache = list(self.like.seen), self.like.start, self.like.cache.copy()
-            self.like = None
         start = window_start(len(text), context)
         window = list(text[start:])
         # What the cache holds beyond the text they share was a wrong draft, or another window.
@@ -377,20 +370,6 @@ class Drafter:
         self._reading: asyncio.Future[list[DraftedToken]] | None = None
         """The cache reads a long stretch of text; no draft before it is through."""
 
-    def forked(self) -> Drafter:
-        """Drafts for the same request from another place of its text on."""
-        other = Drafter(self.drafting, self.sampler, self.length)
-        other.weights = self.weights
-        other.read = ReadText(self.drafting, self.read.blocks, self.read) if self.read is not None else None
-        return other
-
-    def fork_at(self, guess: Sequence[DraftedToken], forked: Collection[int]) -> int | None:
-        """The place of the unverified token behind whose second choice to draft, but for those `forked`."""
-        # With several requests processors have enough to do.
-        if self.drafting.num_open > 1 or self.read is None:
-            return None
-        return self.length.fork_at([one.margin for one in guess], forked, blocks=self.read.blocks)
-
     def __enter__(self) -> Drafter:
         self.drafting.num_open += 1
         return self
@@ -473,5 +452,5 @@ class Drafter:
         draft.margins.append(choice.margin)
         draft.text.append(choice.token)
         draft.read.seen.append(choice.token)
-        draft.tokens.append(DraftedToken(choice.token, choice.rival, choice.margin, draft.blocks))
+        draft.tokens.append(DraftedToken(choice.token, choice.margin, draft.blocks))
         draft.due = [choice.token]

@@ -94,11 +94,5 @@ class LocalRows:
         row: Row = rows.log_probs[0]
         return row
 
-    def fork(self) -> None:
-        """None: a generation has one text under way."""
-
-    def drop(self) -> None:
-        self._caches = {}
-
     async def close(self) -> None:
-        self.drop()
+        self._caches = {}

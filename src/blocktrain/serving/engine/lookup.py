@@ -7,7 +7,7 @@ guess costs rows in a traversal, never a different text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -61,18 +61,12 @@ class LookupDrafter:
     def __exit__(self, *error: object) -> None:
         self.drafting.num_open -= 1
 
-    def fork_at(self, guess: Sequence[DraftedToken], forked: Collection[int]) -> None:
-        """None: a text that was looked up has no second choices."""
-
-    def forked(self) -> LookupDrafter:
-        return self
-
     async def draft(
         self, tokens: Sequence[int], most: int, ahead: Sequence[DraftedToken], *, flying: bool
     ) -> list[DraftedToken]:
         most = min(most, self.most)
         guess = looked_up(tokens, most) if most > 0 else []
-        return [DraftedToken(token, token, margin=0.0) for token in guess]
+        return [DraftedToken(token, margin=0.0) for token in guess]
 
     def observe(self, found: Traversed, weights: Row) -> None:
         if found.margins:

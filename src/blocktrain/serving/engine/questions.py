@@ -193,8 +193,6 @@ class TraverseQuestion(Question):
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
     traversal: Traversal
     kept: KeptSessions
-    fork_of: tuple[int, Mapping[int, StageCache]] | None = None
-    """Another session of the same text, and what each stage has cached of it: this one begins with that."""
 
     @property
     def is_void(self) -> bool:
@@ -208,8 +206,7 @@ class TraverseQuestion(Question):
         return not self.traversal.void
 
     def is_warm(self, link: StageLink) -> bool:
-        caches = self.fork_of[1] if self.fork_of is not None and not self.caches else self.caches
-        cache = caches.get(link.number)
+        cache = self.caches.get(link.number)
         return cache is not None and cache.start == self.start
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
@@ -221,7 +218,9 @@ class TraverseQuestion(Question):
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
         if cache is None or cache.blocks != blocks or cache.start != self.start:
-            like = self._like(link, blocks) if cache is None and link.knows_like else None
+            like = None
+            if cache is None and link.knows_like and not self.start:
+                like = self.kept.like({link.number: blocks}, self.ids, running=link.knows_running)
             cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)
         if frame.type == FrameType.RESEND and self.asks_again():
@@ -231,17 +230,6 @@ class TraverseQuestion(Question):
         if frame.type == FrameType.RESEND:
             raise LinkError(f"stage {link.address} keeps asking for ids it was sent; it is short of caches")
         return self.read(link, frame, blocks)
-
-    def _like(self, link: StageLink, blocks: tuple[int, ...]) -> tuple[int, list[int]] | None:
-        """A session whose caches on the stage this one may begin with, and the ids that they share."""
-        if self.fork_of is not None and link.knows_running:
-            session, caches = self.fork_of
-            known = caches.get(link.number)
-            if known is not None and known.blocks == blocks and known.start == self.start:
-                return session, self.ids[: shared_length(known.ids, self.ids)]
-        if self.start:
-            return None
-        return self.kept.like({link.number: blocks}, self.ids, running=link.knows_running)
 
     def _new_epoch(
         self, link: StageLink, blocks: tuple[int, ...], like: tuple[int, list[int]] | None = None

@@ -249,22 +249,9 @@ class StageSession:
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
         self.caches: dict[int, StageCache] = {}
-        self._fork_of: tuple[int, Mapping[int, StageCache]] | None = None
-        self._dropped = False
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
-
-    def fork(self) -> StageSession | None:
-        """A session that begins as this one does now; None where a model's parts are in series, or a stage is
-        older and copies no session that goes on."""
-        if self.most_flights == 1 or not all(
-            self.engine.links[number].knows_running for number in self.caches
-        ):
-            return None
-        other = StageSession(self.engine, self.request, self.stats)
-        other.deadline, other._fork_of = self.deadline, (self.session, self.caches)
-        return other
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         tokens, num_rows = traversal.tokens, traversal.num_rows
@@ -291,17 +278,9 @@ class StageSession:
             caches=self.caches,
             traversal=traversal,
             kept=self.engine.kept,
-            fork_of=self._fork_of,
         )
-        self._fork_of = None
-        if not self._dropped:
-            self.engine.kept.begin(self.session, self.caches)
-        try:
-            parts = await self.engine.fanout.collect(question)
-        finally:
-            # Sent after the caches were freed, it has left some.
-            if self._dropped:
-                self.engine.release({self.session: question.caches})
+        self.engine.kept.begin(self.session, self.caches)
+        parts = await self.engine.fanout.collect(question)
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)
@@ -311,15 +290,6 @@ class StageSession:
         rows = await self.engine.consensus(FrameType.EXACT, window, 1, self.deadline, self.stats)
         row: Row = rows.log_probs[0]
         return row
-
-    def drop(self) -> None:
-        """Free the caches at once: nobody needs this session any more."""
-        self._dropped = True
-        self.engine.running.discard(self)
-        self.engine.kept.end(self.session)
-        self.engine.release({self.session: dict(self.caches)})
-        # Emptied, not replaced: a fork that is not sent yet finds nothing there to begin with.
-        self.caches.clear()
 
     async def close(self) -> None:
         """Keep the caches for texts that begin alike, or free them wherever the session left some."""

@@ -133,8 +133,6 @@ class GenerationStats:
     """Round trips to the stages, exact passes included."""
     exact_passes: int = 0
     """Traversals spent on settling a near tie in float64, see `model.sampling`."""
-    forks_taken: int = 0
-    """Times that a drafted token was wrong and its second choice, already verified further on, was right."""
     second_questions: int = 0
     """Traversals asked again for whole rows, because the best tokens alone could not settle a choice."""
     scoring_traversals: int = 0

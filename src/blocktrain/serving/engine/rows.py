@@ -181,13 +181,11 @@ def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int, temper
         everything = [len(np.unique(row)) == vocabulary + 1 for row in ids_RC]
         rivals[everything, -1] = -np.inf
     # Where no token was sent by all, no score is known, and the best is minus infinity.
-    rival_R1 = rivals.argmax(axis=1)[:, None]
-    margins = (low[row_R1, best_R1] - rivals[row_R1, rival_R1])[:, 0]
-    found = zip(tokens_R1[:, 0], margins, ids_RC[row_R1, rival_R1][:, 0], strict=True)
+    margins = low[row_R1, best_R1][:, 0] - rivals.max(axis=1)
     return BestRows(
         [
-            SampledToken(max(0, int(token)), bool(margin > 0), float(margin), max(0, int(rival)))
-            for token, margin, rival in found
+            SampledToken(max(0, int(token)), bool(margin > 0), float(margin))
+            for token, margin in zip(tokens_R1[:, 0], margins, strict=True)
         ],
         weights,
     )
