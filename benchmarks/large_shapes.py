@@ -7,6 +7,8 @@
 These are *timing* rows: the weights are random, so the text means nothing. Everything but the weights is what
 ships: `Stage` in a process for each group of parts, which hand activations in bf16 on to one another, and
 `RemoteEngine`, whose traversal has `rows` positions behind a cached context, as that of `verify` has a draft.
+A traversal of CONTEXT rows is the whole text: nothing is cached before it, and it runs as a prompt,
+uncaptured.
 The wide-area network is a relay process (relay.py) in front of every stage, which holds what passes in either
 direction for NETWORK_SECONDS / 4: with three stages a traversal has four hops.
 

@@ -67,6 +67,7 @@ def expected_text(path: Path, prompt: bytes, temperature: float) -> list[int]:
         (((0,), (1,), (2,)), False),
         (((0,), (1,), (2,)), True),
         (((0, 1), (1, 2)), False),
+        (((0, 1), (1, 2)), True),
         (((2,), (0, 1)), False),
         (((2,), (0, 1)), True),
     ],
