@@ -110,6 +110,22 @@ def test_fixed_passes_give_the_rows_of_any_others(
             assert (found[text].argmax(-1) == expected[text].argmax(-1)).mean() > 0.9
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_holder_of_all_parts_goes_on_from_the_features_of_another(tmp_path: Path, device: str) -> None:
+    random_checkpoint(tmp_path / "model", "serial")
+    loaded = load_checkpoint(tmp_path / "model", torch.device(device))
+    features = np.random.default_rng(1).normal(size=(6, 64)).astype(np.float32)
+    rows = []
+    for fixed in (False, True):
+        held = HeldBlocks(loaded, (0, 1, 2), fixed_shapes=fixed)
+        own = held.new_caches((2,), alone=True)
+        for base, end in ((0, 5), (5, 6)):
+            work = RowWork(list(range(base, end)), 1, (2,), own, base, upstream_TD=features[base:end])
+            (found,) = held.rows([work])
+        rows.append(found.rows)
+    np.testing.assert_allclose(rows[1], rows[0], atol=2e-3)
+
+
 @pytest.mark.gpu
 def test_a_captured_pass_is_replayed(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "model", "independent")

@@ -143,8 +143,8 @@ class FixedPasses:
         self._inputs = torch.zeros(3 * MOST_POSITIONS, dtype=torch.int64, device=codebook_VD.device)
         # And the features that other holders computed.
         dtype = next((p.dtype for block in blocks.values() for p in block.parameters()), codebook_VD.dtype)
-        from_elsewhere = any(set(upstream(block)) - blocks.keys() for block in blocks)
-        rows = MOST_POSITIONS if from_elsewhere else 0
+        # A stage that holds the block before it too may be asked for this one alone.
+        rows = MOST_POSITIONS if any(map(upstream, blocks)) else 0
         self._given_PD = codebook_VD.new_zeros(rows, codebook_VD.shape[1], dtype=dtype)
         self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._device = codebook_VD.device
