@@ -146,7 +146,8 @@ class FixedPasses:
         # A stage that holds the block before it too may be asked for this one alone.
         rows = MOST_POSITIONS if any(map(upstream, blocks)) else 0
         self._given_PD = codebook_VD.new_zeros(rows, codebook_VD.shape[1], dtype=dtype)
-        self._captured: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """By shape, number of rows, and how often the memory of each block moved."""
         self._device = codebook_VD.device
         self._own_streams: dict[int, torch.cuda.Stream] = {}
         if self._device.type == "cuda":
@@ -224,8 +225,14 @@ class FixedPasses:
         if self._device.type != "cuda":
             return self._forward(shape, num_rows, shelves)
         # Memory that moved is read elsewhere: what was captured before is of no use.
-        key = shape, num_rows, *(shelves[block].num_moves for block in shape.blocks)
+        key: tuple[Any, ...] = (shape, num_rows, *(shelves[block].num_moves for block in shape.blocks))
         known = self._captured.pop(key) if key in self._captured else None
+        if known is None:
+            # Each keeps the memory of its log-probs.
+            at = shape.blocks, shape.capacity
+            for old in [one for one in self._captured if (one[0].blocks, one[0].capacity) == at]:
+                if old[2:] != key[2:]:
+                    del self._captured[old]
         self._captured[key] = graph, found_NPV = known or self._capture(shape, num_rows, shelves)
         if len(self._captured) > MOST_GRAPHS:
             del self._captured[next(iter(self._captured))]
