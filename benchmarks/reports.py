@@ -30,12 +30,15 @@ SAME = ROOT / "docs" / "history" / "same-numbers.json"
 """Pairs of commits between which a program gave the same numbers (`same.py`)."""
 
 TRAINING = (
-    "src/blocktrain/model",
+    *(f"src/blocktrain/model/{name}.py" for name in ("adaptive", "block", "composition", "cross_entropy")),
+    *(f"src/blocktrain/model/{name}.py" for name in ("families", "layers", "llama", "noise", "objective")),
+    *(f"src/blocktrain/model/{name}.py" for name in ("pooling", "qwen3", "sweep")),
     *(f"src/blocktrain/data/{name}.py" for name in ("batches", "corpora", "shards")),
     *(f"src/blocktrain/training/{name}.py" for name in ("evaluation", "frozen", "inner", "muon")),
     *(f"src/blocktrain/training/{name}.py" for name in ("optimizer", "setup")),
 )
-"""What a loss after so many steps depends on. Not: how weights are stored, exchanged, exported or planned."""
+"""What a loss after so many steps depends on. Not: how weights are stored, exchanged, exported or planned,
+nor how a model writes text (caches, captured and packed passes, sampling): a loss reads whole windows."""
 SWARM = (
     *TRAINING,
     *(f"src/blocktrain/training/{name}.py" for name in ("exchange", "merge", "update")),
@@ -87,7 +90,7 @@ KINDS: Mapping[str, Kind] = {
     "demo": Kind(
         "demo.json",
         (*verbs("demo", "gateway", "stage"), *PROGRAMS_OF_A_SWARM),
-        (*TRUST, "src/blocktrain/local", "recipes/demo.toml"),
+        (*TRUST, "src/blocktrain/model", "src/blocktrain/local", "recipes/demo.toml"),
         {"ce_per_round": list, "reference_ce": NUMBER, "bytes_moved": int, "seconds": NUMBER},
     ),
     "fleet": Kind(
