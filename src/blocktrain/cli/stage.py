@@ -28,7 +28,8 @@ def stage(
     ] = None,
     max_sessions: Annotated[int, typer.Option(help="Sessions with caches at once.")] = 512,
     no_graphs: Annotated[
-        bool, typer.Option(help="On a GPU, do not capture passes of few tokens to replay them.")
+        bool,
+        typer.Option("--no-graphs", help="On a GPU, do not capture passes of few tokens to replay them."),
     ] = False,
 ) -> None:
     """Serve blocks to a gateway until SIGTERM."""
