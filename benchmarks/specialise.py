@@ -22,6 +22,7 @@ map instead of using the fixed codebook. `--block-shape 2x448` gives blocks othe
 (read when the text is prepared): what else might lower the loss, each to be measured at equal operations
 (`--block-steps`). `--stop-after SECONDS` saves what is not finished and exits 3; the
 same command goes on. A search needs its report only: trials that are in it are not made again.
+With several seeds the report has the mean gap of each pool and its standard error.
 Exits 1 when the specialised pool of the best share is more than 0.012 nats per byte above end to end with any
 seed, and after `--tune` where a best rate lies on the edge of the grid.
 """
@@ -32,7 +33,9 @@ import argparse
 import hashlib
 import json
 import lzma
+import math
 import re
+import statistics
 import sys
 import time
 import zlib
@@ -404,6 +407,24 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
     return found
 
 
+def mean_gaps(pools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pool the mean gap over the seeds, and its standard error; of one seed there is none."""
+    gaps: dict[tuple[float, tuple[float, ...]], list[float]] = {}
+    for row in pools:
+        gaps.setdefault((row["share"], tuple(row["decays"])), []).append(row["gap"])
+    return [
+        {
+            "share": share,
+            "decays": decays,
+            "seeds": len(found),
+            "gap": statistics.mean(found),
+            "error": statistics.stdev(found) / math.sqrt(len(found)),
+        }
+        for (share, decays), found in gaps.items()
+        if len(found) > 1
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -526,6 +547,9 @@ def main() -> int:
                     f"seed {reference.seed} share {share:g} decays {decays}: "
                     f"{found['valid']:.4f}, gap {gap:+.4f}"
                 )
+    report["means"] = mean_gaps(report["pools"])
+    for row in report["means"]:
+        print(f"share {row['share']:g} decays {row['decays']}: gap {row['gap']:+.4f}, {row['error']:.4f}")
     write_report(arguments.json, "specialise", report, seeds)
     # The worst seed of the best share: a seed is no choice, and a share is.
     gap = min(map(max, gaps.values()), default=0.0)

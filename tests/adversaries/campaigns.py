@@ -337,7 +337,8 @@ def _round(
         tries += 1
         assert tries <= MAX_RETRIES, [client.verdict_on(payload) for client, payload in sent]
         again = [(worker, running.second_try(worker, round_)) for worker in workers]
-        sent = [(worker, running.retried(worker, lease, base)) for worker, lease in again]
+        # Nobody has to try a round again that has ended: it was merged.
+        sent = [(worker, running.retried(worker, lease, base)) for worker, lease in again if lease] or sent
     return sum(one.outcome is Outcome.REFUSED for one in by_judge)
 
 

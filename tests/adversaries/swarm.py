@@ -224,14 +224,23 @@ class Swarm:
         base = client.snapshot(0, head.head_hash)
         return self.training.delta(0, base, shard, head.head_version * steps, steps)
 
-    def second_try(self, client: Client, round_: int) -> Assignment:
-        """The open round once more, to a worker that was refused in it. Until the round may be tried again
+    def second_try(self, client: Client, round_: int) -> Assignment | None:
+        """The open round once more, to a worker that was refused in it; None where it has ended meanwhile, as
+        an update of the round before that came late may be merged alone. Until the round may be tried again
         the worker is lent the next one, which a heartbeat then calls off."""
         lease = client.lend()
-        if lease.round == round_:
-            return lease
-        until(f"round {round_} to be open again", lambda: client.heartbeat(lease).cancel)
-        return client.lend()
+
+        def open_or_over() -> str | None:
+            if client.head().head_version > round_:
+                return "over"
+            return "open" if client.heartbeat(lease).cancel else None
+
+        if (
+            lease.round > round_
+            and until(f"round {round_} to be open again, or over", open_or_over) == "open"
+        ):
+            lease = client.lend()
+        return lease if lease.round == round_ else None
 
     def retried(self, client: Client, lease: Assignment, base: Weights) -> bytes:
         """Honest work on just what was lent, delivered."""
