@@ -20,9 +20,10 @@ fewer steps, and the report has the operations of each side. `--own-output` lets
 map instead of using the fixed codebook. `--block-shape 2x448` gives blocks other layers and another width,
 `--context` gives both sides another window at as many tokens a step, and `--clusters` another number of parts
 (read when the text is prepared): what else might lower the loss, each to be measured at equal operations
-(`--block-steps`). `--stop-after SECONDS` saves what is not finished and exits 3; the
-same command goes on. A search needs its report only: trials that are in it are not made again.
-With several seeds the report has the mean gap of each pool and its standard error.
+(`--block-steps`, or `--equal-operations`, which works them out). `--stop-after SECONDS` saves what is not
+finished and exits 3; the same command goes on. A search needs its report only: trials that are in it are not
+made again. A report (`--json`) of the same steps keeps its other seeds, so that it can be made seed by seed;
+of several seeds it has the mean gap of each pool and its standard error.
 Exits 1 when the specialised pool of the best share is more than 0.012 nats per byte above end to end with any
 seed, and after `--tune` where a best rate lies on the edge of the grid.
 """
@@ -250,6 +251,13 @@ def build(unit: Unit, place: Place) -> tuple[Recipe, Objective, Codebook, Block]
     return recipe, objective, build_codebook(recipe, place.vocabulary).to(device), block.to(device)
 
 
+def operations(unit: Unit, place: Place) -> int:
+    """Of its whole training."""
+    recipe, _, _, block = build(unit, replace(place, device="cpu"))
+    tokens = unit.steps * recipe.training.batch * recipe.model.context
+    return training_flops(forward_flops_per_token(recipe.model, block, place.vocabulary), 0, tokens)
+
+
 def train_unit(
     unit: Unit,
     place: Place,
@@ -440,6 +448,11 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="prepare the text and stop")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--block-steps", type=int, help="default: those of the reference")
+    parser.add_argument(
+        "--equal-operations",
+        action="store_true",
+        help="as many steps of each block as cost what end to end costs",
+    )
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--shares", default="0,0.75")
     parser.add_argument("--block-lr", default="6e-3,3e-3", help="matrix_lr,other_lr")
@@ -481,6 +494,13 @@ def main() -> int:
     end_to_end = Unit(0, steps, None, 0.0, 0.0, **shared)
     one_block = Unit(0, block_steps, 0, 0.0, 0.0, layers=layers, width=width, **shared)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    if arguments.equal_operations:
+        whole, own = (
+            operations(replace(one, steps=1, matrix_lr=1, other_lr=1), place)
+            for one in (end_to_end, one_block)
+        )
+        block_steps = round(steps * whole / (BLOCKS * own))
+        one_block = replace(one_block, steps=block_steps)
     for seed in seeds:
         if arguments.tune:
             for matrix_lr, other_lr in product(rates(arguments.tune), arguments.other):
@@ -495,13 +515,21 @@ def main() -> int:
             units += [replace(plain, index=index, share=share) for index in range(BLOCKS)]
     losses: dict[Unit, dict[str, float]] = {}
     report: dict[str, Any] = {"units": [], "pools": []}
-    if arguments.tune and arguments.json is not None and arguments.json.exists():
-        # A trial is its loss: its weights, which may be on another machine, are not asked for again.
-        for row in json.loads(arguments.json.read_text(encoding="utf-8"))["units"]:
-            unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
-            if unit in units:
-                losses[unit] = row["ce_per_byte"]
-                report["units"].append(row)
+    if arguments.json is not None and arguments.json.exists():
+        before = json.loads(arguments.json.read_text(encoding="utf-8"))
+        if arguments.tune:
+            # A trial is its loss: its weights, which may be on another machine, are not asked for again.
+            for row in before["units"]:
+                unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
+                if unit in units:
+                    losses[unit] = row["ce_per_byte"]
+                    report["units"].append(row)
+        else:
+            of_others = [row for row in before["pools"] if row["seed"] not in seeds]
+            if any((row["steps"], row["reference_steps"]) != (block_steps, steps) for row in of_others):
+                parser.error(f"{arguments.json} has pools of other steps; name another file")
+            report["pools"] = of_others
+            report["units"] = [row for row in before["units"] if row["seed"] not in seeds]
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as processes:
         left = [processes.submit(train_unit, unit, place) for unit in units if unit not in losses]
         for future in as_completed(left):
@@ -510,18 +538,16 @@ def main() -> int:
                 print(f"{time.monotonic() - began:5.0f} s {unit} goes on with the same command", flush=True)
                 continue
             losses[unit] = {part: ce / place.bytes_per_token(part) for part, ce in found.items()}
-            recipe, _, _, block = build(unit, replace(place, device="cpu"))
+            recipe = recipe_of(unit, place.quick)
             tokens = unit.steps * recipe.training.batch * recipe.model.context
-            flops = training_flops(forward_flops_per_token(recipe.model, block, place.vocabulary), 0, tokens)
-            row = {**asdict(unit), "ce_per_byte": losses[unit], "tokens": tokens, "training_flops": flops}
-            row["commit"] = source_commit()
+            row = {**asdict(unit), "ce_per_byte": losses[unit], "tokens": tokens}
+            row |= {"training_flops": operations(unit, place), "commit": source_commit()}
             report["units"].append(row)
             if arguments.tune:
                 write_report(arguments.json, "specialise", report, seeds)
             print(f"{time.monotonic() - began:5.0f} s {row}", flush=True)
     if len(losses) < len(units):
         return NOT_FINISHED
-    gaps: dict[float, list[float]] = {}
     for reference in () if arguments.tune else [unit for unit in units if unit.index is None]:
         for share in sorted({unit.share for unit in units}):
             blocks = [
@@ -531,8 +557,6 @@ def main() -> int:
                 per_token = score_pool(blocks, place, decays)
                 found = {part: ce / place.bytes_per_token(part) for part, ce in per_token.items()}
                 gap = found["valid"] - losses[reference]["valid"]
-                if share and decays:
-                    gaps.setdefault(share, []).append(gap)
                 row = {
                     "seed": reference.seed,
                     "steps": block_steps,
@@ -541,6 +565,7 @@ def main() -> int:
                     "decays": decays,
                     "ce_per_byte": found,
                     "gap": gap,
+                    "commit": source_commit(),
                 }
                 report["pools"].append(row)
                 print(
@@ -550,8 +575,12 @@ def main() -> int:
     report["means"] = mean_gaps(report["pools"])
     for row in report["means"]:
         print(f"share {row['share']:g} decays {row['decays']}: gap {row['gap']:+.4f}, {row['error']:.4f}")
-    write_report(arguments.json, "specialise", report, seeds)
+    write_report(arguments.json, "specialise", report, sorted({row["seed"] for row in report["units"]}))
     # The worst seed of the best share: a seed is no choice, and a share is.
+    gaps: dict[float, list[float]] = {}
+    for row in report["pools"]:
+        if row["share"] and row["decays"]:
+            gaps.setdefault(row["share"], []).append(row["gap"])
     gap = min(map(max, gaps.values()), default=0.0)
     edges = []
     if arguments.tune:
