@@ -1,16 +1,18 @@
 """Memory of a training step: a block, the same layers end to end, and end to end in micro-batches.
 
-    python benchmarks/micro_batches.py wikitext-2 [--set SECTION.KEY=VALUE] [--parts 4] [--json FILE]
+    python benchmarks/micro_batches.py wikitext-2 --set data.corpus=W [--parts 4] [--device cpu] [--json FILE]
 
-Peak of the allocator of one GPU over three steps, each row in a process of its own. `--parts` cuts a batch
-into as many micro-batches, whose gradients add up to the same step. Nearly all that a large batch takes is
-activations, and who lacks the memory for them cuts the batch before the model: without these rows a block
-looks better than it is. Nothing fails here: what a block saves is a finding.
+The most that three steps take, each row in a process of its own: on a GPU the peak of its allocator, on a CPU
+what the process has resident above what it had before the model was made. `--parts` cuts a batch into as many
+micro-batches, whose gradients add up to the same step. Nearly all that a large batch takes is activations,
+and who lacks the memory for them cuts the batch before the model: without these rows a block looks better
+than it is. Nothing fails here: what a block saves is a finding.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -30,13 +32,16 @@ from blocktrain.training.setup import Setup
 STEPS = 3
 
 
-def measure(name: str, settings: list[str], index: int | None, parts: int) -> dict[str, Any]:
-    """In a process of its own, whose allocator has held nothing else."""
-    recipe, device = load_recipe(find_recipe(name), settings), find_device("cuda")
+def measure(
+    name: str, settings: list[str], device_name: str, index: int | None, parts: int
+) -> dict[str, Any]:
+    """In a process of its own, which has held nothing else."""
+    recipe, device = load_recipe(find_recipe(name), settings), find_device(device_name)
     at_once = -(-recipe.training.batch // parts)
     recipe = load_recipe(find_recipe(name), [*settings, f"training.micro_batch={at_once}"])
     text = open_text(recipe)
     setup = Setup.of(recipe, text.manifest.vocabulary)
+    before = resident_bytes("VmRSS")
     block = (setup.initial_reference() if index is None else setup.initial(index)).to(device)
     batches, codebook = open_batches(recipe, text, device), setup.codebook().to(device)
     trainer = BlockTrainer(recipe, setup.objective, block, index, batches, codebook)
@@ -48,8 +53,17 @@ def measure(name: str, settings: list[str], index: int | None, parts: int) -> di
         "at_once": at_once,
         "width": recipe.model.width,
         "layers": block.num_layers,
-        "peak_bytes": int(torch.cuda.max_memory_allocated(device)),
+        "device": device.type,
+        "peak_bytes": int(torch.cuda.max_memory_allocated(device))
+        if device.type == "cuda"
+        else resident_bytes("VmHWM") - before,
     }
+
+
+def resident_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def main() -> int:
@@ -59,15 +73,14 @@ def main() -> int:
     parser.add_argument("recipe")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("it needs a GPU, whose allocator says what a step takes")
     seed = load_recipe(find_recipe(options.recipe), options.set).seed
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         waiting = [
-            pool.submit(measure, options.recipe, options.set, index, parts)
+            pool.submit(measure, options.recipe, options.set, options.device, index, parts)
             for index in (0, None)
             for parts in (1, options.parts)
         ]
