@@ -178,6 +178,12 @@ KINDS: Mapping[str, Kind] = {
         (*SWARM, "benchmarks/refine.py"),
         {"gap": NUMBER, "end_to_end": NUMBER},
     ),
+    "micro-batches": Kind(
+        "micro-batches.json",
+        ("benchmarks/micro_batches.py:measure",),
+        (*TRAINING, "benchmarks/micro_batches.py"),
+        {"trained": str, "at_once": int, "peak_bytes": int, "device": str},
+    ),
     "unequal": Kind(
         "unequal*.json",
         ("benchmarks/unequal.py",),
