@@ -98,8 +98,8 @@ def recipe_of(cut: Cut, size: Size) -> Recipe:
     batch = size.batch // cut.replicas
     training = {"batch": batch, "steps": size.steps, "micro_batch": min(batch, size.at_once)}
     objective: dict[str, Any] = {"kind": cut.kind}
-    if size.codebook == "own" and cut.family == "blocktrain":
-        objective |= {"codebook": "own", "hint_probability": 0.0}
+    if cut.family == "blocktrain":
+        objective |= {"codebook": size.codebook, "hint_probability": 0.0}
     return resolve_recipe({"model": model, "training": training, "objective": objective})
 
 

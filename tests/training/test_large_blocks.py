@@ -147,7 +147,8 @@ def test_the_block_s_own_weights_are_not_asked_for_twice(
     monkeypatch.setattr(memory, "MEMORY_FILE", said)
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     for missing, found in ((0, 8), (held // 2, 4)):
-        said.write_text(f"MemAvailable: {math.ceil((just_enough - held - missing) / 1024)} kB\n")
+        free = memory.RESIDENT_ON_CPU * (just_enough - held - missing)
+        said.write_text(f"MemAvailable: {math.ceil(free / 1024)} kB\n")
         assert fitting_micro_batch(one.recipe, one.objective, one.block, 0) == found
 
 

@@ -22,6 +22,10 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.muon import STACK_VALUES
 from blocktrain.training.optimizer import split_parameters
 
+RESIDENT_ON_CPU = 1.5
+"""A process that trains on a CPU has at least so many times the estimate resident: 1.5 to 2.4 times it, by
+`benchmarks/micro_batches.py`. The estimate leaves out what the backward pass holds for a moment, and what the
+allocator keeps."""
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_FILE = Path("/proc/meminfo")
 
@@ -184,10 +188,13 @@ def block_needs(
 
 
 def usable_memory(device: torch.device, limit: int | None = None) -> int | None:
-    """What training may take of a device: what is free, up to a limit that its owner set."""
+    """What an estimate may come to: what is free, of a CPU's memory the part that an estimate leaves out
+    taken off, up to a limit that its owner set."""
     free, _ = free_memory(device)
     if free is not None and device.type != "cuda":
-        free += meminfo("SwapFree") or 0  # slow, but the user's choice
+        free = int(
+            (free + (meminfo("SwapFree") or 0)) / RESIDENT_ON_CPU
+        )  # swap is slow, but the user's choice
     return min((one for one in (free, limit) if one is not None), default=None)
 
 
@@ -195,12 +202,15 @@ def check_fits(recipe: Recipe, needed: int, usable: int | None, device: torch.de
     """Refuse to train a block that needs more than there is. Without this the kernel kills the process some
     seconds later (exit code 137 and no word), or its neighbours."""
     if usable is not None and needed > usable:
+        room = f"has room for {usable / 1e9:.1f} GB"
+        if device.type == "cpu":
+            room += f" (a process takes at least {RESIDENT_ON_CPU:g} times what is estimated)"
         training = recipe.training
         settings = [] if training.micro_batch in (1, "auto") else ["training.micro_batch = 1"]
         settings += [] if training.recompute else ["training.recompute = true"]
         raise DeviceError(
             f"training one block of {recipe.name} needs about {needed / 1e9:.1f} GB of memory, and "
-            f"{device} has {usable / 1e9:.1f} GB free; close other programs, use another machine or "
+            f"{device} {room}; close other programs, use another machine or "
             "--device, or, where the recipe is yours, set "
             f"{' and '.join([*settings, 'a smaller model.width'])}, model.layers_per_block or training.batch"
         )
@@ -210,7 +220,7 @@ def fitting_micro_batch(recipe: Recipe, objective: Objective, block: nn.Module, 
     """The most sequences at once that fit beside the block, whose weights are on its device already. One at
     least: what does not fit then says so itself."""
     device = next(block.parameters()).device
-    free, _ = free_memory(device)
+    free = usable_memory(device)
     if free is None:
         return recipe.training.batch
     # What `largest_micro_batch` asks for has the weights in it, and what is free has not.
