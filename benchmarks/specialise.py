@@ -22,8 +22,8 @@ map instead of using the fixed codebook. `--block-shape 2x448` gives blocks othe
 (read when the text is prepared): what else might lower the loss, each to be measured at equal operations
 (`--block-steps`, or `--equal-operations`, which works them out). `--stop-after SECONDS` saves what is not
 finished and exits 3; the same command goes on. A search needs its report only: trials that are in it are not
-made again. A report (`--json`) of the same steps keeps its other seeds, so that it can be made seed by seed;
-of several seeds it has the mean gap of each pool and its standard error.
+made again, and neither is end to end. A report (`--json`) of the same steps keeps its other seeds, so that it
+can be made seed by seed; of several seeds it has the mean gap of each pool and its standard error.
 Exits 1 when the specialised pool of the best share is more than 0.012 nats per byte above end to end with any
 seed, and after `--tune` where a best rate lies on the edge of the grid.
 """
@@ -517,19 +517,18 @@ def main() -> int:
     report: dict[str, Any] = {"units": [], "pools": []}
     if arguments.json is not None and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
-        if arguments.tune:
-            # A trial is its loss: its weights, which may be on another machine, are not asked for again.
-            for row in before["units"]:
-                unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
-                if unit in units:
-                    losses[unit] = row["ce_per_byte"]
-                    report["units"].append(row)
-        else:
-            of_others = [row for row in before["pools"] if row["seed"] not in seeds]
-            if any((row["steps"], row["reference_steps"]) != (block_steps, steps) for row in of_others):
-                parser.error(f"{arguments.json} has pools of other steps; name another file")
-            report["pools"] = of_others
-            report["units"] = [row for row in before["units"] if row["seed"] not in seeds]
+        of_others = [] if arguments.tune else [row for row in before["pools"] if row["seed"] not in seeds]
+        if any((row["steps"], row["reference_steps"]) != (block_steps, steps) for row in of_others):
+            parser.error(f"{arguments.json} has pools of other steps; name another file")
+        report["pools"] = of_others
+        for row in before["units"]:
+            unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
+            if unit in units and (arguments.tune or unit.index is None):
+                # Only its loss is asked for; of a pool's blocks the weights are, which may be elsewhere.
+                losses[unit] = row["ce_per_byte"]
+                report["units"].append(row)
+            elif not arguments.tune and row["seed"] not in seeds:
+                report["units"].append(row)
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as processes:
         left = [processes.submit(train_unit, unit, place) for unit in units if unit not in losses]
         for future in as_completed(left):
