@@ -646,8 +646,15 @@ def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence
         wanted += [*([] if options.attacked else (replace(alone, judged=False), alone)), *attacked]
     kept = kept_runs(options.json)
     known = {key_of(one) for one in kept}
+    failed = False
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(play_long, run) for run in wanted if run not in known]):
+        playing = {pool.submit(play_long, run): run for run in wanted if run not in known}
+        for future in as_completed(playing):
+            if error := future.exception():
+                # The other runs have taken an hour too.
+                failed = True
+                print(f"{playing[future]} failed: {error!r}", file=sys.stderr, flush=True)
+                continue
             played = future.result()
             print(f"{key_of(played)}: {played['seconds']:.0f} s", file=sys.stderr, flush=True)
             # Read again: another call may have added its runs meanwhile.
@@ -670,7 +677,7 @@ def run_long(options: argparse.Namespace, seeds: Sequence[int], chosen: Sequence
             f"{row['worst_round']} | {' '.join(f'{rise:+.4f}' for rise in row['late'])} | "
             f"{row['honest_refused']} |"
         )
-    return int(not all(row["passed"] for row in rows))
+    return int(failed or not all(row["passed"] for row in rows))
 
 
 # --- what else the suite measures ---------------------------------------------------------------------------

@@ -228,19 +228,18 @@ class Swarm:
         """The open round once more, to a worker that was refused in it; None where it has ended meanwhile, as
         an update of the round before that came late may be merged alone. Until the round may be tried again
         the worker is lent the next one, which a heartbeat then calls off."""
-        lease = client.lend()
+        lease = client.lend_or_end()
+        if lease is not None and lease.round > round_:
+            early = lease
 
-        def open_or_over() -> str | None:
-            if client.head().head_version > round_:
-                return "over"
-            return "open" if client.heartbeat(lease).cancel else None
+            def open_or_over() -> str | None:
+                if client.head().head_version > round_:
+                    return "over"
+                return "open" if client.heartbeat(early).cancel else None
 
-        if (
-            lease.round > round_
-            and until(f"round {round_} to be open again, or over", open_or_over) == "open"
-        ):
-            lease = client.lend()
-        return lease if lease.round == round_ else None
+            if until(f"round {round_} to be open again, or over", open_or_over) == "open":
+                lease = client.lend_or_end()
+        return lease if lease is not None and lease.round == round_ else None
 
     def retried(self, client: Client, lease: Assignment, base: Weights) -> bytes:
         """Honest work on just what was lent, delivered."""

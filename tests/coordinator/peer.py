@@ -22,6 +22,7 @@ from blocktrain.wire.messages import (
     BlockAnswer,
     CommitAnswer,
     CommitRequest,
+    Finished,
     HeartbeatAnswer,
     HeartbeatRequest,
     JoinAnswer,
@@ -137,13 +138,19 @@ class Peer:
 
     def lend(self, **changes: Any) -> Assignment:
         """Asks again for a while where it is told to wait, as a real worker does."""
+        lease = self.lend_or_end(**changes)
+        assert lease is not None, "the run is finished"
+        return lease
 
-        def lent() -> Assignment | None:
+    def lend_or_end(self, **changes: Any) -> Assignment | None:
+        """None where the run is finished."""
+
+        def answered() -> Assignment | Finished | None:
             answer = self.ask(**changes)
-            assert isinstance(answer, Assignment | Wait), answer
-            return answer if isinstance(answer, Assignment) else None
+            return None if isinstance(answer, Wait) else answer
 
-        return until("an assignment", lent, WAITING_SECONDS)
+        answer = until("an assignment, or the end of the run", answered, WAITING_SECONDS)
+        return answer if isinstance(answer, Assignment) else None
 
     def heartbeat(self, assignment: Assignment, step: int = 1) -> HeartbeatAnswer:
         path = f"/v1/assignments/{assignment.assignment_id}/heartbeat"
