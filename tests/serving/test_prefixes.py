@@ -185,6 +185,24 @@ def test_what_is_kept_is_bounded_and_looked_up_by_stage_and_blocks() -> None:
     assert set(kept.drop()) == {1, 5}
 
 
+def test_texts_of_one_prompt_push_out_each_other_before_other_prompts() -> None:
+    kept, prompts = KeptSessions(most=3), [[number] * 40 for number in range(3)]
+
+    def keep(number: int, ids: list[int]) -> list[int]:
+        return list(kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)}))
+
+    for number, prompt in enumerate(prompts):
+        assert keep(number, prompt + [7] * 30) == []
+    # Of prompt 1 two more, which share more than half of what either has.
+    assert keep(3, prompts[1] + [8] * 30) == [1]
+    assert keep(4, prompts[1] + [9] * 30) == [3]
+    # One whose own part is the larger one counts as a text of its own, so the least recently used goes.
+    assert keep(5, prompts[1] + [10] * 50) == [4]
+    assert keep(6, prompts[2] + [11] * 50) == [2]
+    assert keep(7, [12] * 80) == [0]
+    assert set(kept.drop()) == {5, 6, 7}
+
+
 def test_a_chain_of_stages_computes_a_shared_beginning_once(serial: Path) -> None:
     beginning = SHARED[:36]
     prompts = [beginning + ending for ending in (b"of a", b"the ", b"in x")]
