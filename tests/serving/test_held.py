@@ -135,6 +135,30 @@ def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint, fixed: 
 
 
 @in_any_and_fixed_shapes
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_a_text_begins_with_another_that_goes_on_in_the_same_pass(
+    loaded: Checkpoint, fixed: bool, begins_first: bool
+) -> None:
+    held, blocks = HeldBlocks(loaded, range(3), fixed), (0, 1, 2)
+    # One needs a larger shelf for what follows, and its old slot is free from then on.
+    known, other = list(range(60)), list(range(9, 40))
+    caches = [held.new_caches(blocks) for _ in range(3)]
+    for text, cache in zip((known, other), caches, strict=False):
+        held.rows([RowWork(text, 1, blocks, cache)])
+    held.rows([RowWork([7], 1, blocks, caches[0], 60), RowWork([7], 1, blocks, caches[1], 31)])
+    goes_on = RowWork([1, 2, 3, 4, 5], 5, blocks, caches[0], 60)
+    begins = RowWork([8, 9], 2, blocks, caches[2], 50, like=caches[0], known=known[:50])
+    works = [goes_on, begins] if not begins_first else [begins, goes_on]
+    works.append(RowWork([6], 1, blocks, caches[1], 32))
+    found = dict(zip(map(id, works), held.rows(works), strict=True))
+    for work, text in ((goes_on, known), (begins, known[:50])):
+        alone = held.rows([RowWork([*text, *work.ids], work.num_rows, blocks, held.new_caches(blocks))])[0]
+        np.testing.assert_allclose(found[id(work)].rows, alone.rows, atol=1e-5)
+        np.testing.assert_allclose(found[id(work)].log_weights, alone.log_weights, atol=1e-5)
+    assert caches[2][0].layers.length == 52
+
+
+@in_any_and_fixed_shapes
 def test_a_shelf_that_gets_more_slots_keeps_what_its_texts_hold(loaded: Checkpoint, fixed: bool) -> None:
     blocks = (0, 1, 2)
     held = HeldBlocks(loaded, range(3), fixed, first_bytes=1)

@@ -95,6 +95,11 @@ class Cache:
             del self.shelf.texts[self.slot]
             self.shelf = None
 
+    def first(self, length: int) -> Cache:
+        """The first positions, in the memory of this cache: to be copied before it goes on."""
+        self.settle()
+        return Cache([layer.first(length) for layer in self.layers], length)
+
     def copy(self) -> Cache:
         """The same with memory of its own."""
         self.settle()
@@ -196,6 +201,15 @@ class Shelves:
         # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
         capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
         return self._shelves.setdefault(capacity, Shelf(capacity, self._fixed, self._first_bytes))
+
+    def copy_of(self, cache: Cache, length: int, num_new: int) -> Cache:
+        """Another cache with the first positions of this one, for a text that goes on by so many."""
+        other = cache.first(length)
+        if num_new > MOST_TOGETHER or not other.begun:
+            return other.copy()
+        # Copied once, to where it stays for a while: memory that is new each time took longer than the copy.
+        self.with_room(length + num_new + MOST_TOGETHER).put(other)
+        return other
 
     def hold(self, caches: Sequence[Cache], lengths: Sequence[int]) -> None:
         """Have those caches on a shelf that are to go on together, with room for so many new positions."""
