@@ -70,6 +70,33 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
     asyncio.run(served())
 
 
+def test_a_prompt_that_was_read_for_drafts_is_drafted_behind_at_once(checkpoint: Path) -> None:
+    prompt = list(SHARED)
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            rows: list[int] = []
+
+            def noted(kind: FrameType, raw: bytes) -> list[bytes]:
+                header = decode_header(raw[:HEADER_BYTES], LIMITS)
+                if kind == FrameType.TRAVERSE and header.traversal == 1:
+                    rows.append(header.rows)
+                return [raw]
+
+            c.proxies[0].to_stage = noted
+            first = c.engine.generate(GenerationRequest(prompt, 40, seed=1))
+            expected = list((await anext(first)).tokens)
+            drafting = c.engine.drafting
+            await until_async(lambda: drafting.has_read(prompt, len(drafting.blocks)))
+            expected += [token async for chunk in first for token in chunk.tokens]
+            found, _ = await text_of(c.engine, bytes(prompt), 40, seed=1)
+            assert found == expected
+            # The first text of a prompt does not wait until the gateway has read it too.
+            assert rows[0] == 1 < rows[1]
+
+    asyncio.run(served())
+
+
 def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
     prompt = SHARED + SHARED[:20]
 

@@ -340,6 +340,12 @@ class Drafting:
         """Have a copy of the cache of so many blocks, which holds this text, for others that begin alike."""
         self._kept[count] = [*self._kept[count][1 - KEPT_TEXTS :], (text, cache.copy())]
 
+    def has_read(self, text: list[int], count: int) -> bool:
+        """Whether a cache of so many blocks is kept that holds the text, or nearly."""
+        # A list of its own: the computing thread changes the other one meanwhile.
+        kept = list(self._kept.get(count, ()))
+        return any(len(text) - shared_length(known, text) <= READ_FIRST for known, _ in kept)
+
     def like(self, text: list[int], count: int) -> tuple[Any, int]:
         """A cache that holds a beginning of the text, and how much of it; None and 0 where that is little."""
         kept = self._kept[count]
@@ -421,6 +427,7 @@ class Drafter:
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
             is_long = len(tokens) - start - known > READ_FIRST
+            is_long = is_long and not self.drafting.has_read(list(tokens[start:-1]), blocks)
             self._reading = self.drafting.begin(self, read, tokens, 0, []) if is_long else None
         if self._reading is not None:
             if not flying:
