@@ -14,6 +14,8 @@ import pytest
 from blocktrain.serving.engine.local import LocalEngine
 from blocktrain.serving.gateway.main import background_gateway
 from tests.cli.program import ENVIRONMENT, command, run_main, run_program
+from tests.cli.servers import coordinator_at
+from tests.coordinator.conftest import tiny_recipe
 from tests.forked import quick_python
 
 
@@ -36,9 +38,17 @@ def test_the_status_of_a_gateway_is_refused_in_words(gateway: str) -> None:
     assert f"{gateway} is not a coordinator" in outcome.complaint
 
 
+def test_text_asked_of_a_coordinator_or_another_program_is_refused_in_words(tmp_path: Path) -> None:
+    with coordinator_at(tmp_path / "run", tiny_recipe()) as coordinator:
+        outcome = run_main("generate", "--url", coordinator, "--prompt", "Once upon")
+    assert outcome.code == 2
+    assert f"{coordinator} is not a gateway: it answered 404 to GET /v1/models" in outcome.complaint
+    assert "the address that `blocktrain serve` or `gateway` printed" in outcome.complaint
+
+
 def test_a_refused_request_does_not_print_its_prompt_as_if_it_were_an_answer(gateway: str) -> None:
     outcome = run_main("generate", "--url", gateway, "--prompt", "Once upon", "--mode", "nonsense")
-    assert outcome.code != 0
+    assert outcome.code == 2
     assert "mode" in outcome.complaint
     assert outcome.out == ""
 

@@ -109,6 +109,13 @@ def test_an_upload_that_fails_leaves_the_folder_and_says_so(
     assert (tmp_path / "hub" / "config.json").exists()
 
 
+def test_what_needs_no_import_and_what_is_not_there_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
+    outcome = run_main("import", checkpoint, "--to", tmp_path / "again")
+    assert (outcome.code, "a checkpoint already" in outcome.complaint) == (2, True)
+    outcome = run_main("import", tmp_path / "nowhere", "--to", tmp_path / "again")
+    assert (outcome.code, "no folder at" in outcome.complaint) == (2, True)
+
+
 def test_a_folder_of_another_kind_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')

@@ -50,6 +50,12 @@ def test_a_mistyped_recipe_a_key_a_verb_and_an_option_are_guessed(tmp_path: Path
     assert "--out" in plain(run_main("train", "demo", "--ouy", tmp_path / "run"))
 
 
+def test_the_list_of_verbs_has_whole_sentences() -> None:
+    listed = run_main("--help").out.partition("Commands:")[2]
+    assert "..." not in listed
+    assert "Score a text: cross entropy of each block and of both compositions." in " ".join(listed.split())
+
+
 def test_scores_are_in_nats_per_byte_everywhere(checkpoint: Path, text_folder: Path) -> None:
     told = run_main("evaluate", checkpoint, "--text", text_folder / "valid.txt").out
     assert "nats/byte" in told

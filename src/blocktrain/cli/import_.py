@@ -18,6 +18,8 @@ def import_(
     ] = 1,
 ) -> None:
     """Make a checkpoint of a Hugging Face folder, every file checked. Nothing in it is executed."""
+    if not folder.is_dir():
+        raise UserError(f"no folder at {folder}; import reads a Hugging Face folder, or one that `export` wrote")
     from blocktrain.training.exchange import import_checkpoint
     from blocktrain.training.hugging_face import import_folder, is_importable
 

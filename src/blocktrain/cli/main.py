@@ -12,7 +12,9 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
 import blocktrain
 from blocktrain.cli.chat import chat
@@ -48,8 +50,23 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.local.processes import end_with_parent
 from blocktrain.starting import INTERRUPTED_CODE
 
+WHOLE_SENTENCE = 1000
+"""Letters; where the sentence is longer than its line, click would cut it with three dots and not wrap it."""
+
+
+class Verbs(TyperGroup):
+    """Lists each verb with the whole first sentence of its help."""
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, verb.get_short_help_str(WHOLE_SENTENCE)) for name, verb in self.commands.items()]
+            )
+
+
 app = typer.Typer(
     name="blocktrain",
+    cls=Verbs,
     help="Train and serve one model, block by block, on machines of different owners.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

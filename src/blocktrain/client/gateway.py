@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from blocktrain.client.address import checked_url
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, UserError
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 120.0
@@ -20,6 +20,10 @@ READ_SECONDS = 120.0
 
 class GatewayError(BlocktrainError):
     """The gateway refused, ended its answer early, or cannot be reached."""
+
+
+class NotGateway(UserError):
+    """Something answers at this address, and it is not a gateway."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class GatewayClient:
             answer = self._http.get("/v1/models")
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
+        if not _speaks_api(answer):
+            raise NotGateway(
+                f"{self.url} is not a gateway: it answered {answer.status_code} to GET /v1/models; is it a "
+                "coordinator, or another program? Give the address that `blocktrain serve` or `gateway` printed"
+            )
         return str(_checked(answer)["data"][0]["id"])
 
     def complete(self, fields: Mapping[str, Any]) -> Iterator[Delta]:
@@ -83,16 +92,31 @@ class GatewayClient:
         )
 
 
+def _speaks_api(answer: httpx2.Response) -> bool:
+    """True of a list of models, and of a refusal in OpenAI's words, which have a `code`."""
+    match _content(answer):
+        case {"error": {"code": _}} | {"data": [{"id": _}, *_]}:
+            return True
+    return False
+
+
 def _checked(answer: httpx2.Response) -> dict[str, Any]:
+    match _content(answer):
+        case {"error": {"message": message}}:
+            refusal = GatewayError(f"the gateway refused: {message}")
+            if answer.status_code == httpx2.codes.BAD_REQUEST:
+                refusal.exit_code = UserError.exit_code
+            raise refusal
+        case dict() as content:
+            return content
+    raise GatewayError(f"{answer.url} does not answer like a gateway (status {answer.status_code})")
+
+
+def _content(answer: httpx2.Response) -> Any:
     try:
-        content = answer.json()
+        return answer.json()
     except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise GatewayError(f"{answer.url} does not answer like a gateway (status {answer.status_code})")
-    if "error" in content:
-        raise GatewayError(f"the gateway refused: {content['error'].get('message')}")
-    return content
+        return None
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -182,6 +182,8 @@ def _read_own_config(folder: Path) -> dict[str, Any]:
         told = (
             f" (its model_type is {str(config.get('model_type'))[:40]!r})" if "model_type" in config else ""
         )
+        if "format" in config:
+            told = ", but a checkpoint already: every verb takes it as it is"
         raise CheckpointError(f"{folder} is not a folder written by `blocktrain export`{told}")
     if own.get("format") != EXPORT_FORMAT or own.get("version") != EXPORT_VERSION:
         raise CheckpointError(
