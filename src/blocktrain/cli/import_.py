@@ -19,7 +19,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of a Hugging Face folder, every file checked. Nothing in it is executed."""
     if not folder.is_dir():
-        raise UserError(f"no folder at {folder}; import reads a Hugging Face folder, or one that `export` wrote")
+        raise UserError(f"no folder at {folder}; expected a Hugging Face folder, or one of `export`")
     from blocktrain.training.exchange import import_checkpoint
     from blocktrain.training.hugging_face import import_folder, is_importable
 

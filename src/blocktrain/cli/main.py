@@ -9,12 +9,11 @@ for torch otherwise, 5 to 12 s on a busy machine.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Annotated
 
-import click
 import typer
-from typer.core import TyperGroup
 
 import blocktrain
 from blocktrain.cli.chat import chat
@@ -50,23 +49,8 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.local.processes import end_with_parent
 from blocktrain.starting import INTERRUPTED_CODE
 
-WHOLE_SENTENCE = 1000
-"""Letters; where the sentence is longer than its line, click would cut it with three dots and not wrap it."""
-
-
-class Verbs(TyperGroup):
-    """Lists each verb with the whole first sentence of its help."""
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, verb.get_short_help_str(WHOLE_SENTENCE)) for name, verb in self.commands.items()]
-            )
-
-
 app = typer.Typer(
     name="blocktrain",
-    cls=Verbs,
     help="Train and serve one model, block by block, on machines of different owners.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -124,6 +108,20 @@ def program(
 def version() -> None:
     """Print the version."""
     print(blocktrain.__version__)
+
+
+def list_whole_sentences(verbs: typer.Typer) -> None:
+    """The list of verbs has the first sentence of each; Typer would cut it at the end of its line."""
+    for verb in verbs.registered_commands:
+        if verb.callback is not None and verb.short_help is None:
+            told = " ".join((inspect.getdoc(verb.callback) or "").split())
+            verb.short_help = told.partition(". ")[0].removesuffix(".") + "."
+    for group in verbs.registered_groups:
+        if group.typer_instance is not None:
+            list_whole_sentences(group.typer_instance)
+
+
+list_whole_sentences(app)
 
 
 def main() -> None:

@@ -57,8 +57,9 @@ class GatewayClient:
             raise self._unreachable(error) from None
         if not _speaks_api(answer):
             raise NotGateway(
-                f"{self.url} is not a gateway: it answered {answer.status_code} to GET /v1/models; is it a "
-                "coordinator, or another program? Give the address that `blocktrain serve` or `gateway` printed"
+                f"{self.url} is not a gateway: it answered {answer.status_code} to GET /v1/models; is it "
+                "a coordinator, or another program? Give the address that `blocktrain serve` or `gateway` "
+                "printed"
             )
         return str(_checked(answer)["data"][0]["id"])
 
