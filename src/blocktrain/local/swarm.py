@@ -241,12 +241,13 @@ def _run(swarm: LocalSwarm, record: Callable[[StatusAnswer], None]) -> dict[str,
 
 
 class shown:
-    """Shows each status: redrawn on a terminal, a line now and then elsewhere."""
+    """Shows each status: redrawn on a terminal, elsewhere a line now and then where it says something new."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
         self.shown_at = 0.0
+        self.line = ""
 
     def __enter__(self) -> Callable[[StatusAnswer], None]:
         if self.live is not None:
@@ -265,4 +266,7 @@ class shown:
             versions = ",".join(str(block.head_version) for block in status.blocks)
             score = f" ce={status.evaluations[-1].consensus_ce:.4f}" if status.evaluations else ""
             live = sum(worker.live for worker in status.workers)
-            self.console.print(f"rounds={versions}/{status.rounds} workers={live}{score}", highlight=False)
+            line = f"rounds={versions}/{status.rounds} workers={live}{score}"
+            if line != self.line:
+                self.console.print(line, highlight=False)
+                self.line = line
