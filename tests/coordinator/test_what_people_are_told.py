@@ -20,6 +20,7 @@ from rich.console import Console
 from blocktrain.coordinator.decisions.rounds import BlockPace, run_seconds_left
 from blocktrain.coordinator.storage.store import MIGRATIONS, Store
 from blocktrain.local.status_view import status_tables, verdict_counts
+from blocktrain.local.swarm import shown
 from blocktrain.training.checkpoint import load_checkpoint
 from blocktrain.training.snapshot import snapshot_hash, tensors_of
 from blocktrain.wire.messages import Outcome, VerdictReason, WorkersAnswer, verdict_word
@@ -169,6 +170,22 @@ def test_the_time_left_is_not_known_before_the_first_round_and_nothing_after_the
     assert run_seconds_left([BlockPace(version=0, closed=(), first_seconds=None)], 8, now=0) is None
     assert run_seconds_left([BlockPace(version=1, closed=(12,), first_seconds=9)], 3, now=12) == 18
     assert run_seconds_left([BlockPace(version=8, closed=(1, 2), first_seconds=1)], 8, now=50) == 0
+
+
+def test_a_log_has_a_line_of_a_swarm_only_where_it_says_something_new(
+    local: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blocktrain.local.swarm.LINE_SECONDS", 0)
+    log = io.StringIO()
+    with local.serve(tiny_recipe(blocks=1, rounds=6)) as running, shown(Console(file=log)) as show:
+        peer = running.peer()
+        for _ in range(3):
+            show(running.coordinator.status())
+        peer.deliver(peer.lend(), seed=0)
+        running.wait_for_version(0, 1)
+        for _ in range(3):
+            show(running.coordinator.status())
+    assert [line.split()[0] for line in log.getvalue().splitlines()] == ["rounds=0/6", "rounds=1/6"]
 
 
 def test_status_and_workers_are_told_the_same_time_left(local: Place) -> None:
