@@ -53,6 +53,7 @@ def test_the_demo_trains_shuts_out_an_attacker_verifies_and_serves(
     assert (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
     told = (
         "loss by round",
+        "slowest block",
         "end to end with the same steps",
         "attacker",
         "every entry holds",

@@ -273,7 +273,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     merged = "none of it was merged" if not attacker["merged"] else f"{attacker['merged']} got merged"
     same = "the same text as byte by byte" if summary["lossless"] else "NOT the text of byte by byte"
     return [
-        ("loss by round", f"{', '.join(scores)} (nats per byte on held-out text, lower is better)"),
+        (
+            "loss by round",
+            f"{', '.join(scores)} (of the slowest block; nats per byte on held-out text, lower is better)",
+        ),
         ("in the end", f"{final:.3f} composed; end to end with the same steps {reference:.3f}{bigram}"),
         (
             "traffic",
