@@ -120,7 +120,7 @@ class TrainingProgress:
             self.last_line = now
             left = (now - start) / max(step - first, 1) * (total - step)
             line = f"  {unit} step={step}/{total} loss={ce:.3f} rate={rate} left={left:.0f}s {told}"
-            self.console.print(line, highlight=False)
+            self.console.print(line.rstrip(), highlight=False)
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False)
