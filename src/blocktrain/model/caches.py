@@ -98,7 +98,12 @@ class Cache:
     def first(self, length: int) -> Cache:
         """The first positions, in the memory of this cache: to be copied before it goes on."""
         self.settle()
-        return Cache([layer.first(length) for layer in self.layers], length)
+        other = Cache([LayerCache() for _ in self.layers], length)
+        for layer, own_layer in zip(self.layers, other.layers, strict=True):
+            for part, own in zip(layer.parts, own_layer.parts, strict=True):
+                if part.room is not None:
+                    own.room, own.length = part.room.narrow(part.dim, 0, length), length
+        return other
 
     def copy(self) -> Cache:
         """The same with memory of its own."""

@@ -104,14 +104,6 @@ class LayerCache:
             if part.room is not None:
                 part.length = length
 
-    def first(self, length: int) -> LayerCache:
-        """The first positions, where they lie."""
-        other = LayerCache()
-        for part, own in zip(self.parts, other.parts, strict=True):
-            if part.room is not None:
-                own.room, own.length = part.room.narrow(part.dim, 0, length), length
-        return other
-
     def copy(self) -> LayerCache:
         """The same with memory of its own."""
         other = LayerCache()
