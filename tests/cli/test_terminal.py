@@ -80,6 +80,9 @@ def test_time_left_counts_the_units_that_follow_and_finished_ones_are_not_begun_
     begin = progress.begun["block 1"][0]
     # Four steps of cost 1 took 10 s; the reference has four of cost 2.
     assert progress.run_left(begin + 10.0, 4) == 20.0
+    # A reference that is slower than planned: three steps at 30 s each are left of it, and of the run.
+    progress.begun["reference"], progress.done["reference"] = (begin + 10.0, 0), 1
+    assert progress.run_left(begin + 40.0, 4) == 90.0
 
 
 def test_a_panel_of_a_worker_that_did_nothing_is_taken_away() -> None:

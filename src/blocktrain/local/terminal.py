@@ -84,13 +84,17 @@ class TrainingProgress:
         self.costs = dict(costs)
 
     def run_left(self, now: float, total: int) -> float | None:
-        """Seconds left for everything planned, from what this process has done so far."""
+        """Seconds left for everything planned, from what this process has done so far; of the unit at work no
+        less than its own speed says, or the run would seem to end before it."""
         made = {unit: self.done[unit] - first for unit, (_, first) in self.begun.items()}
         spent = sum(self.costs.get(unit, 0) * steps for unit, steps in made.items())
         if not spent:
             return None
         ahead = sum(cost * (total - self.done.get(unit, 0)) for unit, cost in self.costs.items())
-        return ahead / spent * (now - min(start for start, _ in self.begun.values()))
+        by_plan = ahead / spent * (now - min(start for start, _ in self.begun.values()))
+        at_work, (start, _) = list(self.begun.items())[-1]
+        by_unit = (now - start) / max(made[at_work], 1) * (total - self.done[at_work])
+        return max(by_plan, by_unit)
 
     def started(self, unit: str, step: int, total: int) -> None:
         self.done[unit] = step
