@@ -6,6 +6,7 @@ Imports nothing but the standard library, because every millisecond here comes b
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -48,6 +49,17 @@ def prepare_to_serve() -> None:
     """For programs that serve, before torch and numpy are loaded. What the user set stays."""
     for name, value in {**FEW_KERNELS, **ONE_PRODUCT_THREAD}.items():
         os.environ.setdefault(name, value)
+
+
+def keep_what_is_loaded() -> None:
+    """For programs that serve, when all is loaded: what is there by now stays, and the search for garbage need
+    not look at it again.
+
+    A search through the objects of torch and its like takes 130 ms, in which a stage or a gateway stands
+    still, and a gateway with 64 clients made one for every 1,500 tokens: 0.3 of its processor time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def limit_processor(threads: int | None, nice: int) -> None:

@@ -29,6 +29,7 @@ from blocktrain.serving.gateway.engines import Engines
 from blocktrain.serving.gateway.limits import load_keys, parse_limits
 from blocktrain.serving.transport import Address
 from blocktrain.serving.versions import current_checkpoint, watch
+from blocktrain.starting import keep_what_is_loaded
 from blocktrain.wire.frames import ActivationCodec
 
 log = logging.getLogger(__name__)
@@ -216,6 +217,7 @@ def run_gateway(
             partial(follow, engines, *model, source, engine_of)
             for model, source in zip(models, sources, strict=True)
         ]
+        keep_what_is_loaded()
         asyncio.run(serve_gateway(engines, server, opened, announce, following))
 
 

@@ -15,6 +15,7 @@ from blocktrain.serving.blocks import HeldBlocks
 from blocktrain.serving.fingerprint import fingerprint
 from blocktrain.serving.stage.stage import Stage, StageConfig
 from blocktrain.serving.versions import current_checkpoint, watch
+from blocktrain.starting import keep_what_is_loaded
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
 from blocktrain.wire.frame_metadata import ModelShape
 
@@ -110,4 +111,5 @@ def run_stage(
         if metrics is not None:
             metrics.shutdown()
 
+    keep_what_is_loaded()
     asyncio.run(serve())
