@@ -220,22 +220,21 @@ class Shelves:
         """Have those caches on a shelf that are to go on together, with room for so many new positions."""
         for cache, length in zip(caches, lengths, strict=True):
             end = cache.length + length
-            # A stretch this long keeps the processor busy by itself.
-            if length > MOST_TOGETHER or not cache.begun:
+            # Mostly it is there already.
+            if cache.shelf is not None and cache.shelf.capacity >= end:
                 continue
-            if cache.shelf is None or cache.shelf.capacity < end:
+            # A stretch this long keeps the processor busy by itself.
+            if length <= MOST_TOGETHER and cache.begun:
                 self.with_room(end).put(cache)
 
 
 class Placement:
     """Where the new positions of some texts stand: in the row of a pass, and in their slots."""
 
-    def __init__(
-        self, slots: bytes, past: bytes, first: bytes, counts: bytes, span: int, device: str
-    ) -> None:
-        slot_M, past_M, first_M, count_M = (
-            np.frombuffer(one, np.int64) for one in (slots, past, first, counts)
-        )
+    def __init__(self, texts: tuple[tuple[int, int, int, int], ...], span: int, device: torch.device) -> None:
+        """Of each text its slot, its length so far, where in the row its new positions begin, and how many
+        they are."""
+        slot_M, past_M, first_M, count_M = np.array(texts, np.int64).T
         longest = int(count_M.max())
         self.span, self.shape_MT = span, (len(slot_M), longest)
         is_row = int(slot_M[-1]) - int(slot_M[0]) + 1 == len(slot_M)
@@ -269,7 +268,12 @@ class Placement:
         """`row_P`: where each new position stands in the row of the pass; `place_P`: among padded ones."""
         self._position_MT = position_MT.view(self.shape_MT)
         self._mask: Tensor | None = None
-        self.least_position = int(past_M.min())
+        self._windows: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._least_position = int(past_M.min())
+        rows_P = first_M[text_P] + step_P
+        self.num_in_order = len(rows_P) if np.array_equal(rows_P, np.arange(len(rows_P))) else None
+        """How many positions, where they stand from the start of the row on in the order of slots."""
+        self.one_each = longest == 1 and self.num_in_order is not None
 
     def mask(self, q: Tensor, queries: int) -> Tensor:
         """What each position does not see, as minus infinity, for so many queries at each."""
@@ -279,6 +283,18 @@ class Placement:
             mask = torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, -torch.inf)
             self._mask = mask.repeat(1, queries, 1)[:, None]
         return self._mask
+
+    def windows(self, taps: int) -> tuple[Tensor, Tensor | None]:
+        """The positions [P, W] that a convolution sees at each new one, and where a text has not begun
+        there."""
+        # The same at both places of all layers of all blocks.
+        if taps not in self._windows:
+            position_PW = self.position_P[:, None] + torch.arange(1 - taps, 1, device=self.position_P.device)
+            begun = self._least_position >= taps - 1
+            self._windows[taps] = (
+                (position_PW, None) if begun else (position_PW.clamp(min=0), position_PW >= 0)
+            )
+        return self._windows[taps]
 
 
 # The blocks of a stage hold the same texts, mostly in the same slots: one placement then serves all of them.
@@ -294,12 +310,10 @@ class Together:
         self.shelf = shelf
         # In order of slots: where these follow one another, keys need no copy.
         texts = [(cache.slot, cache.length, *span) for cache, span in zip(caches, spans, strict=True)]
-        slots, past, first, counts = np.array(sorted(texts), np.int64).T
         # Positions that the longest text has now, and a few more: kernels want masks of such widths.
-        span = min(shelf.capacity, -(-int((past + counts).max()) // 16) * 16)
+        span = min(shelf.capacity, -(-max(past + count for _, past, _, count in texts) // 16) * 16)
         room = next(room for rooms in shelf.rooms for room in rooms if room is not None)
-        arrays = (one.tobytes() for one in (slots, past, first, counts))
-        self.placement = _placement(*arrays, span, str(room.device))
+        self.placement = _placement(tuple(sorted(texts)), span, room.device)
 
     @property
     def row_P(self) -> Tensor:
@@ -311,13 +325,17 @@ class Together:
         queries may share one of keys."""
         at = self.placement
         k_room, v_room = (room.flatten(1, 2) for room in self._rooms(layer)[:2])
-        k_room[at.slot_P, :, at.position_P] = k_GTK[:, at.row_P].transpose(0, 1)
-        v_room[at.slot_P, :, at.position_P] = v_GTK[:, at.row_P].transpose(0, 1)
+        if at.num_in_order != k_GTK.shape[1]:
+            k_GTK, v_GTK = k_GTK[:, at.row_P], v_GTK[:, at.row_P]
+        k_room[at.slot_P, :, at.position_P] = k_GTK.transpose(0, 1)
+        v_room[at.slot_P, :, at.position_P] = v_GTK.transpose(0, 1)
         num_texts, longest = at.shape_MT
         heads, queries = len(k_GTK), len(q_HTK) // len(k_GTK)
+        one_each = at.one_each and num_texts == q_HTK.shape[1]
         # Queries that share a head of keys stand one after another as if they were more positions: with a
         # mask, no fast kernel knows of shared heads.
-        q_HMTK = q_HTK[:, at.row_MT].view(len(q_HTK), num_texts, longest, -1)
+        q_HPK = q_HTK if one_each else q_HTK[:, at.row_MT]
+        q_HMTK = q_HPK.reshape(len(q_HTK), num_texts, longest, -1)
         q = q_HMTK.transpose(0, 1).reshape(num_texts, heads, queries * longest, -1)
         mask = at.mask(q, queries)
         if q.device.type == "cpu" and q.dtype == torch.float32:
@@ -326,7 +344,7 @@ class Together:
             keys, values = self._texts(k_room), self._texts(v_room)
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         y_HPK = y.reshape(num_texts, len(q_HTK), longest, -1).transpose(0, 1).flatten(1, 2)
-        return y_HPK[:, at.place_P]
+        return y_HPK if one_each else y_HPK[:, at.place_P]
 
     def _texts(self, room: Tensor) -> Tensor:
         """The positions so far of these texts alone."""
@@ -341,11 +359,10 @@ class Together:
         at, room = self.placement, self._rooms(layer)[2 if place == "attention" else 3]
         # Written first: a convolution sees the position itself too.
         room[at.slot_P, :, at.position_P] = x_PND
-        position_PW = at.position_P[:, None] + torch.arange(1 - taps, 1, device=room.device)
-        if at.least_position >= taps - 1:
-            return room[at.slot_P[:, None], :, position_PW]
+        position_PW, begun_PW = at.windows(taps)
+        windows = room[at.slot_P[:, None], :, position_PW]
         # Zeros where a text has not begun.
-        return room[at.slot_P[:, None], :, position_PW.clamp(min=0)] * (position_PW >= 0)[:, :, None, None]
+        return windows if begun_PW is None else windows * begun_PW[:, :, None, None]
 
     def _rooms(self, layer: int) -> list[Tensor]:
         rooms = [room for room in self.shelf.rooms[layer] if room is not None]
@@ -385,11 +402,13 @@ class PackedCache:
         self.alone: list[int] = []
         """Texts that share no memory, and those with much to read: these go one by one."""
         for m, (part, length) in enumerate(zip(self.parts, self.lengths, strict=True)):
-            part.positions(length)  # which leaves a shelf that is too short
-            if part.shelf is None or length > MOST_TOGETHER or len(self.parts) == 1:
+            shelf = part.shelf
+            is_long = length > MOST_TOGETHER or len(self.parts) == 1
+            if shelf is None or part.length + length > shelf.capacity or is_long:
+                part.positions(length)  # which leaves a shelf that is too short
                 self.alone.append(m)
             else:
-                by_shelf[part.shelf.capacity].append(m)
+                by_shelf[shelf.capacity].append(m)
         self.groups = []
         for members in by_shelf.values():
             shelf = self.parts[members[0]].shelf
@@ -403,10 +422,17 @@ class PackedCache:
 
     def positions(self, length: int) -> Tensor:
         assert length == sum(self.lengths), "every token belongs to one of the packed texts"
-        spans = zip(self.parts, self.lengths, strict=True)
-        found = np.concatenate([np.arange(part.length, part.length + count) for part, count in spans])
+        if len(self.groups) == 1 and self.groups[0].placement.num_in_order == length:
+            return self.groups[0].placement.position_P
         # On the device at once: each table that is read with it would fetch it by itself.
-        return torch.from_numpy(found).to(self.groups[0].row_P.device if self.groups else "cpu")
+        device = self.groups[0].row_P.device if self.groups else "cpu"
+        found = torch.empty(length, dtype=torch.int64, device=device)
+        for group in self.groups:
+            found[group.row_P] = group.placement.position_P
+        for m in self.alone:
+            (first, count), past = self.spans[m], self.parts[m].length
+            found[first : first + count] = torch.arange(past, past + count, device=device)
+        return found
 
     def advance(self, length: int) -> None:
         # The layers of texts that go alone have counted for themselves when they grew.
@@ -426,7 +452,10 @@ class PackedLayerCache:
         self.cache, self.index = cache, index
 
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-        cache, y_BHTK = self.cache, torch.empty_like(q_BHTK)
+        cache = self.cache
+        if len(cache.groups) == 1 and cache.groups[0].placement.num_in_order == q_BHTK.shape[2]:
+            return cache.groups[0].attend(self.index, q_BHTK[0], k_BHTK[0], v_BHTK[0])[None]
+        y_BHTK = torch.empty_like(q_BHTK)
         for group in cache.groups:
             y_BHTK[0].index_copy_(1, group.row_P, group.attend(self.index, q_BHTK[0], k_BHTK[0], v_BHTK[0]))
         for m in cache.alone:
@@ -437,10 +466,13 @@ class PackedLayerCache:
     def convolve(self, place: Place, convolution: CausalConvolution, x_BTD: Tensor) -> Tensor:
         cache, y_BTD = self.cache, torch.empty_like(x_BTD)
         for group in cache.groups:
-            x_PD = x_BTD[0, group.row_P]
-            windows = group.windows(self.index, place, x_PD[:, None], convolution.taps)
-            mixed_PD = (windows[:, :, 0] * convolution.weight.to(x_PD.dtype)).sum(1)
-            y_BTD[0].index_copy_(0, group.row_P, x_PD + mixed_PD)
+            in_order = group.placement.num_in_order == x_BTD.shape[1]
+            x_PD = x_BTD[0] if in_order else x_BTD[0, group.row_P]
+            windows_PWD = group.windows(self.index, place, x_PD[:, None], convolution.taps)[:, :, 0]
+            mixed_PD = x_PD + (windows_PWD * convolution.weight.to(x_PD.dtype)).sum(1)
+            if in_order:
+                return mixed_PD[None]
+            y_BTD[0].index_copy_(0, group.row_P, mixed_PD)
         for m in cache.alone:
             at, layer = slice(cache.spans[m][0], sum(cache.spans[m])), cache.parts[m].layers[self.index]
             y_BTD[:, at] = layer.convolve(place, convolution, x_BTD[:, at])

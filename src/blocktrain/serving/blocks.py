@@ -167,6 +167,8 @@ class HeldBlocks:
             self._fixed = FixedPasses(
                 self._running, self.objective.upstream, self.codebook, self.vocabulary, self._shelves
             )
+        self._hands_features = self.objective.is_serial or any(map(self.objective.upstream, held))
+        """Whether what a block computed goes into others, here or elsewhere."""
         self._exact_blocks: dict[int, Block] = {}
         self._steps: dict[tuple[int, ...], RoughBlocks] = {}
 
@@ -222,6 +224,8 @@ class HeldBlocks:
             alike[shape, work.blocks if shape is not None else ()].append(i)
         answers: dict[int, WeighedRows] = {}
         for (shape, _), members in alike.items():
+            # In the order in which their caches lie, so that rows need not be gathered for them.
+            members.sort(key=lambda i: next(iter(works[i].caches.values())).layers.slot)
             size = len(works) if shape is None else shape.most_texts
             for some in (members[i : i + size] for i in range(0, len(members), size)):
                 chosen = [works[i] for i in some]
@@ -271,8 +275,10 @@ class HeldBlocks:
     def _packed_rows(self, works: Sequence[RowWork]) -> list[WeighedRows]:
         """Of any works, the new tokens of all in one row."""
         device = self.codebook.device
-        found: list[list[tuple[Tensor, NDArray[np.float64]]]] = [[] for _ in works]
+        found: dict[int, tuple[dict[int, int], Tensor, NDArray[np.float64]]] = {}
+        """What each block said to some works: where the rows of each begin, and those of all."""
         features = [self._upstream(work, self.dtype) for work in works]
+        ids, ids_of = torch.empty(0), None
         # In order of blocks, because a block may take the features of the one before it.
         for index in sorted(self.blocks):
             chosen = [i for i, work in enumerate(works) if index in work.caches]
@@ -284,16 +290,20 @@ class HeldBlocks:
             # One work alone needs no packing, which would cost it a third more.
             shelves = self._shelves[index]
             packed_cache = PackedCache(caches, lengths, shelves) if len(caches) > 1 else caches[0]
-            ids = torch.tensor([[token for i in chosen for token in works[i].ids]], device=device)
+            if chosen != ids_of:
+                ids = torch.tensor([[token for i in chosen for token in works[i].ids]], device=device)
+                ids_of = chosen
             parts = [part for i in chosen if (part := features[i]) is not None]
             upstream = torch.cat(parts, dim=1) if parts and self.objective.upstream(index) else None
             output = self._running[index](ids, self.codebook, upstream_BTD=upstream, cache=packed_cache)
-            for i, part in zip(chosen, torch.split(output.features_BTD, lengths, dim=1), strict=True):
-                features[i] = part
-            for i, said in zip(chosen, self._said([works[i] for i in chosen], index, output), strict=True):
-                # A block may run only because another takes its output; then it is not in the sum.
-                if index in works[i].blocks:
-                    found[i].append(said)
+            if self._hands_features:
+                for i, part in zip(chosen, torch.split(output.features_BTD, lengths, dim=1), strict=True):
+                    features[i] = part
+            # A block may run only because another takes its output; then it is not in the sum.
+            if any(index in works[i].blocks for i in chosen) or self.pooling.follows_text:
+                counts = [works[i].num_rows for i in chosen]
+                starts = dict(zip(chosen, itertools.accumulate(counts, initial=0), strict=False))
+                found[index] = starts, *self._said([works[i] for i in chosen], index, output)
         # Works that asked the same blocks are weighed at once, and come from the device at once.
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, work in enumerate(works):
@@ -303,8 +313,13 @@ class HeldBlocks:
             if not blocks:
                 answers |= {i: _handed_on(features[i]) for i in members}
                 continue
-            joined = [_joined(one) for one in zip(*(found[i] for i in members), strict=True)]
-            whole = self._weighed(blocks, joined)
+            said = []
+            for starts, rows_RV, logs in (found[block] for block in sorted(blocks)):
+                if len(members) < len(starts):
+                    own = [r for i in members for r in range(starts[i], starts[i] + works[i].num_rows)]
+                    rows_RV, logs = rows_RV[torch.tensor(own, device=device)], logs[own]
+                said.append((rows_RV, logs))
+            whole = self._weighed(blocks, said)
             answers |= zip(members, self._answers([works[i] for i in members], whole), strict=True)
         return [answers[i] for i in range(len(works))]
 
@@ -364,8 +379,8 @@ class HeldBlocks:
 
     def _said(
         self, works: Sequence[RowWork], block: int, output: BlockOutput
-    ) -> list[tuple[Tensor, NDArray[np.float64]]]:
-        """A block's rows for each work of a pass, and its log-weight in each row."""
+    ) -> tuple[Tensor, NDArray[np.float64]]:
+        """A block's rows for all works of a pass, and its log-weight in each row."""
         z_hat_TD, counts = output.z_hat_BTD[0], [work.num_rows for work in works]
         ends = list(itertools.accumulate(len(work.ids) for work in works))
         if not self.pooling.follows_text:
@@ -374,10 +389,10 @@ class HeldBlocks:
                 asked = [t for end, count in zip(ends, counts, strict=True) for t in range(end - count, end)]
                 z_hat_TD = z_hat_TD[torch.tensor(asked, device=z_hat_TD.device)]
             rows_RV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
-            return [(rows, np.empty(0)) for rows in torch.split(rows_RV, counts)]
+            return rows_RV, np.empty(len(rows_RV))
         log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
         own = torch.split(log_probs_TV, [len(work.ids) for work in works])
-        return self._recorded(works, block, own)
+        return _joined(self._recorded(works, block, own))
 
     def _recorded(
         self, works: Sequence[RowWork], block: int, own: Sequence[Tensor]
