@@ -52,8 +52,8 @@ def prepare_to_serve() -> None:
 
 
 def keep_what_is_loaded() -> None:
-    """For programs that serve, when all is loaded: what is there by now stays, and the search for garbage need
-    not look at it again.
+    """For programs that serve, when all is loaded: what is there by now stays, and the search for garbage
+    need not look at it again.
 
     A search through the objects of torch and its like takes 130 ms, in which a stage or a gateway stands
     still, and a gateway with 64 clients made one for every 1,500 tokens: 0.3 of its processor time.
