@@ -116,10 +116,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),
     "no block": lambda: ask(TRAVERSE, [1], blocks=[]),
     "no ids": lambda: ask(TRAVERSE, []),
-    "more rows than ids": lambda: ask(replace(TRAVERSE, rows=3), [1, 2]),
-    "no rows": lambda: ask(replace(TRAVERSE, rows=0), [1, 2]),
-    "past the context": lambda: ask(replace(TRAVERSE, base=90), [1] * 20),
-    "no codec": lambda: ask(replace(TRAVERSE, codec=Codec.NONE), [1]),
+    "more rows than ids": lambda: ask(TRAVERSE._replace(rows=3), [1, 2]),
+    "no rows": lambda: ask(TRAVERSE._replace(rows=0), [1, 2]),
+    "past the context": lambda: ask(TRAVERSE._replace(base=90), [1] * 20),
+    "no codec": lambda: ask(TRAVERSE._replace(codec=Codec.NONE), [1]),
     "metadata of another type": lambda: encode_frame(
         TRAVERSE, encode_metadata(Failure(FailureCode.BUSY, ""))
     ),
@@ -151,7 +151,7 @@ def test_the_same_traversal_again_is_answered_from_memory(checkpoint: Path) -> N
             other_connection = await greeted(stage)
             assert (await reply(other_connection, raw)).payload == first.payload
             assert stage.metrics.tokens._value.get() == 3, "computed once"
-            newer = await reply(stream, ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[5, 6, 7]))
+            newer = await reply(stream, ask(TRAVERSE._replace(traversal=2, base=3), [8], prefix=[5, 6, 7]))
             assert newer.type == FrameType.LOG_PROBS
             assert failure(await reply(stream, raw)).code is FailureCode.STALE
             for open_stream in (stream, other_connection):
@@ -171,7 +171,7 @@ def test_what_was_sent_on_a_wrong_draft_is_not_computed(checkpoint: Path) -> Non
                 (3, 4, [9], [5, 6, 7, 8]),
                 (4, 3, [1, 2], [5, 6, 7]),  # 8 was wrong
             ):
-                header = replace(TRAVERSE, traversal=number, base=base)
+                header = TRAVERSE._replace(traversal=number, base=base)
                 await stream.write(ask(header, ids, prefix=before))
             void = [await stream.read(LIMITS) for _ in range(2)]
             assert [failure(frame).code for frame in void] == [FailureCode.STALE] * 2
@@ -179,7 +179,7 @@ def test_what_was_sent_on_a_wrong_draft_is_not_computed(checkpoint: Path) -> Non
             found = {frame.header.traversal: frame for frame in [await stream.read(LIMITS) for _ in range(2)]}
             assert found.keys() == {1, 4}
             assert stage.metrics.tokens._value.get() == 5
-            other = await reply(stream, ask(replace(TRAVERSE, session=2), [5, 6, 7, 1, 2]))
+            other = await reply(stream, ask(TRAVERSE._replace(session=2), [5, 6, 7, 1, 2]))
             rows, expected = (decode_rows(one.payload, Codec.F32, 1, 256) for one in (found[4], other))
             assert np.allclose(rows, expected, atol=1e-4)
             await stream.close()
@@ -192,7 +192,7 @@ def test_another_client_cannot_touch_a_session(checkpoint: Path) -> None:
         async with running(checkpoint) as stage:
             mine, theirs = await greeted(stage, "mine"), await greeted(stage, "theirs")
             await reply(mine, ask(TRAVERSE, [5, 6, 7]))
-            next_one = ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[5, 6, 7])
+            next_one = ask(TRAVERSE._replace(traversal=2, base=3), [8], prefix=[5, 6, 7])
             assert (await reply(theirs, next_one)).type == FrameType.RESEND
             await theirs.write(encode_frame(Header(FrameType.RELEASE, session=1)))
             assert (await reply(mine, next_one)).type == FrameType.LOG_PROBS
@@ -207,9 +207,9 @@ def test_a_cache_that_differs_asks_for_all_ids(checkpoint: Path) -> None:
         async with running(checkpoint) as stage:
             stream = await greeted(stage)
             await reply(stream, ask(TRAVERSE, [5, 6, 7]))
-            differs = ask(replace(TRAVERSE, traversal=2, base=3), [8], prefix=[9, 9, 9])
+            differs = ask(TRAVERSE._replace(traversal=2, base=3), [8], prefix=[9, 9, 9])
             assert (await reply(stream, differs)).type == FrameType.RESEND
-            fresh = replace(TRAVERSE, epoch=1, rows=2)
+            fresh = TRAVERSE._replace(epoch=1, rows=2)
             rows = await reply(stream, ask(fresh, [9, 9, 9, 8]))
             assert decode_rows(rows.payload, Codec.F32, 2, 256).shape == (2, 256)
             await stream.close()
@@ -221,7 +221,7 @@ def test_late_requests_are_not_computed(checkpoint: Path) -> None:
     async def served() -> None:
         async with running(checkpoint) as stage:
             stream = await greeted(stage)
-            late = await reply(stream, ask(replace(TRAVERSE, deadline_ms=0), [1, 2]))
+            late = await reply(stream, ask(TRAVERSE._replace(deadline_ms=0), [1, 2]))
             assert failure(late).code is FailureCode.LATE
             assert stage.metrics.tokens._value.get() == 0
             assert len(stage.sessions) == 0
@@ -234,8 +234,8 @@ def test_requests_past_the_credits_are_told_so(checkpoint: Path) -> None:
     async def served() -> None:
         async with running(checkpoint, credits=2) as stage:
             stream = await greeted(stage)
-            score = replace(TRAVERSE, type=FrameType.SCORE, rows=1)
-            await stream.write(b"".join(ask(replace(score, session=i), [1] * 90) for i in range(20)))
+            score = TRAVERSE._replace(type=FrameType.SCORE, rows=1)
+            await stream.write(b"".join(ask(score._replace(session=i), [1] * 90) for i in range(20)))
             replies = [await stream.read(LIMITS) for _ in range(20)]
             busy = [frame for frame in replies if frame.type == FrameType.FAILED]
             assert busy
@@ -251,7 +251,7 @@ def test_exact_rows_come_in_float64(checkpoint: Path) -> None:
         async with running(checkpoint) as stage:
             stream = await greeted(stage)
             rows = await reply(stream, ask(TRAVERSE, [5, 6, 7]))
-            exact = await reply(stream, ask(replace(TRAVERSE, type=FrameType.EXACT, session=2), [5, 6, 7]))
+            exact = await reply(stream, ask(TRAVERSE._replace(type=FrameType.EXACT, session=2), [5, 6, 7]))
             close = decode_rows(rows.payload, Codec.F32, 1, 256)
             np.testing.assert_allclose(close, decode_rows(exact.payload, Codec.F64, 1, 256), atol=2e-5)
             await stream.close()

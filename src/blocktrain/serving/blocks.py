@@ -81,9 +81,6 @@ class BlockCache:
     ids: list[int] = field(default_factory=list)
     """What it holds: of a text that goes on, more may have been asked for by now, or something else."""
 
-    def continues(self, base: int) -> bool:
-        return self.layers.length >= base and (self.record is None or self.record.continues(base))
-
 
 @dataclass
 class RowWork:
@@ -119,9 +116,14 @@ class RowWork:
     @property
     def runnable(self) -> bool:
         """Whether the caches hold what the ids continue."""
-        held = (self.like or self.caches).values()
-        known = self.like is None or all(cache.ids[: self.base] == self.known for cache in held)
-        return known and all(cache.continues(self.base) for cache in held)
+        held, base = (self.like or self.caches).values(), self.base
+        if self.like is not None and not all(cache.ids[:base] == self.known for cache in held):
+            return False
+        # A loop: this is asked for every text of a pass, and a generator takes longer than what it does.
+        for cache in held:
+            if cache.layers.length < base or (cache.record is not None and not cache.record.continues(base)):
+                return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

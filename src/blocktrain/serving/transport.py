@@ -85,6 +85,11 @@ class FrameStream:
         name = self._writer.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if name else "unknown"
 
+    @property
+    def has_more(self) -> bool:
+        """Whether some of the next frame is here."""
+        return bool(self._received)
+
     async def read(self, limits: FrameLimits) -> Frame:
         """The next frame, or ConnectionLostError, or ServingFrameError for bytes that are none."""
         try:

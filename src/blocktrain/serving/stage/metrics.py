@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from blocktrain.wire.frames import FrameType
+
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -14,6 +16,7 @@ class StageMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests by type and outcome", "type", "outcome")
+        self._requests: dict[tuple[FrameType, str], Counter] = {}
         self.rows = self._counter("rows", "Rows of log-probs sent")
         self.tokens = self._counter("tokens", "Tokens run through the blocks")
         self.bytes_received = self._counter("received_bytes", "Bytes of frames in")
@@ -35,6 +38,14 @@ class StageMetrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"blocktrain_stage_{name}", text, buckets=buckets, registry=self.registry)
+
+    def count_request(self, kind: FrameType, outcome: str) -> None:
+        # Kept: to find a counter by its labels takes as long as to decode a frame.
+        counter = self._requests.get((kind, outcome))
+        if counter is None:
+            counter = self.requests.labels(type=kind.name.lower(), outcome=outcome)
+            self._requests[kind, outcome] = counter
+        counter.inc()
 
     def observe_forward(self, works: int, tokens: int, seconds: float) -> None:
         self.batch_sessions.observe(works)

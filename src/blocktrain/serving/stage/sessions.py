@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from blocktrain.serving.blocks import BlockCache, WeighedRows
 from blocktrain.wire.frames import prefix_checksum
@@ -34,6 +35,8 @@ class Session:
     blocks: tuple[int, ...]
     caches: dict[int, BlockCache]
     ids: list[int] = field(default_factory=list)
+    checksum: int = 0
+    """`prefix_checksum` of the ids."""
     traversal: int = 0
     outcome: asyncio.Future[WeighedRows] | None = None
     """The rows of the latest traversal, done or not."""
@@ -60,8 +63,7 @@ class Session:
         self.waiting = [one for one in self.waiting if not one[1].done()]
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A TRAVERSE as far as its session is concerned."""
 
     epoch: int
@@ -82,9 +84,12 @@ def next_step(session: Session | None, asked: Asked) -> Step:
         return Step.REPLAY
     # The checksum guards against a mistake of either side; a wrong prefix would give a wrong text silently.
     continues = asked.base <= len(session.ids) and asked.blocks == session.blocks
-    if continues and prefix_checksum(session.ids[: asked.base]) == asked.prefix:
-        return Step.RUN
-    return Step.RESEND
+    if not continues:
+        return Step.RESEND
+    # Mostly the text goes on where it ended; where a draft was wrong, before that.
+    is_end = asked.base == len(session.ids)
+    found = session.checksum if is_end else prefix_checksum(session.ids[: asked.base])
+    return Step.RUN if found == asked.prefix else Step.RESEND
 
 
 class SessionStore:

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -74,6 +74,8 @@ T = TypeVar("T")
 LARGE_BYTES = 1 << 20
 QUESTIONS = (FrameType.TRAVERSE, FrameType.SCORE, FrameType.EXACT)
 """What is answered with rows."""
+REQUESTS = (*QUESTIONS, FrameType.REFINE, FrameType.HAND_ON)
+"""What is answered when it is computed."""
 MAX_BEST_ROWS = 64
 """Rows with codec BEST in one request, twice what an engine drafts: their noise is computed for each."""
 
@@ -148,8 +150,7 @@ class _Connection:
     """The later, the greater."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Asked(NamedTuple):
     """A TRAVERSE, SCORE or EXACT, as the client sent it or as the stage before this one handed it on."""
 
     kind: FrameType
@@ -286,7 +287,9 @@ class Stage:
             if await self._greet(connection):
                 while True:
                     await self._take(connection, await connection.stream.read(connection.model.limits))
-                    self._count_bytes(connection.stream)
+                    # Not for each of 64 questions that come at once: a counter takes a lock.
+                    if not connection.stream.has_more:
+                        self._count_bytes(connection.stream)
         except ConnectionLostError:
             pass
         except ServingFrameError as error:
@@ -348,13 +351,13 @@ class Stage:
     async def _take(self, connection: _Connection, frame: Frame) -> None:
         """Answer what takes no computing at once; the rest gets a task each, as many as there are credits."""
         if frame.type == FrameType.PING:
-            await connection.stream.write(frames.encode_frame(replace(frame.header, type=FrameType.PONG)))
+            await connection.stream.write(frames.encode_frame(frame.header._replace(type=FrameType.PONG)))
         elif frame.type == FrameType.RELEASE:
             # After the tasks of earlier requests have begun, one of which may be the session's first.
             asyncio.get_running_loop().call_soon(
                 self._release, connection.model.sessions, (connection.client, frame.header.session)
             )
-        elif frame.type not in (*QUESTIONS, FrameType.REFINE, FrameType.HAND_ON):
+        elif frame.type not in REQUESTS:
             text = f"{frame.type.name} is not a request"
             await self._fail(connection, frame, FailureCode.BAD_REQUEST, text)
         # A well-behaved client waits for a credit; this bounds the tasks of one that does not.
@@ -362,9 +365,7 @@ class Stage:
             await self._fail(connection, frame, FailureCode.BUSY, "more requests in flight than credits")
         else:
             connection.in_flight += 1
-            task = asyncio.get_running_loop().create_task(self._answer(connection, frame))
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
+            self._requests.add(asyncio.get_running_loop().create_task(self._answer(connection, frame)))
 
     def _release(self, sessions: SessionStore, key: SessionKey) -> None:
         released = sessions.release(key)
@@ -391,7 +392,7 @@ class Stage:
                     return
                 if found.features_TD is not None:
                     await self._hand_on(asked, frame.header, found.features_TD)
-                    self.metrics.requests.labels(type=frame.type.name.lower(), outcome="handed_on").inc()
+                    self.metrics.count_request(frame.type, "handed_on")
                     return
                 rows, logs = found.rows, found.log_weights
                 codec = Codec.F64 if asked.kind == FrameType.EXACT else codec
@@ -435,6 +436,9 @@ class Stage:
             await self._fail(connection, frame, FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             carrier.in_flight -= 1
+            task = asyncio.current_task()
+            assert task is not None
+            self._requests.discard(task)
 
     def _client_of(self, carrier: _Connection, frame: Frame) -> _Connection:
         """The connection of the client that a HAND_ON names."""
@@ -473,7 +477,7 @@ class Stage:
             ids = frames.decode_ids(frame.payload, model.shape.vocabulary)
         problem = None
         blocks, last = tuple(ask.blocks), model.shape.num_blocks - 1
-        if not blocks or not set(blocks) <= set(self.blocks):
+        if not blocks or not model.held.blocks.keys() >= set(blocks):
             problem = (
                 f"expected blocks among {self.blocks}, found {ask.blocks}; route by the blocks of WELCOME"
             )
@@ -536,7 +540,7 @@ class Stage:
         step = next_step(session, wanted)
         other = model.sessions.get((connection.client, ask.like)) if ask.like is not None else None
         if session is None and other is not None and other.may_be_copied:
-            step = next_step(other, replace(wanted, epoch=other.epoch, traversal=other.traversal + 1))
+            step = next_step(other, wanted._replace(epoch=other.epoch, traversal=other.traversal + 1))
         else:
             other = None
         if step is Step.STALE:
@@ -558,13 +562,15 @@ class Stage:
             session.outcome = model.batcher.submit(work, asked.deadline)
             session.waiting.append((header.base, session.outcome))
             session.ids = [*session.ids[: header.base], *ids]
+            session.checksum = frames.prefix_checksum(ids, ask.prefix if header.base else 0)
             session.traversal = header.traversal
             model.sessions.put(key, session, asyncio.get_running_loop().time())
         assert session is not None
         assert session.outcome is not None
         try:
-            # Shielded: the same traversal may be asked again while a first asker goes away.
-            found = await asyncio.shield(session.outcome)
+            # Not shielded: the same traversal may be asked again, but no asker is cancelled before the stage
+            # closes.
+            found = await session.outcome
         except CacheGapError:
             return None
         except Exception:
@@ -596,7 +602,7 @@ class Stage:
         deadline_ms = frames.NO_DEADLINE if left == float("inf") else max(0, int(1000 * left))
         ask = msgspec.structs.replace(asked.ask, blocks=hop.blocks, onward=rest)
         raw = frames.encode_frame(
-            replace(header, type=FrameType.HAND_ON, deadline_ms=deadline_ms),
+            header._replace(type=FrameType.HAND_ON, deadline_ms=deadline_ms),
             encode_metadata(Handed(asked.connection.client, asked.kind, ask)),
             frames.encode_ids(asked.ids, model.shape.vocabulary) + values,
         )
@@ -663,7 +669,7 @@ class Stage:
             base=asked.base,
             rows=header.rows,
         )
-        self.metrics.requests.labels(type=frame.type.name.lower(), outcome=outcome).inc()
+        self.metrics.count_request(frame.type, outcome)
         await connection.stream.write(frames.encode_frame(named, metadata, payload))
 
 
