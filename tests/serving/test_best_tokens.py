@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,11 @@ def sent(
     sampler: Sampler,
     position: int,
     most: int,
+    stages: Sequence[tuple[int, ...]] = STAGES,
 ) -> list[Part]:
     """What stages would send of these blocks' rows, through the wire's encoding."""
     parts, vocabulary = [], len(rows[0])
-    for blocks in STAGES:
+    for blocks in stages:
         weights = np.array([POOLING.weights[block] for block in blocks])
         log_weights = np.empty((1, 0))
         if logs is not None:
@@ -51,8 +53,7 @@ def sent(
         ids, scores = best_scores(row[None], [(sampler, position)], total, most)
         (payload,) = frames.encode_best(ids, scores, vocabulary, [1])
         assert len(payload) == frames.best_bytes(min(most, vocabulary), vocabulary)
-        ids, scores = frames.decode_best(payload, 1, min(most, vocabulary), vocabulary)
-        tolerance = frames.row_tolerance(scores, Codec.Q16)
+        ids, scores, tolerance = frames.decode_best(payload, 1, min(most, vocabulary), vocabulary)
         parts.append(Part(blocks, WeighedRows(scores, log_weights), tolerance, ids))
     return parts
 
@@ -60,8 +61,9 @@ def sent(
 @pytest.mark.parametrize(
     ("temperature", "follows_text"), [(0.0, False), (0.5, True), (1.0, False), (1.0, True), (1.5, False)]
 )
+@pytest.mark.parametrize("stages", [STAGES, ((0, 1, 2),)])
 def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
-    temperature: float, follows_text: bool
+    stages: Sequence[tuple[int, ...]], temperature: float, follows_text: bool
 ) -> None:
     vocabulary, positions, random = 1024, 1000, np.random.default_rng(7)
     sampler, asked_again = Sampler(seed=11, temperature=temperature), 0
@@ -69,7 +71,7 @@ def test_what_the_best_tokens_settle_is_what_whole_rows_choose(
         rows = log_probs(vocabulary, random)
         logs = random.standard_normal(len(rows)) if follows_text else None
         weights = np.array(POOLING.weights) if logs is None else np.exp(normalised(logs))
-        parts = sent(rows, logs, sampler, position, BEST_TOKENS)
+        parts = sent(rows, logs, sampler, position, BEST_TOKENS, stages)
         found = best_pooled(parts, FOLLOWING if follows_text else POOLING, vocabulary, temperature)
         choice = found.choose(0, sampler, [0] * position)
         expected = choose(normalised(weights @ np.array(rows)), sampler, position, EXACT_TOLERANCE)

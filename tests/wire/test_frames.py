@@ -35,12 +35,15 @@ from blocktrain.wire.frames import (
     ServingFrameError,
     ServingFrameReason,
     activation_bytes,
+    best_bytes,
     decode_activations,
+    decode_best,
     decode_body,
     decode_header,
     decode_ids,
     decode_rows,
     encode_activations,
+    encode_best,
     encode_frame,
     encode_ids,
     encode_rows,
@@ -180,6 +183,34 @@ def test_rows_come_back_within_their_stated_tolerance(codec: Codec) -> None:
     assert len(payload) == 20 * row_bytes(codec, 256)
     decoded = decode_rows(payload, codec, 20, 256)
     assert (np.abs(decoded - rows) <= row_tolerance(decoded, codec) + 1e-5).all()
+
+
+def test_the_best_tokens_come_back_as_rows_would() -> None:
+    random = np.random.default_rng(0)
+    scores = random.normal(0, 20, (5, 8))
+    ids = random.permuted(np.tile(np.arange(300), (5, 1)), axis=1)[:, :8]
+    (payload,) = encode_best(ids, scores, 300, [5])
+    found_ids, found, tolerance = decode_best(payload, 5, 8, 300)
+    expected = decode_rows(encode_rows(scores, Codec.Q16), Codec.Q16, 5, 8)
+    assert found_ids.tolist() == ids.tolist()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    # A maximum that was rounded up to fp32 may have left code 1 to the best.
+    np.testing.assert_allclose(tolerance, row_tolerance(expected, Codec.Q16), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=80), st.sampled_from([7, 256, 300]), st.integers(1, 3), st.integers(1, 4))
+def test_any_best_tokens_give_finite_scores_or_a_typed_error(
+    raw: bytes, vocabulary: int, rows: int, count: int
+) -> None:
+    raw = (raw * 80)[: rows * best_bytes(count, vocabulary)] if len(raw) % 2 else raw
+    try:
+        ids, scores, tolerance = decode_best(raw, rows, count, vocabulary)
+    except ServingFrameError:
+        return
+    assert ids.shape == scores.shape == tolerance.shape == (rows, count)
+    assert np.isfinite(scores).all()
+    assert (ids < vocabulary).all()
 
 
 @settings(max_examples=200)

@@ -98,9 +98,10 @@ class Question:
             if self.draw is not None:
                 count = min(self.draw.tokens, vocabulary)
                 end = self.num_rows * frames.best_bytes(count, vocabulary)
-                ids, scores = frames.decode_best(frame.payload[:end], self.num_rows, count, vocabulary)
+                ids, scores, tolerance = frames.decode_best(
+                    frame.payload[:end], self.num_rows, count, vocabulary
+                )
                 logs = frames.decode_log_weights(frame.payload[end:], self.num_rows, weighed)
-                tolerance = frames.row_tolerance(scores, Codec.Q16)
                 return Part(blocks, WeighedRows(scores, logs), tolerance, ids)
             end = self.num_rows * frames.row_bytes(codec, vocabulary)
             values = frames.decode_rows(frame.payload[:end], codec, self.num_rows, vocabulary)
@@ -122,6 +123,8 @@ class StageCache:
     ids: list[int] = field(default_factory=list)
     """Once it has run what it was sent: several traversals may be under way, and a stage takes them in order.
     Where one got lost it finds that its ids are others, and has them sent again."""
+    checksum: tuple[int, int] = (0, 0)
+    """So many ids from the start, and their `prefix_checksum`."""
     traversal: int = 0
     like: int | None = None
     """Before the first traversal is sent (in a chain, answered), the session whose caches this one begins
@@ -267,13 +270,19 @@ class TraverseQuestion(Question):
             cache.traversal, cache.question = cache.traversal + 1, self
         # Where the texts part, a draft was wrong. A row needs its own position in the pass.
         base = min(shared_length(cache.ids, self.ids), len(self.ids) - self.num_rows)
+        # Mostly the text goes on where it ended.
+        known, prefix = cache.checksum
+        if known != base:
+            prefix = frames.prefix_checksum(self.ids[:base])
+        new = self.ids[base:]
+        cache.checksum = len(self.ids), frames.prefix_checksum(new, prefix)
         cache.ids, like, cache.like = self.ids, cache.like if base else None, None
         loop = asyncio.get_running_loop()
         began = loop.time()
         frame = await self.send(
             link,
-            Ask(list(cache.blocks), frames.prefix_checksum(self.ids[:base]), self.draw, like=like),
-            frames.encode_ids(self.ids[base:], self.shape.vocabulary),
+            Ask(list(cache.blocks), prefix, self.draw, like=like),
+            frames.encode_ids(new, self.shape.vocabulary),
             session=self.session,
             epoch=cache.epoch,
             traversal=cache.traversal,

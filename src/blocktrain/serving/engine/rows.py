@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blocktrain.model.pooling import Pooling
-from blocktrain.model.sampling import FLOAT32_TOLERANCE, SampledToken, Sampler, choose, normalised
+from blocktrain.model.sampling import FLOAT32_TOLERANCE, Row, SampledToken, Sampler, choose, normalised
 from blocktrain.serving.blocks import WeighedRows
 from blocktrain.serving.engine.requests import StagesUnavailableError
 from blocktrain.wire.frames import Codec, code_range
@@ -30,7 +31,8 @@ class Traversal:
     """What one trip through the blocks is asked for: what follows each of the last `num_rows` prefixes of a
     text."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
+    """Not changed any more."""
     num_rows: int
     whole: bool = False
     """Ask for rows over the whole vocabulary, where the best tokens would do otherwise."""
@@ -41,8 +43,7 @@ class Traversal:
     it: those are asked again, and this one behind them."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What some blocks said, and how far each value of their rows may be from the exact one."""
 
     blocks: tuple[int, ...]
@@ -85,11 +86,7 @@ def shares_of(
     """What each answer counts for in every row, and each block [R, B]; blocks that were left out leave their
     weight to the others."""
     if not pooling.follows_text:
-        _, weights_B, fixed = _fixed_shares(tuple(blocks), pooling)
-        num_rows = len(log_weights[0])
-        return [np.full(num_rows, share) for share in fixed], np.broadcast_to(
-            weights_B, (num_rows, len(weights_B))
-        )
+        return _fixed_rows(tuple(blocks), pooling, len(log_weights[0]))
     present = [block for part in blocks for block in part]
     weights = np.zeros((len(log_weights[0]), len(pooling.weights)))
     weights[:, present] = np.exp(normalised(np.concatenate(log_weights, axis=1)))
@@ -115,6 +112,16 @@ def _fixed_shares(
     weights[present] = prior[present] / served
     shares = [float(weights[list(part)].sum()) for part in blocks]
     return float(prior.sum()) / served, weights, shares
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_rows(
+    blocks: tuple[tuple[int, ...], ...], pooling: Pooling, num_rows: int
+) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
+    """The same for so many rows."""
+    _, weights_B, shares = _fixed_shares(blocks, pooling)
+    weights = np.broadcast_to(weights_B, (num_rows, len(weights_B)))
+    return [np.full(num_rows, share) for share in shares], weights
 
 
 def pooled(parts: Sequence[Part], pooling: Pooling) -> Rows:
@@ -148,33 +155,28 @@ def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int, temper
     # All rows at once: one by one they took 87 us each, whole rows 53. C candidates, some of them twice; one
     # column more, for all tokens that nobody sent.
     ids_RC = np.concatenate([*sent, np.full((len(weights), 1), -1)], axis=1)
-    # Not `take_along_axis`, with which a row of one part took 142 us instead of 96.
-    row_R1 = np.arange(len(weights))[:, None]
-    span, _ = code_range(Codec.Q16)
-    high, low, uppers = np.zeros(ids_RC.shape), np.zeros(ids_RC.shape), []
-    for part, ids_RK, share in zip(parts, sent, shares, strict=True):
-        scores, tolerance = part.said.rows, part.tolerance
-        is_RCK = ids_RC[:, :, None] == ids_RK[:, None]
-        was_sent, at = is_RCK.any(axis=2), is_RCK.argmax(axis=2)
-        top = scores + tolerance
-        upper = np.where(was_sent, top[row_R1, at], top.min(axis=1, keepdims=True))
-        # What reads as the end of the codec's span may lie anywhere below it.
-        known = scores > scores.max(axis=1, keepdims=True) - 0.999 * span
-        bottom = np.where(known, scores - tolerance, -np.inf)
-        lower = np.where(was_sent, bottom[row_R1, at], -np.inf)
-        # Without a share a part has no say, and infinity times nothing is no number.
-        says = share[:, None] > 0
-        uppers.append(upper)
-        high += share[:, None] * upper
-        low += np.where(says, share[:, None] * np.where(says, lower, 0.0), 0.0)
-    # Shares off by a factor, and still of sum one, move a score by that factor times how far the parts lie
-    # apart. And fp32 log-probs are off by so much, divided by the temperature as they were.
-    off = np.full(ids_RC.shape, FLOAT32_TOLERANCE / (temperature or 1.0))
-    if pooling.follows_text:
-        for upper, share in zip(uppers, shares, strict=True):
-            off += 2 * LOG_WEIGHT_TOLERANCE * share[:, None] * np.abs(upper - high)
+    # fp32 log-probs are off by so much, divided by the temperature as they were.
+    off: float | Row = FLOAT32_TOLERANCE / (temperature or 1.0)
+    bounds = [
+        _bounds(part.said.rows, part.tolerance, ids_RK, ids_RC)
+        for part, ids_RK in zip(parts, sent, strict=True)
+    ]
+    high, low = bounds[0]
+    if len(parts) > 1:
+        high, low = np.zeros(ids_RC.shape), np.zeros(ids_RC.shape)
+        for (upper, lower), share in zip(bounds, shares, strict=True):
+            # Without a share a part has no say, and infinity times nothing is no number.
+            says = share[:, None] > 0
+            high += share[:, None] * upper
+            low += np.where(says, share[:, None] * np.where(says, lower, 0.0), 0.0)
+        if pooling.follows_text:
+            # Shares off by a factor, and still of sum one, move a score by that factor times how far the
+            # parts lie apart.
+            for (upper, _), share in zip(bounds, shares, strict=True):
+                off = off + 2 * LOG_WEIGHT_TOLERANCE * share[:, None] * np.abs(upper - high)
     rivals, low = high + off, low - off
-    best_R1 = low.argmax(axis=1)[:, None]
+    row_R1, best_R1 = np.arange(len(weights))[:, None], low.argmax(axis=1)[:, None]
+    # Not `take_along_axis`, with which a row of one part took 142 us instead of 96.
     tokens_R1 = ids_RC[row_R1, best_R1]
     rivals[ids_RC == tokens_R1] = -np.inf
     if ids_RC.shape[1] > vocabulary:
@@ -189,3 +191,22 @@ def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int, temper
         ],
         weights,
     )
+
+
+def _bounds(
+    scores: Row, tolerance: Row, ids_RK: NDArray[np.int64], ids_RC: NDArray[np.int64]
+) -> tuple[Row, Row]:
+    """What the candidates score at most and at least, as far as a part says that sent some of them."""
+    top = scores + tolerance
+    # What reads as the end of the codec's span may lie anywhere below it.
+    known = scores > scores.max(axis=1, keepdims=True) - 0.999 * code_range(Codec.Q16)[0]
+    bottom = np.where(known, scores - tolerance, -np.inf)
+    upper, lower = np.empty(ids_RC.shape), np.full(ids_RC.shape, -np.inf)
+    upper[:] = top.min(axis=1, keepdims=True)
+    if ids_RC.shape[1] == ids_RK.shape[1] + 1:
+        # They are its own.
+        upper[:, :-1], lower[:, :-1] = top, bottom
+        return upper, lower
+    is_RCK = ids_RC[:, :, None] == ids_RK[:, None]
+    row_R1, was_sent, at = np.arange(len(top))[:, None], is_RCK.any(axis=2), is_RCK.argmax(axis=2)
+    return np.where(was_sent, top[row_R1, at], upper), np.where(was_sent, bottom[row_R1, at], lower)
