@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,8 +55,7 @@ class RoughBlocks(Protocol):
     def first(self, count: int) -> RoughBlocks: ...
 
 
-@dataclass(frozen=True)
-class WeighedRows:
+class WeighedRows(NamedTuple):
     """The asked blocks' rows [R, V] as one, or what a part of a serial model hands on."""
 
     rows: NDArray[Any]

@@ -56,7 +56,7 @@ class Flight:
     """A traversal under way."""
 
     traversal: Traversal
-    rows: asyncio.Task[Rows | BestRows]
+    rows: asyncio.Future[Rows | BestRows]
     began: float
 
 
@@ -116,13 +116,19 @@ async def decode(
             if piece or not flights:
                 guess += piece
                 text += [one.token for one in piece]
-                traversal = Traversal(text, len(text) - asked + 1, whole)
-                flights.append(Flight(traversal, tasks.start(source.rows(traversal)), time.monotonic()))
+                traversal = Traversal(text, len(text) - asked + 1, whole, leads=not flights)
+                began = time.monotonic()
+                if drafter is None:
+                    # Nothing is done meanwhile, and a task that is waited for takes as long as to encode
+                    # the question.
+                    rows: asyncio.Future[Rows | BestRows] = asyncio.get_running_loop().create_future()
+                    rows.set_result(await source.rows(traversal))
+                else:
+                    rows = tasks.start(source.rows(traversal))
+                flights.append(Flight(traversal, rows, began))
                 asked, whole = len(text) + 1, False
                 stats.traversals += 1
                 stats.drafted += len(piece)
-            if len(flights) == 1:
-                flights[0].traversal.leads = True
             if not flights[0].rows.done():
                 continue
 

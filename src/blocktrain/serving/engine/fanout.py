@@ -13,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from blocktrain.errors import UserError
 from blocktrain.serving.engine.link import LinkError, StageLink
@@ -39,8 +39,7 @@ class FanoutConfig:
     """How long a stage that lost to its spare is asked last."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A stage that could be asked now."""
 
     link: int
@@ -52,8 +51,7 @@ class Candidate:
     round_trip_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class StageRoute:
+class StageRoute(NamedTuple):
     legs: list[tuple[int, tuple[int, ...]]]
     """Links and the blocks asked of each; no block twice."""
     missing: tuple[int, ...]
@@ -155,7 +153,7 @@ class Fanout:
             raise StagesUnavailableError(
                 f"no stage serves blocks {sorted(lost)} now, and every block is needed"
             )
-        if not question.is_void:
+        if lost and not question.is_void:
             question.stats.degraded_blocks = sorted(lost.union(question.stats.degraded_blocks))
         return parts
 
@@ -202,49 +200,72 @@ class Fanout:
         began: float,
     ) -> list[Part]:
         """One stage's share of the question: its own answer, or others' where it fails or lags."""
-        loop = asyncio.get_running_loop()
+        loop, me = asyncio.get_running_loop(), asyncio.current_task()
+        assert me is not None
         avoid |= {link.number}
-        answer = loop.create_task(question.ask(link, blocks))
-        tasks: set[asyncio.Task[Any]] = {answer}
-        try:
-            # Four times: a link's own jitter should not make every leg two legs.
-            usual = link.latency_seconds or 0.0
-            patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
-            await asyncio.wait({answer}, timeout=patience)
-            while not answer.done() and not question.is_void:
-                if not self.route(question, blocks, avoid).missing:
-                    # It lags, and spares could answer for all its blocks: the first answer counts.
-                    question.stats.retries += 1
-                    spare = loop.create_task(self._fetch(question, blocks, avoid, began))
-                    tasks.add(spare)
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    if answer.done() and answer.exception() is None:
-                        return [answer.result()]
-                    # It lost: for some seconds it is asked last, so that the next traversals do not wait
-                    # for a hedge.
-                    link.slow_until = loop.time() + self.config.slow_seconds
-                    return await spare
-                # No spare. A link that is lost for long enough is not waited for; one that is only slow is.
+        cancelled, asking, racing, beaten = me.cancelling(), True, False, False
+        others: list[asyncio.Task[list[Part]]] = []
+
+        async def instead() -> list[Part]:
+            nonlocal racing
+            # Of a void question the answer itself is waited for: until then the stage counts it as under way.
+            while True:
                 now = loop.time()
                 lost = link.lost_at(now)
-                if lost is not None and now >= lost + self.config.degrade_seconds:
+                if question.is_void:
+                    pass
+                elif not self.route(question, blocks, avoid).missing:
+                    # It lags, and spares could answer for all its blocks: the first answer counts.
+                    question.stats.retries += 1
+                    racing = True
+                    parts = await self._fetch(question, blocks, avoid, began)
+                    # It lost: for some seconds it is asked last, so that the next traversals do not wait for
+                    # a hedge.
+                    link.slow_until = loop.time() + self.config.slow_seconds
+                    return parts
+                # No spare. A link that is lost for long enough is not waited for; one that is only slow is.
+                elif lost is not None and now >= lost + self.config.degrade_seconds:
+                    racing = True
                     return await self._fetch(question, blocks, avoid, began)
-                await asyncio.wait({answer}, timeout=HEALTH_POLL_SECONDS)
+                await asyncio.sleep(HEALTH_POLL_SECONDS)
+
+        def look_for_others() -> None:
+            others.append(loop.create_task(instead()))
+            others[0].add_done_callback(stop_asking)
+
+        def stop_asking(task: asyncio.Task[list[Part]]) -> None:
+            nonlocal beaten
+            if asking:
+                beaten = me.cancel()
+
+        # Four times: a link's own jitter should not make every leg two legs.
+        usual = link.latency_seconds or 0.0
+        patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
+        # A timer, and the stage asked right here: a task for it, and waiting for that, took a tenth of a
+        # gateway's time, and of a million legs hardly one lags.
+        timer = loop.call_later(patience, look_for_others)
+        try:
             try:
-                # Waited for of a void question too: until then the stage counts it as under way.
-                return [await answer]
-            except LinkError:
-                if not question.asks_again():
-                    return []
-                question.stats.retries += 1
-                return await self._fetch(question, blocks, avoid, began)
+                return [await question.ask(link, blocks)]
+            finally:
+                asking = False
+                timer.cancel()
+        except LinkError:
+            if racing:
+                return await others[0]
+            if not question.asks_again():
+                return []
+            question.stats.retries += 1
+            return await self._fetch(question, blocks, avoid, began)
+        except asyncio.CancelledError:
+            # Either the others were first, or nobody waits for the leg any more.
+            if not beaten or me.uncancel() > cancelled:
+                raise
+            return others[0].result()
         finally:
-            left = [task for task in tasks if not task.done()]
-            for task in left:
-                task.cancel()
-            # Mostly all are done, and waiting for them again costs as much as asking did.
-            if left or len(tasks) > 1:
-                await asyncio.gather(*tasks, return_exceptions=True)
+            if others:
+                others[0].cancel()
+                await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _all(legs: Sequence[Coroutine[Any, Any, list[Part]]]) -> list[Part]:

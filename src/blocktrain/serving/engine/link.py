@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blocktrain.errors import WireError
@@ -234,44 +234,48 @@ class StageLink:
         async with self._credits:
             key = (header.session, header.epoch, header.traversal)
             raw = frames.encode_frame(header, metadata, payload)
-            with contextlib.ExitStack() as waiting:
+            replies: list[asyncio.Future[Frame]] = []
+            link = self
+            try:
+                for link in through:
+                    # After the credit and not before: the connection may be lost while we wait for one.
+                    replies.append(link._expect(key))
                 link = self
-                try:
-                    replies = []
-                    for link in through:
-                        # After the credit and not before: the connection may be lost while we wait for one.
-                        replies.append(waiting.enter_context(link._expected(key)))
-                    link = self
-                    assert self._stream is not None, "it was there a moment ago"
-                    await self._stream.write(raw)
+                assert self._stream is not None, "it was there a moment ago"
+                await self._stream.write(raw)
+                if behind:
                     await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
                     link, reply = next(pair for pair in zip(through, replies, strict=True) if pair[1].done())
-                    frame = link._checked(reply.result())
-                    if frame.type != FrameType.RESEND and link is not through[-1]:
-                        raise LinkError(f"stage {link.address} answered in place of {through[-1].address}")
-                except ConnectionLostError as error:
-                    raise LinkError(str(error)) from None
-                except LinkError as error:
-                    error.link = link.number
-                    raise
+                else:
+                    reply = replies[0]
+                frame = link._checked(await reply)
+                if frame.type != FrameType.RESEND and link is not through[-1]:
+                    raise LinkError(f"stage {link.address} answered in place of {through[-1].address}")
+            except ConnectionLostError as error:
+                raise LinkError(str(error)) from None
+            except LinkError as error:
+                error.link = link.number
+                raise
+            finally:
+                for link, reply in zip(through, replies, strict=False):
+                    link._expect_no_more(key, reply)
         return frame, len(raw)
 
-    @contextlib.contextmanager
-    def _expected(self, key: ReplyKey) -> Iterator[asyncio.Future[Frame]]:
+    def _expect(self, key: ReplyKey) -> asyncio.Future[Frame]:
         """The reply to a question of this name, whichever stage it was put to."""
         if self._stream is None:
             raise LinkError(self.problem or f"stage {self.address} is not connected")
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._pending[key] = future
-        try:
-            yield future
-        finally:
-            # A question that is asked again has the same key, and its own future.
-            if self._pending.get(key) is future:
-                del self._pending[key]
-            # One that nobody waits for any more: asyncio would report its error as never seen.
-            if future.done() and not future.cancelled():
-                future.exception()
+        return future
+
+    def _expect_no_more(self, key: ReplyKey, future: asyncio.Future[Frame]) -> None:
+        # A question that is asked again has the same key, and its own future.
+        if self._pending.get(key) is future:
+            del self._pending[key]
+        # One that nobody waits for any more: asyncio would report its error as never seen.
+        if future.done() and not future.cancelled():
+            future.exception()
 
     def _checked(self, frame: Frame) -> Frame:
         """A reply that holds an answer; LinkError for one that says why there is none."""

@@ -267,7 +267,7 @@ class StageSession:
             codec=self.codec if draw is None else Codec.BEST,
             draw=draw,
             shape=self.engine.shape,
-            ids=list(tokens[start:]),
+            ids=tokens[start:],
             num_rows=num_rows,
             deadline=self.deadline,
             stats=self.stats,

@@ -19,7 +19,7 @@ import hmac
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -586,7 +586,7 @@ class Stage:
         # Asked again, a traversal may begin later than the first time: the positions before are known behind.
         if len(found.features_TD) < len(ids):
             return None
-        return replace(found, features_TD=found.features_TD[-len(ids) :])
+        return found._replace(features_TD=found.features_TD[-len(ids) :])
 
     async def _hand_on(self, asked: _Asked, header: Header, features_TD: NDArray[Any]) -> None:
         """Send what this stage's parts made of the ids to the next stage."""
