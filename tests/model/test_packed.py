@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from blocktrain.model import packed as packing
 from blocktrain.model.packed import PackedLinear, is_packable, packed
 from tests.tiny import shaken, some_tokens, tiny_codebook, tiny_objective
 
 
+@pytest.mark.parametrize("few_products", [0, packing.FEW_PRODUCTS])
 @pytest.mark.parametrize("length", [1, 2, 17, 24])
 @pytest.mark.parametrize("shape", ["model.convolution=4", "model.mixer=none"])
-def test_a_packed_block_gives_the_blocks_rows_over_the_same_parameters(shape: str, length: int) -> None:
+def test_a_packed_block_gives_the_blocks_rows_over_the_same_parameters(
+    shape: str, length: int, few_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "FEW_PRODUCTS", few_products)
     objective = tiny_objective(shape)
     block, codebook = shaken(objective.build(0, seed=0)), tiny_codebook(objective)
     other = packed(block)
