@@ -160,3 +160,11 @@ def test_a_thread_inside_torch_does_not_abort_the_end() -> None:
     )
     done = run_python(script, OMP_NUM_THREADS="2")
     assert (done.returncode, done.stdout, done.stderr) == (3, "bye\n", "")
+
+
+def test_what_a_serving_program_loaded_is_not_searched_for_garbage_again() -> None:
+    done = run_python(
+        "import gc, json\nfrom blocktrain.starting import keep_what_is_loaded\nkeep_what_is_loaded()\n"
+        "assert gc.get_freeze_count() > 1000 and len(gc.get_objects()) < 100, len(gc.get_objects())"
+    )
+    assert done.returncode == 0, done.stderr

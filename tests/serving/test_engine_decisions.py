@@ -41,6 +41,8 @@ def asked(**changes: object) -> Asked:
         (session(), asked(base=9), Step.RESEND),
         (session(), asked(prefix=1), Step.RESEND),
         (session(), asked(blocks=(0,)), Step.RESEND),
+        (session(checksum=7), asked(base=4, prefix=7), Step.RUN),
+        (session(checksum=7), asked(base=4, prefix=8), Step.RESEND),
         (None, asked(), Step.RESEND),
         (None, asked(base=0), Step.RUN),
     ],
