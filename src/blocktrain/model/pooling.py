@@ -134,8 +134,8 @@ class TrackRecord:
             past.append(np.zeros(len(self._decays)))
         for one in told:
             past.append(self._decays * past[-1] + one)
-        # In room for some more than are kept: a copy of 128 rows of 256 for each token of each block took
-        # half of a pass of 64 texts. And no view of the pass's rows, which are 262 MB for 2,000 tokens over
+        # In room for some more than are kept: a copy of up to 128 rows for each token of each block was much
+        # of a pass of 64 texts. And no view of the pass's rows, which are 262 MB for 2,000 tokens over
         # 32,768.
         new_TV = log_probs_TV[-keep:]
         at = self._kept.start + base - self._first_row if base else 0

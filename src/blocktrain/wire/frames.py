@@ -150,7 +150,7 @@ GREETING_LIMITS: Final = FrameLimits()
 
 
 class Header(NamedTuple):
-    # A tuple: both sides make two for every traversal, and a frozen dataclass takes five times as long to
+    # A tuple: both sides make two for every traversal, and a frozen dataclass takes four times as long to
     # make. So with `Frame`.
     type: FrameType
     codec: Codec = Codec.NONE
@@ -257,7 +257,7 @@ def id_dtype(vocabulary: int) -> np.dtype[Any]:
 
 def encode_ids(ids: Sequence[int], vocabulary: int) -> bytes:
     dtype = id_dtype(vocabulary)
-    # A traversal mostly has one, for which an array takes ten times as long.
+    # A traversal mostly has one, for which an array takes four times as long.
     return bytes(ids) if dtype.itemsize == 1 else np.array(ids, dtype).tobytes()
 
 

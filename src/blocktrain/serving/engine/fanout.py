@@ -241,8 +241,8 @@ class Fanout:
         # Four times: a link's own jitter should not make every leg two legs.
         usual = link.latency_seconds or 0.0
         patience = max(self.config.hedge_seconds, 4 * usual) + question.patience_seconds
-        # A timer, and the stage asked right here: a task for it, and waiting for that, took a tenth of a
-        # gateway's time, and of a million legs hardly one lags.
+        # A timer, and the stage asked right here: a task for it, and waiting for that, took some 15 of the
+        # 190 us that a token takes a gateway with 64 clients, and hardly a leg lags.
         timer = loop.call_later(patience, look_for_others)
         try:
             try:
