@@ -39,9 +39,6 @@ five 2.2 times (two blocks of width 384, the kernel's rows come in fours)."""
 LEAST_LEAD_MARGIN = 0.5
 """A token that the first block alone chose by less is left to all: 59 of 100 such hold, 96 of the others."""
 
-LEAST_TOGETHER = 7
-"""Drafts that begin together where so many requests are under way: a pass of a stage for four texts takes
-nearly as long as one for seven. With many more requests one half drafts while stages verify for the other."""
 QUIET_SECONDS = 0.002
 """Without a new draft for so long, those that came are all of their pass."""
 
@@ -213,8 +210,9 @@ class Drafting:
             with self._lock:
                 if later and not (going or unread or self._waiting):
                     left = patient_until - time.monotonic()
-                    many = len(later) >= self._enough_together()
-                    self._lock.wait(max(0.0, min(left, QUIET_SECONDS) if many else left))
+                    self._lock.wait(
+                        max(0.0, min(left, QUIET_SECONDS) if 2 * len(later) >= self.num_open else left)
+                    )
                 came, self._waiting = self._waiting, []
                 self._running = goes_on = bool(going or later or came or unread)
             if not goes_on:
@@ -233,11 +231,11 @@ class Drafting:
             later += [draft for draft in came if draft.most]
             # Many requests begin and end their drafts together, so that their traversals meet on the stages.
             # Where each was sent as soon as it had enough, a pass of a stage had one or two of eight requests
-            # in it, and took half as long as one of all eight. They begin when enough are there and no more
-            # come just now: those that were in one pass of the stages come one after another.
+            # in it, and took half as long as one of all eight. They begin when half of all are there and no
+            # more come just now: those that were in one pass of the stages come one after another.
             together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
             enough_wait = len(later) >= self.num_open or time.monotonic() >= patient_until
-            enough_wait |= len(later) >= self._enough_together() and not came
+            enough_wait |= 2 * len(later) >= self.num_open and not came
             begun = later if not together or (enough_wait and not going) else []
             later = [] if begun else later
             try:
@@ -263,9 +261,6 @@ class Drafting:
                     loop.call_soon_threadsafe(_fail, draft.done, error)
                 loop.call_soon_threadsafe(_finish, told)
                 going, enough = [], []
-
-    def _enough_together(self) -> int:
-        return max((self.num_open + 1) // 2, min(self.num_open * 7 // 8, LEAST_TOGETHER))
 
     def _step(self, going: Sequence[Draft]) -> None:
         """One token more of each draft, or some of one that is alone."""
