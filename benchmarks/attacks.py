@@ -507,8 +507,8 @@ LONG = tuple(
 )
 HONEST, ATTACKERS_OF_A_LONG_RUN = 3, 2
 LONG_BATCH = 32
-LONG_SHORTEST_SECONDS = 15.0
-"""Of a round that may be tried again. A round takes a second where nothing else runs."""
+LONG_SHORTEST_SECONDS = 5.0
+"""Of a round that may be tried again: its updates take a second where nothing else runs."""
 SCORED_BYTES = 16_384
 """Of fresh text, after every round."""
 
