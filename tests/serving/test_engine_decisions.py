@@ -135,8 +135,8 @@ def teach(
         length.observe(found, requests, now=0.0)
 
 
-CHANCES = {1: 0.91, 3: 0.97}
-"""That a token holds which so many of four blocks drafted."""
+ONE_HOLDS, THREE_HOLD = 0.91, 0.97
+"""The chance that a token holds which so many of four blocks drafted."""
 
 
 def written(
@@ -148,6 +148,7 @@ def written(
     step: float,
     traversal: float,
     row: float = 0.0,
+    one_holds: float = ONE_HOLDS,
 ) -> tuple[float, float]:
     """Tokens a second of so many requests in step with one another, and when they end: each round they draft
     together, a `step` of each block for each token, and have a traversal, which takes longer by `row` for
@@ -155,13 +156,14 @@ def written(
     random, now, tokens = np.random.default_rng(0), began, 0
     for _ in range(rounds):
         last, drafts, blocks = now, 0, length.blocks(requests, 3)
+        holds = one_holds if blocks == 1 else THREE_HOLD
         while blocks and drafts < 32 and length.go_on([2.5] * drafts, requests, now, blocks=blocks):
             now, drafts = now + blocks * step, drafts + 1
             length.stepped(blocks * step / requests, requests, now, blocks=blocks)
         seconds = traversal + row * drafts
         now += seconds
         for _ in range(requests):
-            accepted = int(min(random.geometric(1 - CHANCES[blocks]) - 1, drafts)) if drafts else 0
+            accepted = int(min(random.geometric(1 - holds) - 1, drafts)) if drafts else 0
             tokens += accepted + 1
             margins, rows = [2.5] * min(accepted + 1, drafts), drafts + 1
             found = Traversed(margins, accepted, accepted + 1, now - last, seconds, rows=rows, blocks=blocks)
@@ -235,6 +237,18 @@ def test_a_change_of_costs_is_found_out_in_both_directions() -> None:
 def test_for_many_requests_the_first_block_drafts_alone() -> None:
     assert [AdaptiveLength().blocks(requests, 3) for requests in (1, 4, 5, 64)] == [3, 3, 1, 1]
     assert AdaptiveLength().blocks(64, 0) == 0
+
+
+def test_several_blocks_draft_for_many_where_the_first_one_alone_is_often_wrong() -> None:
+    found = []
+    for one_holds in (ONE_HOLDS, 0.6):
+        length = AdaptiveLength()
+        # Alone first, where all blocks draft: so it is known how often theirs hold.
+        _, now = written(length, 1, 0.0, 200, step=0.001, traversal=0.015, one_holds=one_holds)
+        written(length, 32, now, 400, step=0.001, traversal=0.015, one_holds=one_holds)
+        assert length.is_busy(32, 3)
+        found.append(length.blocks(32, 3))
+    assert found == [1, 3]
 
 
 def test_more_requests_begin_without_drafts_where_fewer_wrote_more_without() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from blocktrain.model.caches import Cache
+from blocktrain.model.caches import FIRST_BYTES, FIRST_SLOTS, Cache, Shelf
 from blocktrain.model.generation import LocalModel
+from blocktrain.model.layers import LayerCache
 from blocktrain.serving.blocks import HeldBlocks, RowWork, WeighedRows
 from blocktrain.serving.engine.rows import LOG_WEIGHT_TOLERANCE, Part, Rows, pooled
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
@@ -130,6 +132,71 @@ def test_a_slot_is_free_again_without_what_was_in_it(loaded: Checkpoint, fixed: 
     for text, rows in zip((TEXTS[0], TEXTS[3]), found, strict=True):
         alone = held.rows([RowWork([*text, 65], 1, blocks, held.new_caches(blocks))])[0]
         np.testing.assert_allclose(rows.rows, alone.rows, atol=1e-5)
+
+
+@in_any_and_fixed_shapes
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_a_text_begins_with_another_that_goes_on_in_the_same_pass(
+    loaded: Checkpoint, fixed: bool, begins_first: bool
+) -> None:
+    held, blocks = HeldBlocks(loaded, range(3), fixed), (0, 1, 2)
+    # One needs a larger shelf for what follows, and its old slot is free from then on.
+    known, other = list(range(60)), list(range(9, 40))
+    caches = [held.new_caches(blocks) for _ in range(3)]
+    for text, cache in zip((known, other), caches, strict=False):
+        held.rows([RowWork(text, 1, blocks, cache)])
+    held.rows([RowWork([7], 1, blocks, caches[0], 60), RowWork([7], 1, blocks, caches[1], 31)])
+    goes_on = RowWork([1, 2, 3, 4, 5], 5, blocks, caches[0], 60)
+    begins = RowWork([8, 9], 2, blocks, caches[2], 50, like=caches[0], known=known[:50])
+    works = [goes_on, begins] if not begins_first else [begins, goes_on]
+    works.append(RowWork([6], 1, blocks, caches[1], 32))
+    found = dict(zip(map(id, works), held.rows(works), strict=True))
+    for work, text in ((goes_on, known), (begins, known[:50])):
+        alone = held.rows([RowWork([*text, *work.ids], work.num_rows, blocks, held.new_caches(blocks))])[0]
+        np.testing.assert_allclose(found[id(work)].rows, alone.rows, atol=1e-5)
+        np.testing.assert_allclose(found[id(work)].log_weights, alone.log_weights, atol=1e-5)
+    assert caches[2][0].layers.length == 52
+
+
+@in_any_and_fixed_shapes
+def test_a_shelf_that_gets_more_slots_keeps_what_its_texts_hold(loaded: Checkpoint, fixed: bool) -> None:
+    blocks = (0, 1, 2)
+    held = HeldBlocks(loaded, range(3), fixed, first_bytes=1)
+    caches = [held.new_caches(blocks) for _ in range(9)]
+    texts = [[*b"Of text ", 65 + m] for m in range(len(caches))]
+    # Three at a time, so that the shelf of those before grows while they wait.
+    for some in (slice(0, 3), slice(3, 9), slice(0, 9)):
+        for text, cache in zip(texts[some], caches[some], strict=True):
+            if not cache[0].layers.length:
+                held.rows([RowWork(text, 1, blocks, cache)])
+        works = [
+            RowWork([66], 1, blocks, cache, len(text))
+            for text, cache in zip(texts[some], caches[some], strict=True)
+        ]
+        found = held.rows(works)
+    shelf = caches[0][0].layers.shelf
+    assert shelf is not None
+    assert shelf.num_moves > 1
+    for text, rows in zip(texts, found, strict=True):
+        alone = held.rows([RowWork([*text, 66], 1, blocks, held.new_caches(blocks))])[0]
+        np.testing.assert_allclose(rows.rows, alone.rows, atol=1e-5)
+
+
+def test_a_shelf_takes_memory_when_a_text_gets_a_slot() -> None:
+    shelf, texts = Shelf(capacity=4096, first_bytes=FIRST_BYTES), [Cache([LayerCache()]) for _ in range(2)]
+    before = resident_bytes()
+    for text in texts:
+        keys = torch.ones(1, 8, 100, 64)
+        text.layers[0].attend(keys, keys, keys)
+        text.advance(100)
+        shelf.put(text)
+    whole = sum(room.nbytes for rooms in shelf.rooms for room in rooms if room is not None)
+    assert shelf.num_slots == FIRST_SLOTS
+    assert resident_bytes() - before < whole / 8
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.gpu

@@ -70,6 +70,33 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
     asyncio.run(served())
 
 
+def test_a_prompt_that_was_read_for_drafts_is_drafted_behind_at_once(checkpoint: Path) -> None:
+    prompt = list(SHARED)
+
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            rows: list[int] = []
+
+            def noted(kind: FrameType, raw: bytes) -> list[bytes]:
+                header = decode_header(raw[:HEADER_BYTES], LIMITS)
+                if kind == FrameType.TRAVERSE and header.traversal == 1:
+                    rows.append(header.rows)
+                return [raw]
+
+            c.proxies[0].to_stage = noted
+            first = c.engine.generate(GenerationRequest(prompt, 40, seed=1))
+            expected = list((await anext(first)).tokens)
+            drafting = c.engine.drafting
+            await until_async(lambda: drafting.has_read(prompt, len(drafting.blocks)))
+            expected += [token async for chunk in first for token in chunk.tokens]
+            found, _ = await text_of(c.engine, bytes(prompt), 40, seed=1)
+            assert found == expected
+            # The first text of a prompt does not wait until the gateway has read it too.
+            assert rows[0] == 1 < rows[1]
+
+    asyncio.run(served())
+
+
 def test_choices_of_one_prompt_have_it_read_once(checkpoint: Path) -> None:
     prompt = SHARED + SHARED[:20]
 
@@ -183,6 +210,24 @@ def test_what_is_kept_is_bounded_and_looked_up_by_stage_and_blocks() -> None:
     # Used last, it stays; the other makes room.
     assert list(kept.keep(5, {})) == [2]
     assert set(kept.drop()) == {1, 5}
+
+
+def test_texts_of_one_prompt_push_out_each_other_before_other_prompts() -> None:
+    kept, prompts = KeptSessions(most=3), [[number] * 40 for number in range(3)]
+
+    def keep(number: int, ids: list[int]) -> list[int]:
+        return list(kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)}))
+
+    for number, prompt in enumerate(prompts):
+        assert keep(number, prompt + [7] * 30) == []
+    # Of prompt 1 two more, which share more than half of what either has.
+    assert keep(3, prompts[1] + [8] * 30) == [1]
+    assert keep(4, prompts[1] + [9] * 30) == [3]
+    # One whose own part is the larger one counts as a text of its own, so the least recently used goes.
+    assert keep(5, prompts[1] + [10] * 50) == [4]
+    assert keep(6, prompts[2] + [11] * 50) == [2]
+    assert keep(7, [12] * 80) == [0]
+    assert set(kept.drop()) == {5, 6, 7}
 
 
 def test_a_chain_of_stages_computes_a_shared_beginning_once(serial: Path) -> None:

@@ -12,6 +12,7 @@ positions of these texts in a row and W taps of a convolution.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,8 +30,10 @@ MOST_TOGETHER = 40
 """New positions of a text that goes on together with others, a whole draft and some more: all are padded to
 the longest. A prompt has more work of its own than operations to save."""
 FIRST_SLOTS, FIRST_BYTES = 64, 1 << 30
-"""Slots that a fixed shelf begins with, fewer where those of all blocks of a holder would take more memory
-than this."""
+"""Slots that a shelf begins with, fewer where those of all blocks of a holder would take more memory than
+this. On a processor a slot takes memory when a text gets it, so a shelf hardly ever moves."""
+KEPT_SLOTS = 16
+"""A shelf without texts keeps its memory where no more slots than these were used."""
 
 
 @dataclass(eq=False)
@@ -92,6 +95,16 @@ class Cache:
             del self.shelf.texts[self.slot]
             self.shelf = None
 
+    def first(self, length: int) -> Cache:
+        """The first positions, in the memory of this cache: to be copied before it goes on."""
+        self.settle()
+        other = Cache([LayerCache() for _ in self.layers], length)
+        for layer, own_layer in zip(self.layers, other.layers, strict=True):
+            for part, own in zip(layer.parts, own_layer.parts, strict=True):
+                if part.room is not None:
+                    own.room, own.length = part.room.narrow(part.dim, 0, length), length
+        return other
+
     def copy(self) -> Cache:
         """The same with memory of its own."""
         self.settle()
@@ -110,6 +123,8 @@ class Shelf:
         self.texts: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
         """By slot. A cache that nobody holds any more leaves its slot free."""
         self.num_slots = 0
+        self.num_used = 0
+        """The first slots that texts had so far; in the others are zeros still."""
         self.num_moves = 0
         """How often the memory was taken from elsewhere."""
         self.rooms: list[list[Tensor | None]] = []
@@ -119,8 +134,8 @@ class Shelf:
         """Give the cache a slot, or this one, with what it holds."""
         cache.settle()
         # Nobody is here any more: the memory of the busiest moment goes, and the shelf begins small again.
-        if not self.texts and not self.fixed:
-            self.num_slots, self.rooms = 0, []
+        if not self.texts and not self.fixed and self.num_used > KEPT_SLOTS:
+            self.num_slots, self.num_used, self.rooms = 0, 0, []
         # The lowest that is free: texts stay close together, and slots that follow one another are read
         # without a copy.
         if slot is None:
@@ -133,22 +148,23 @@ class Shelf:
             for room, part in zip(rooms, layer.parts, strict=True):
                 held = part.held()
                 if room is not None and held is not None:
+                    own = room[slot]
+                    own.narrow(part.dim, 0, part.length).copy_(held)
                     # Zeros behind it: a masked position counts 0 times what is there, which for the infinity
                     # of an earlier text is no number.
-                    room[slot].zero_().narrow(part.dim, 0, part.length).copy_(held)
-                    part.room = room[slot]
+                    if slot < self.num_used:
+                        own.narrow(part.dim, part.length, self.capacity - part.length).zero_()
+                    part.room = own
+        self.num_used = max(self.num_used, slot + 1)
         cache.shelf, cache.slot = self, slot
         self.texts[slot] = cache
 
     def _add_slots(self, cache: Cache) -> None:
-        """Half as many more, so that memory is copied a few times and not for each text."""
-        more = max(4, self.num_slots // 2)
-        if self.fixed:
-            # After each move all is captured again, so the first slots are enough for most loads.
-            parts = [part for layer in cache.layers for part in layer.parts]
-            sizes = [room.nbytes // room.shape[part.dim] for part in parts if (room := part.room) is not None]
-            more = max(4, self.num_slots, min(FIRST_SLOTS, self.first_bytes // (self.capacity * sum(sizes))))
-        self.num_slots += more
+        """As many as are wanted to begin with, then as many more as there are."""
+        parts = [part for layer in cache.layers for part in layer.parts]
+        sizes = [room.nbytes // room.shape[part.dim] for part in parts if (room := part.room) is not None]
+        first = min(FIRST_SLOTS, self.first_bytes // (self.capacity * sum(sizes)))
+        self.num_slots += max(4, self.num_slots, first)
         self.num_moves += 1
         old, self.rooms = self.rooms, []
         for i, layer in enumerate(cache.layers):
@@ -156,17 +172,26 @@ class Shelf:
             for j, part in enumerate(layer.parts):
                 room = None
                 if part.room is not None:
-                    shape = list(part.room.shape)
-                    shape[part.dim] = self.capacity
-                    room = part.room.new_zeros(self.num_slots + self.fixed, *shape)
+                    shape = [self.num_slots + self.fixed, *part.room.shape]
+                    shape[1 + part.dim] = self.capacity
+                    room = _untouched_zeros(shape, part.room)
                     before = old[i][j] if old else None
                     if before is not None:
-                        room[: len(before)].copy_(before)
+                        room[: self.num_used].copy_(before[: self.num_used])
                 self.rooms[i].append(room)
         for slot, text in self.texts.items():
             for rooms, layer in zip(self.rooms, text.layers, strict=True):
                 for room, part in zip(rooms, layer.parts, strict=True):
                     part.room = None if room is None else room[slot]
+
+
+def _untouched_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros of the type of another tensor, which on a processor take memory when something is written."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    # torch writes its zeros. A stage stood still for a second while a shelf of 12 texts got room for 18.
+    size = math.prod(shape) * like.element_size()
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(*shape)
 
 
 class Shelves:
@@ -181,6 +206,15 @@ class Shelves:
         # Powers of two: texts of about one length meet on one shelf, and a text moves seldom.
         capacity = max(LEAST_CAPACITY, 1 << (end - 1).bit_length())
         return self._shelves.setdefault(capacity, Shelf(capacity, self._fixed, self._first_bytes))
+
+    def copy_of(self, cache: Cache, length: int, num_new: int) -> Cache:
+        """Another cache with the first positions of this one, for a text that goes on by so many."""
+        other = cache.first(length)
+        if num_new > MOST_TOGETHER or not other.begun:
+            return other.copy()
+        # Copied once, to where it stays for a while: memory that is new each time took longer than the copy.
+        self.with_room(length + num_new + MOST_TOGETHER).put(other)
+        return other
 
     def hold(self, caches: Sequence[Cache], lengths: Sequence[int]) -> None:
         """Have those caches on a shelf that are to go on together, with room for so many new positions."""
@@ -207,6 +241,13 @@ class Placement:
         is_row = int(slot_M[-1]) - int(slot_M[0]) + 1 == len(slot_M)
         self.first_slot = int(slot_M[0]) if is_row else None
         """None where the slots do not follow one another."""
+        ends = [*(np.flatnonzero(np.diff(slot_M) != 1) + 1).tolist(), len(slot_M)]
+        starts = [0, *ends[:-1]]
+        self.runs = [
+            (slice(a, b), slice(int(slot_M[a]), int(slot_M[a]) + b - a))
+            for a, b in zip(starts, ends, strict=True)
+        ]
+        """The texts whose slots do follow one another, and these slots."""
         # Each new position: its text, and which one of that text's.
         text_P = np.repeat(np.arange(len(slot_M)), count_M)
         step_P = np.arange(len(text_P)) - np.repeat(np.cumsum(count_M) - count_M, count_M)
@@ -278,11 +319,11 @@ class Together:
         # mask, no fast kernel knows of shared heads.
         q_HMTK = q_HTK[:, at.row_MT].view(len(q_HTK), num_texts, longest, -1)
         q = q_HMTK.transpose(0, 1).reshape(num_texts, heads, queries * longest, -1)
-        keys, values = self._texts(k_room), self._texts(v_room)
         mask = at.mask(q, queries)
         if q.device.type == "cpu" and q.dtype == torch.float32:
-            y = _few_rows_attention(q, keys, values, mask)
+            y = _few_rows_attention(q, k_room, v_room, at, mask)
         else:
+            keys, values = self._texts(k_room), self._texts(v_room)
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         y_HPK = y.reshape(num_texts, len(q_HTK), longest, -1).transpose(0, 1).flatten(1, 2)
         return y_HPK[:, at.place_P]
@@ -312,14 +353,23 @@ class Together:
         return rooms
 
 
-def _few_rows_attention(q_MHTK: Tensor, k_MHSK: Tensor, v_MHSK: Tensor, mask_M1TS: Tensor) -> Tensor:
+def _few_rows_attention(
+    q_MHTK: Tensor, k_room: Tensor, v_room: Tensor, at: Placement, mask_M1TS: Tensor
+) -> Tensor:
     """Keys and values of many texts come from main memory, and the products of numpy read them faster than
     torch's kernel: 8 texts of 5 rows over 176 positions of 6 heads take 0.54 instead of 0.82 ms, over 500
-    positions 1.2 instead of 2.2."""
-    scaled_MHKT = (q_MHTK * q_MHTK.shape[-1] ** -0.5).transpose(2, 3).contiguous()
-    scores_MHST = torch.from_numpy(k_MHSK.numpy() @ scaled_MHKT.numpy())
-    shares_MHTS = (scores_MHST.transpose(2, 3) + mask_M1TS).softmax(dim=-1)
-    return torch.from_numpy(shares_MHTS.contiguous().numpy() @ v_MHSK.numpy())
+    positions 1.2 instead of 2.2. They are read where they lie: of texts whose slots do not follow one
+    another, a copy took as long as the products of two layers."""
+    k, v = (room.numpy()[:, :, : at.span] for room in (k_room, v_room))
+    q_MHKT = (q_MHTK * q_MHTK.shape[-1] ** -0.5).transpose(2, 3).contiguous().numpy()
+    scores_MHST = np.empty((*q_MHTK.shape[:2], at.span, q_MHTK.shape[2]), np.float32)
+    for texts, slots in at.runs:
+        np.matmul(k[slots], q_MHKT[texts], out=scores_MHST[texts])
+    shares_MHTS = (torch.from_numpy(scores_MHST).transpose(2, 3) + mask_M1TS).softmax(dim=-1).contiguous()
+    y_MHTK = np.empty(q_MHTK.shape, np.float32)
+    for texts, slots in at.runs:
+        np.matmul(shares_MHTS[texts].numpy(), v[slots], out=y_MHTK[texts])
+    return torch.from_numpy(y_MHTK)
 
 
 class PackedCache:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.model.block import Block
 
 ROWS = 16
 """The number of rows that matrices are laid out for; 2 to 128 gain."""
+STEPS = ((8, 1), (64, 4), (512, 16), (1 << 62, 64))
+"""Up to so many rows, products have a multiple of so many. oneDNN compiles each matrix again for every number
+of rows that it has not seen: 0.3 to 0.5 ms, where a product of 40 rows takes 0.03 to 0.2."""
 MAX_BYTES = 1 << 30
 """Matrices are there twice, so a larger block stays as it is."""
 
@@ -38,8 +42,13 @@ class PackedLinear(nn.Module):
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[-2]
+        step = next(step for most, step in STEPS if rows <= most)
+        padding = -rows % step
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return y
+        return y.narrow(-2, 0, rows) if padding else y
 
 
 @torch.inference_mode()

@@ -81,11 +81,6 @@ class BlockCache:
     ids: list[int] = field(default_factory=list)
     """What it holds: of a text that goes on, more may have been asked for by now, or something else."""
 
-    def copy_of(self, other: BlockCache) -> None:
-        """Hold what another cache holds."""
-        self.layers, self.record = other.layers.copy(), copy.deepcopy(other.record)
-        self.ids = other.ids
-
     def continues(self, base: int) -> bool:
         return self.layers.length >= base and (self.record is None or self.record.continues(base))
 
@@ -211,7 +206,9 @@ class HeldBlocks:
         for work in works:
             assert work.runnable, "the caches lack positions before the new ids"
             for index, other in (work.like or {}).items():
-                work.caches[index].copy_of(other)
+                cache = work.caches[index]
+                cache.layers = self._shelves[index].copy_of(other.layers, work.base, len(work.ids))
+                cache.record, cache.ids = copy.deepcopy(other.record), other.ids
         for work in works:
             ids: list[int] = []
             for cache in work.caches.values():

@@ -41,6 +41,9 @@ FEW_REQUESTS = 4
 """So many never keep a gateway busy."""
 USUAL_DRAFT = 8
 """Tokens. A gateway that cannot draft so many for all requests while a traversal is away is busy."""
+WEIGHED_DRAFT = 6
+"""Tokens, for which one block is weighed against several where the gateway is busy: drafts of 4 to 12 bring
+about as much for their time."""
 SETTLING, COUNTED = 2, 4
 """Traversals of each request, in the mean, that pass after another way began, and those counted then."""
 LEAST_SECONDS = 1.0
@@ -231,6 +234,8 @@ class Load:
         self.comparison = Comparison(drafts=drafts)
         self.costs = {True: Costs(), False: Costs()}
         """With drafts, and without."""
+        self.alone = True
+        """Whether one block drafts where the gateway is busy, or all that are held here."""
 
     @property
     def row_seconds(self) -> float:
@@ -291,11 +296,24 @@ class AdaptiveLength(DraftLength):
         return requests > FEW_REQUESTS and seconds > known
 
     def blocks(self, requests: int, held: int) -> int:
-        if not self.load(requests).comparison.drafts:
+        load = self.load(requests)
+        if not load.comparison.drafts:
             return 0
-        # The first one alone costs a third of three and holds for 91 of 100 bytes instead of 97, which
-        # matters less the more requests share a traversal.
-        return min(1, held) if self.is_busy(requests, held) else held
+        if held < 2 or not self.is_busy(requests, held):
+            return held
+        # One block costs a part of what several do and is wrong more often. Which writes more depends on the
+        # stages: where their passes are mostly bookkeeping, a long draft costs them little.
+        plain, speeds = load.costs[False].traversal_seconds, []
+        if plain:
+            for blocks, alone in ((1, True), (held, False)):
+                chance = sum(self.hits[alone]) / sum(self.tries[alone])
+                tokens = sum(chance**i for i in range(WEIGHED_DRAFT + 1))
+                step = requests * blocks * self.block_seconds
+                speeds.append(tokens / (plain + WEIGHED_DRAFT * (load.row_seconds + step)))
+            # A change has every text read again by other blocks.
+            least = BETTER if load.alone else 1 / BETTER
+            load.alone = speeds[1] <= least * speeds[0]
+        return 1 if load.alone else held
 
     def go_on(
         self,

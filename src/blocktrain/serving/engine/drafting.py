@@ -39,6 +39,9 @@ five 2.2 times (two blocks of width 384, the kernel's rows come in fours)."""
 LEAST_LEAD_MARGIN = 0.5
 """A token that the first block alone chose by less is left to all: 59 of 100 such hold, 96 of the others."""
 
+LEAST_TOGETHER = 7
+"""Drafts that begin together where so many requests are under way: a pass of a stage for four texts takes
+nearly as long as one for seven. With many more requests one half drafts while stages verify for the other."""
 QUIET_SECONDS = 0.002
 """Without a new draft for so long, those that came are all of their pass."""
 
@@ -210,9 +213,8 @@ class Drafting:
             with self._lock:
                 if later and not (going or unread or self._waiting):
                     left = patient_until - time.monotonic()
-                    self._lock.wait(
-                        max(0.0, min(left, QUIET_SECONDS) if 2 * len(later) >= self.num_open else left)
-                    )
+                    many = len(later) >= self._enough_together()
+                    self._lock.wait(max(0.0, min(left, QUIET_SECONDS) if many else left))
                 came, self._waiting = self._waiting, []
                 self._running = goes_on = bool(going or later or came or unread)
             if not goes_on:
@@ -231,11 +233,11 @@ class Drafting:
             later += [draft for draft in came if draft.most]
             # Many requests begin and end their drafts together, so that their traversals meet on the stages.
             # Where each was sent as soon as it had enough, a pass of a stage had one or two of eight requests
-            # in it, and took half as long as one of all eight. They begin when half of all are there and no
-            # more come just now: those that were in one pass of the stages come one after another.
+            # in it, and took half as long as one of all eight. They begin when enough are there and no more
+            # come just now: those that were in one pass of the stages come one after another.
             together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
             enough_wait = len(later) >= self.num_open or time.monotonic() >= patient_until
-            enough_wait |= 2 * len(later) >= self.num_open and not came
+            enough_wait |= len(later) >= self._enough_together() and not came
             begun = later if not together or (enough_wait and not going) else []
             later = [] if begun else later
             try:
@@ -261,6 +263,9 @@ class Drafting:
                     loop.call_soon_threadsafe(_fail, draft.done, error)
                 loop.call_soon_threadsafe(_finish, told)
                 going, enough = [], []
+
+    def _enough_together(self) -> int:
+        return max((self.num_open + 1) // 2, min(self.num_open * 7 // 8, LEAST_TOGETHER))
 
     def _step(self, going: Sequence[Draft]) -> None:
         """One token more of each draft, or some of one that is alone."""
@@ -334,6 +339,12 @@ class Drafting:
     def keep(self, text: list[int], cache: Any, count: int) -> None:
         """Have a copy of the cache of so many blocks, which holds this text, for others that begin alike."""
         self._kept[count] = [*self._kept[count][1 - KEPT_TEXTS :], (text, cache.copy())]
+
+    def has_read(self, text: list[int], count: int) -> bool:
+        """Whether a cache of so many blocks is kept that holds the text, or nearly."""
+        # A list of its own: the computing thread changes the other one meanwhile.
+        kept = list(self._kept.get(count, ()))
+        return any(len(text) - shared_length(known, text) <= READ_FIRST for known, _ in kept)
 
     def like(self, text: list[int], count: int) -> tuple[Any, int]:
         """A cache that holds a beginning of the text, and how much of it; None and 0 where that is little."""
@@ -416,6 +427,7 @@ class Drafter:
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
             is_long = len(tokens) - start - known > READ_FIRST
+            is_long = is_long and not self.drafting.has_read(list(tokens[start:-1]), blocks)
             self._reading = self.drafting.begin(self, read, tokens, 0, []) if is_long else None
         if self._reading is not None:
             if not flying:

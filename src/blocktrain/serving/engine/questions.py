@@ -151,9 +151,18 @@ class KeptSessions:
         self._running.pop(session, None)
 
     def keep(self, session: int, caches: dict[int, StageCache]) -> dict[int, dict[int, StageCache]]:
-        """Of a session that has ended. Gives those that make room, the least recently used."""
+        """Of a session that has ended. Gives those that make room: the least recently used of those that
+        begin like one used later, before any other."""
         self._caches[session] = caches
-        return dict(self._caches.popitem(last=False) for _ in range(len(self._caches) - self.most))
+        freed: dict[int, dict[int, StageCache]] = {}
+        while len(self._caches) > self.most:
+            # Texts of eight clients with one prompt in turn pushed out the other fifteen prompts.
+            oldest_first = list(self._caches)
+            pairs = itertools.combinations(oldest_first, 2)
+            twice = (old for old, new in pairs if _begin_alike(self._caches[old], self._caches[new]))
+            out = next(twice, oldest_first[0])
+            freed[out] = self._caches.pop(out)
+        return freed
 
     def drop(self) -> dict[int, dict[int, StageCache]]:
         """Gives all of them, and keeps none."""
@@ -181,6 +190,17 @@ class KeptSessions:
         if best in self._caches:
             self._caches.move_to_end(best)
         return best, ids[:shared]
+
+
+def _begin_alike(old: Mapping[int, StageCache], new: Mapping[int, StageCache]) -> bool:
+    """Whether half of what the first one has on each stage, or more, is there from the second one too."""
+    for link, cache in old.items():
+        other = new.get(link)
+        if other is None or (other.blocks, other.start) != (cache.blocks, cache.start):
+            return False
+        if 2 * shared_length(cache.ids, other.ids) < len(cache.ids):
+            return False
+    return True
 
 
 @dataclass(eq=False, kw_only=True)
