@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -433,14 +434,9 @@ def play_rule(run: RuleRun) -> dict[str, Any]:
     return {**asdict(run), "losses": losses, "commit": source_commit() or ""}
 
 
-def later_half(rises: Sequence[float]) -> float:
-    """The mean over the later half of all rounds."""
-    return mean(rises[len(rises) // 2 :])
-
-
 def rises_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """By attack and rule, the worst seed: by how much the loss is higher than that of the honest workers'
-    mean at the end, at most after any round, and on average of the later half."""
+    mean at the end, and at most after any round."""
     parts = [part.name for part in fields(RuleRun)]
     known = {RuleRun(**{part: kept[part] for part in parts}): kept["losses"] for kept in runs}
     named = {(one.behaviour.__name__, one.attackers): one.name for one in LASTING}
@@ -451,8 +447,8 @@ def rises_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, fl
             continue
         risen = [mine - theirs for mine, theirs in zip(losses, alone, strict=True)]
         row = found.setdefault(named[run.attack, run.attackers], {})
-        told = {"last": risen[-1], "worst": max(risen), "late": later_half(risen)}
-        row[run.rule] = {key: max(rise, row.get(run.rule, told)[key]) for key, rise in told.items()}
+        before = row.get(run.rule, {"last": -math.inf, "worst": -math.inf})
+        row[run.rule] = {"last": max(before["last"], risen[-1]), "worst": max(before["worst"], *risen)}
     return found
 
 
@@ -479,10 +475,7 @@ def run_rules(
         [one for one in kept if (one["rounds"], one["steps"]) == (rounds, steps)]
     ).items():
         shown = (
-            "{last:+.4f} (worst {worst:+.4f}, later half {late:+.4f})".format(**row[rule])
-            if rule in row
-            else ""
-            for rule in RULES
+            f"{row[rule]['last']:+.4f} ({row[rule]['worst']:+.4f})" if rule in row else "" for rule in RULES
         )
         print(f"| {name} | {' | '.join(shown)} |", flush=True)
     return 0
@@ -569,6 +562,11 @@ def play_long(run: LongRun) -> dict[str, Any]:
 
 def key_of(kept: dict[str, Any]) -> LongRun:
     return LongRun(**{part.name: kept[part.name] for part in fields(LongRun)})
+
+
+def later_half(rises: Sequence[float]) -> float:
+    """The mean over the later half of all rounds."""
+    return mean(rises[len(rises) // 2 :])
 
 
 def long_rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

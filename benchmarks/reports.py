@@ -228,7 +228,7 @@ KINDS: Mapping[str, Kind] = {
         {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
     ),
     "rules": Kind(
-        "rules*.json",
+        "rules.json",
         ("benchmarks/attacks.py:run_rules",),
         (*TRAINING, "tests/adversaries", "benchmarks/attacks.py"),
         {"rises": dict},

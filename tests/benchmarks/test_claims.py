@@ -187,8 +187,8 @@ def test_a_rule_is_compared_with_the_mean_of_honest_workers_alone() -> None:
     assert attacks.rises_of([krum]) == {}
     runs = [{**asdict(alone), "losses": [3.0, 2.0]}, {**asdict(attacked), "losses": [3.0, 1.9]}, krum]
     found = attacks.rises_of(runs)["a slow drift, 3 of 8"]
-    assert found["Krum"] == pytest.approx({"last": 0.2, "worst": 0.5, "late": 0.2})
-    assert found["mean"] == pytest.approx({"last": -0.1, "worst": 0.0, "late": -0.1})
+    assert found["Krum"] == {"last": pytest.approx(0.2), "worst": pytest.approx(0.5)}
+    assert found["mean"] == {"last": pytest.approx(-0.1), "worst": pytest.approx(0.0)}
 
 
 def test_a_report_of_attacks_is_made_in_pieces_and_each_row_names_its_commit(tmp_path: Path) -> None:
