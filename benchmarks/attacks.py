@@ -500,6 +500,8 @@ LONG = tuple(
 )
 HONEST, ATTACKERS_OF_A_LONG_RUN = 3, 2
 LONG_BATCH = 32
+LONG_SHORTEST_SECONDS = 5.0
+"""Of a round that may be tried again: its updates take a second where nothing else runs."""
 SCORED_BYTES = 16_384
 """Of fresh text, after every round."""
 
@@ -529,7 +531,7 @@ def play_long(run: LongRun) -> dict[str, Any]:
         lease=PATIENT_SECONDS,
         rounds=run.rounds,
         size=run.size,
-        shortest=3.0,
+        shortest=LONG_SHORTEST_SECONDS,
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

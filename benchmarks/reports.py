@@ -219,7 +219,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "attacks": Kind(
         "attack-*.json",
-        ("benchmarks/attacks.py:lasting_rows", *verbs("coordinator")),
+        (
+            "benchmarks/attacks.py:lasting_rows",
+            *(f"benchmarks/attacks.py:play_{name}" for name in ("campaign", "stale", "poisoned", "serial")),
+            *verbs("coordinator"),
+        ),
         (*TRUST, "tests/adversaries", "benchmarks/attacks.py"),
         {"number": int, "attack": str, "happened": str, "loss": str, "passed": bool},
     ),

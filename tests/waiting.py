@@ -9,12 +9,14 @@ processor time, so asking every 10 ms would slow down what is waited for.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS", "300"))
+"""More where a machine may stand still for longer."""
 POLL_SECONDS = 0.01
 MAX_POLL_SECONDS = 0.25
 

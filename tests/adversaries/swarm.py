@@ -32,7 +32,7 @@ from blocktrain.wire.messages import Assignment, BlockAnswer, Outcome, Verdict, 
 from tests.adversaries.training import Training
 from tests.coordinator.peer import Peer
 from tests.coordinator.program import Program
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 torch.set_num_threads(1)
 
@@ -110,7 +110,7 @@ def judges_text() -> bytes:
     return load_corpus(DataConfig(corpus="builtin", max_bytes=TEXT_BYTES), 1000).valid[200_000:240_000]
 
 
-PATIENT_SECONDS = 600.0
+PATIENT_SECONDS = max(600.0, PATIENCE_SECONDS)
 """Deadline and lease of runs whose rounds end when everybody has delivered. One process plays all workers:
 honest ones are silent while attackers compute, which at a load of 17 took longer than a lease of 30 s."""
 SHORTEST_SECONDS = 30.0

@@ -113,6 +113,12 @@ def test_the_code_that_a_kind_measures_exists() -> None:
     assert [name for file, name in functions if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
+@pytest.mark.parametrize("kind", ["attacks", "long attacks"])
+def test_a_report_of_attacks_depends_on_how_a_round_of_them_is_played(kind: str) -> None:
+    reached = reach.reached("HEAD", reports.KINDS[kind].programs)
+    assert ("tests/adversaries/campaigns.py", "_round") in reached
+
+
 def test_a_report_is_fresh_until_the_code_it_measures_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

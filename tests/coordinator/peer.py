@@ -72,9 +72,6 @@ def an_assignment(**changes: Any) -> Assignment:
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Peers speak plain HTTP; reading whom the system trusts would take each 40 ms."""
 
-WAITING_SECONDS = 30.0
-"""For which `lend` asks again. In a schedule's last round there is no later one to be lent meanwhile."""
-
 
 class Peer:
     def __init__(
@@ -117,8 +114,13 @@ class Peer:
         return sign_request(self.identity, method, path, **{**arguments, **changes})
 
     def send(self, method: str, path: str, body: bytes = b"", **changes: Any) -> httpx2.Response:
-        headers = self.headers(method, path, body, **changes)
-        return self.http.request(method, self.url + path, content=body or None, headers=headers)
+        def answer() -> httpx2.Response:
+            headers = self.headers(method, path, body, **changes)
+            return self.http.request(method, self.url + path, content=body or None, headers=headers)
+
+        first = answer()
+        # A machine may stand still while a request is under way, for longer than its signature is valid.
+        return answer() if first.status_code == 401 and not changes else first
 
     def call(self, method: str, path: str, message: BaseModel | None = None) -> httpx2.Response:
         response = self.send(method, path, message.model_dump_json().encode() if message else b"")
@@ -137,7 +139,8 @@ class Peer:
         return TypeAdapter(AssignmentAnswer).validate_json(content)
 
     def lend(self, **changes: Any) -> Assignment:
-        """Asks again for a while where it is told to wait, as a real worker does."""
+        """Asks again where it is told to wait, as a real worker does: in a schedule's last round there is no
+        later one to be lent meanwhile."""
         lease = self.lend_or_end(**changes)
         assert lease is not None, "the run is finished"
         return lease
@@ -149,7 +152,7 @@ class Peer:
             answer = self.ask(**changes)
             return None if isinstance(answer, Wait) else answer
 
-        answer = until("an assignment, or the end of the run", answered, WAITING_SECONDS)
+        answer = until("an assignment, or the end of the run", answered)
         return answer if isinstance(answer, Assignment) else None
 
     def heartbeat(self, assignment: Assignment, step: int = 1) -> HeartbeatAnswer:

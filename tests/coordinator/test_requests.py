@@ -94,6 +94,13 @@ def test_an_expired_request_is_refused(running: Running) -> None:
     assert reason(response) == (401, "expired")
 
 
+def test_a_tests_client_that_stood_still_after_it_signed_signs_again(running: Running) -> None:
+    peer = running.peer()
+    late = iter([running.clock() - 900])
+    peer.clock = lambda: next(late, running.clock())
+    assert peer.join().worker_id == peer.identity.worker_id
+
+
 def test_a_body_other_than_the_signed_one_is_refused(running: Running) -> None:
     peer = running.peer()
     headers = peer.headers("POST", "/v1/assignments", ASK)
