@@ -23,7 +23,7 @@ map instead of using the fixed codebook. `--block-shape 2x448` gives blocks othe
 (read when the text is prepared): what else might lower the loss, each to be measured at equal operations
 (`--block-steps`, or `--equal-operations`, which works them out). `--alone` trains one block on all text with
 the operations of all of them, beside them. `--size small` is four blocks of 2 layers of width 32, context
-128, 1,024 bytes a step of the same text, scored on the first 262,144 bytes of pooling and of held-out text.
+128, 512 bytes a step of the same text, scored on the first 262,144 bytes of pooling and of held-out text.
 `--stop-after SECONDS` saves what is not finished and exits 3; the same command goes on. A search needs its
 report only: trials that are in it are not made again, and neither is end to end. A report (`--json`) of the
 same steps keeps its other seeds, so that it can be made seed by seed; of several seeds it has the mean gap of
@@ -87,7 +87,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "width": 32,
         "context": 128,
         "head_width": 16,
-        "tokens_per_step": 1024,
+        "tokens_per_step": 512,
         # 256 rows of this width cannot be orthogonal, so every model learns its output map.
         "own_output": True,
     },
@@ -324,8 +324,10 @@ def weights(unit: Unit, place: Place) -> Path:
 
 
 class Rows:
-    """Every model's log-probs of a text, by windows, in half precision. Never all at once: a vocabulary of
-    16,384 makes 67 MB of a window of 512 tokens and four models."""
+    """Every model's log-probs of a text, by windows, in half precision. All at once only where that is small:
+    a vocabulary of 16,384 makes 67 MB of a window of 512 tokens and four models."""
+
+    kept: Tensor | None = None
 
     def __init__(self, units: list[Unit], place: Place, part: str) -> None:
         self.device = torch.device(place.device)
@@ -344,6 +346,8 @@ class Rows:
     @torch.no_grad()
     def of(self, windows: slice | Tensor) -> Tensor:
         """Log-probs B x windows x positions x vocabulary."""
+        if self.kept is not None:
+            return self.kept[:, windows]
         rows = []
         for block, codebook in self.models:
             parts = []
@@ -353,6 +357,12 @@ class Rows:
                 parts.append(torch.log_softmax(logits.float(), -1).half())
             rows.append(torch.cat(parts))
         return torch.stack(rows)
+
+    def keep(self) -> Rows:
+        """Ask the models once only, if there is room for what they say of the whole text."""
+        if len(self.x) <= self.at_once:
+            self.kept = self.of(slice(None))
+        return self
 
     def pieces(self) -> list[slice]:
         return [slice(i, i + self.at_once) for i in range(0, len(self.x), self.at_once)]
@@ -405,7 +415,7 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
         found = [past_likelihood(likelihood, decay) for decay in decays]
         return torch.stack(found) if found else torch.zeros(0, *likelihood.shape, device=rows.device)
 
-    pooling = Rows(units, place, "pool")
+    pooling = Rows(units, place, "pool").keep()
     # As much of the pooling text as fits: 8 numbers are fitted, so 46,000 positions are plenty.
     fitted = min(len(pooling.x), 4 * pooling.at_once)
     spread = torch.linspace(0, len(pooling.x) - 1, fitted, device=pooling.device).long()
@@ -425,7 +435,7 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
         schedule.step()
     del rows
     found = {}
-    for part, text in (("pool", pooling), ("valid", Rows(units, place, "valid"))):
+    for part, text in (("pool", pooling), ("valid", Rows(units, place, "valid").keep())):
         past_all, total = (past_pool if part == "pool" else past(text)), 0.0
         for piece in text.pieces():
             for window, row in enumerate(text.of(piece).unbind(1), start=piece.start):
