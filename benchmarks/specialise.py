@@ -2,6 +2,7 @@
 
     python benchmarks/specialise.py --docs FOLDER [--steps 4000] [--shares 0,0.75] [--seeds 0] [--jobs 12]
     python benchmarks/specialise.py --docs FOLDER --tokenizer tokenizer.json --prepare
+    python benchmarks/specialise.py --docs FOLDER --size small --equal-operations [--alone]    # CPU
     python benchmarks/specialise.py --quick ...      # CPU, tiny models, a few minutes
 
 FOLDER has train.txt.xz and valid.txt.xz, documents that begin with a `---` line of front matter. Documents
@@ -20,10 +21,13 @@ fewer steps, and the report has the operations of each side. `--own-output` lets
 map instead of using the fixed codebook. `--block-shape 2x448` gives blocks other layers and another width,
 `--context` gives both sides another window at as many tokens a step, and `--clusters` another number of parts
 (read when the text is prepared): what else might lower the loss, each to be measured at equal operations
-(`--block-steps`, or `--equal-operations`, which works them out). `--stop-after SECONDS` saves what is not
-finished and exits 3; the same command goes on. A search needs its report only: trials that are in it are not
-made again, and neither is end to end. A report (`--json`) of the same steps keeps its other seeds, so that it
-can be made seed by seed; of several seeds it has the mean gap of each pool and its standard error.
+(`--block-steps`, or `--equal-operations`, which works them out). `--alone` trains one block on all text with
+the operations of all of them, beside them. `--size small` is four blocks of 2 layers of width 32, context
+128, 512 bytes a step of the same text, scored on the first 262,144 bytes of pooling and of held-out text.
+`--stop-after SECONDS` saves what is not finished and exits 3; the same command goes on. A search needs its
+report only: trials that are in it are not made again, and neither is end to end. A report (`--json`) of the
+same steps keeps its other seeds, so that it can be made seed by seed; of several seeds it has the mean gap of
+each pool and its standard error.
 Exits 1 when the specialised pool of the best share is more than 0.012 nats per byte above end to end with any
 seed, and after `--tune` where a best rate lies on the edge of the grid.
 """
@@ -40,7 +44,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -69,7 +73,6 @@ from blocktrain.training.inner import BlockTrainer, Codebook, build_codebook
 from blocktrain.training.source import source_commit
 
 BLOCKS = 4
-HEAD_WIDTH, TOKENS_PER_STEP = 64, 32_768
 NOT_FINISHED = 3
 POOL_BYTES = 1_500_000
 FEATURES, SKETCH = 1 << 15, 256
@@ -77,6 +80,20 @@ DECAYS = (0.9, 0.98, 0.998)
 """One decay of 0.98 gave 0.5633 where all three gave 0.5619; without decay it was 0.5656 (4000 steps)."""
 FILTER_CHUNK = 64
 MAX_GAP = 0.012
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "full": {},
+    "small": {
+        "layers": 2,
+        "width": 32,
+        "context": 128,
+        "head_width": 16,
+        "tokens_per_step": 512,
+        # 256 rows of this width cannot be orthogonal, so every model learns its output map.
+        "own_output": True,
+    },
+}
+"""What a unit has otherwise than a full one."""
+SCORED_OF_SMALL = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,8 @@ class Unit:
     """Of one block; end to end has those of all blocks."""
     width: int = 384
     context: int = 512
+    head_width: int = 64
+    tokens_per_step: int = 32_768
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,8 @@ class Place:
     quick: bool
     stop_at: float | None = None
     vocabulary: int = 256
+    most_scored: int | None = None
+    """Tokens of the pooling and of the held-out text; None: all."""
 
     def tokens(self, part: str) -> Tensor:
         dtype = np.uint8 if self.vocabulary <= 256 else np.uint16
@@ -187,9 +208,9 @@ class Batches:
     def __init__(self, place: Place, unit: Unit, recipe: Recipe) -> None:
         device = torch.device(place.device)
         everything = place.tokens("train")
-        documents = load_file(Path(place.texts) / "documents")
-        cluster_of_token = documents["labels"].repeat_interleave(documents["lengths"])
         if unit.share and unit.index is not None:
+            documents = load_file(Path(place.texts) / "documents")
+            cluster_of_token = documents["labels"].repeat_interleave(documents["lengths"])
             # With fewer clusters than blocks several blocks have one; with more, a block has several.
             owned = unit.index % (int(documents["labels"].max()) + 1)
             own = everything[cluster_of_token % BLOCKS == owned]
@@ -215,13 +236,13 @@ class Batches:
 def recipe_of(unit: Unit, quick: bool) -> Recipe:
     model: dict[str, Any] = {
         "width": unit.width,
-        "heads": unit.width // HEAD_WIDTH,
+        "heads": unit.width // unit.head_width,
         "blocks": BLOCKS,
         "layers_per_block": unit.layers,
         "context": unit.context,
     }
     training: dict[str, Any] = {
-        "batch": TOKENS_PER_STEP // unit.context,
+        "batch": unit.tokens_per_step // unit.context,
         "steps": unit.steps,
         "matrix_lr": unit.matrix_lr,
         "other_lr": unit.other_lr,
@@ -303,8 +324,10 @@ def weights(unit: Unit, place: Place) -> Path:
 
 
 class Rows:
-    """Every model's log-probs of a text, by windows, in half precision. Never all at once: a vocabulary of
-    16,384 makes 67 MB of a window of 512 tokens and four models."""
+    """Every model's log-probs of a text, by windows, in half precision. All at once only where that is small:
+    a vocabulary of 16,384 makes 67 MB of a window of 512 tokens and four models."""
+
+    kept: Tensor | None = None
 
     def __init__(self, units: list[Unit], place: Place, part: str) -> None:
         self.device = torch.device(place.device)
@@ -314,7 +337,7 @@ class Rows:
             block.load_state_dict(load_file(weights(unit, place)))
             self.models.append((block.eval(), codebook))
         context = recipe.model.context
-        tokens = place.tokens(part)[: 20_000 if place.quick else None].long().to(self.device)
+        tokens = place.tokens(part)[: 20_000 if place.quick else place.most_scored].long().to(self.device)
         count = (len(tokens) - 1) // context
         self.x = tokens[: count * context].view(count, context)
         self.y = tokens[1 : count * context + 1].view(count, context)
@@ -323,6 +346,8 @@ class Rows:
     @torch.no_grad()
     def of(self, windows: slice | Tensor) -> Tensor:
         """Log-probs B x windows x positions x vocabulary."""
+        if self.kept is not None:
+            return self.kept[:, windows]
         rows = []
         for block, codebook in self.models:
             parts = []
@@ -332,6 +357,12 @@ class Rows:
                 parts.append(torch.log_softmax(logits.float(), -1).half())
             rows.append(torch.cat(parts))
         return torch.stack(rows)
+
+    def keep(self) -> Rows:
+        """Ask the models once only, if there is room for what they say of the whole text."""
+        if len(self.x) <= self.at_once:
+            self.kept = self.of(slice(None))
+        return self
 
     def pieces(self) -> list[slice]:
         return [slice(i, i + self.at_once) for i in range(0, len(self.x), self.at_once)]
@@ -384,7 +415,7 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
         found = [past_likelihood(likelihood, decay) for decay in decays]
         return torch.stack(found) if found else torch.zeros(0, *likelihood.shape, device=rows.device)
 
-    pooling = Rows(units, place, "pool")
+    pooling = Rows(units, place, "pool").keep()
     # As much of the pooling text as fits: 8 numbers are fitted, so 46,000 positions are plenty.
     fitted = min(len(pooling.x), 4 * pooling.at_once)
     spread = torch.linspace(0, len(pooling.x) - 1, fitted, device=pooling.device).long()
@@ -404,7 +435,7 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
         schedule.step()
     del rows
     found = {}
-    for part, text in (("pool", pooling), ("valid", Rows(units, place, "valid"))):
+    for part, text in (("pool", pooling), ("valid", Rows(units, place, "valid").keep())):
         past_all, total = (past_pool if part == "pool" else past(text)), 0.0
         for piece in text.pieces():
             for window, row in enumerate(text.of(piece).unbind(1), start=piece.start):
@@ -417,18 +448,20 @@ def score_pool(units: list[Unit], place: Place, decays: tuple[float, ...]) -> di
 
 def mean_gaps(pools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each pool the mean gap over the seeds, and its standard error; of one seed there is none."""
-    gaps: dict[tuple[float, tuple[float, ...]], list[float]] = {}
+    gaps: dict[tuple[int, float, tuple[float, ...]], list[float]] = {}
     for row in pools:
-        gaps.setdefault((row["share"], tuple(row["decays"])), []).append(row["gap"])
+        key = row.get("blocks", BLOCKS), row["share"], tuple(row["decays"])
+        gaps.setdefault(key, []).append(row["gap"])
     return [
         {
+            "blocks": blocks,
             "share": share,
             "decays": decays,
             "seeds": len(found),
             "gap": statistics.mean(found),
             "error": statistics.stdev(found) / math.sqrt(len(found)),
         }
-        for (share, decays), found in gaps.items()
+        for (blocks, share, decays), found in gaps.items()
         if len(found) > 1
     ]
 
@@ -442,8 +475,9 @@ def main() -> int:
         "--texts", type=Path, default=Path("build/specialise"), help="prepared text and weights"
     )
     parser.add_argument("--clusters", type=int, default=BLOCKS)
-    parser.add_argument("--block-shape", default="3x384", metavar="LAYERSxWIDTH")
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--block-shape", metavar="LAYERSxWIDTH", help="default: that of the size, 3x384")
+    parser.add_argument("--context", type=int, help="default: that of the size, 512")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: bytes")
     parser.add_argument("--prepare", action="store_true", help="prepare the text and stop")
     parser.add_argument("--steps", type=int, default=4000)
@@ -453,6 +487,7 @@ def main() -> int:
         action="store_true",
         help="as many steps of each block as cost what end to end costs",
     )
+    parser.add_argument("--alone", action="store_true", help="also one block with all the operations")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--shares", default="0,0.75")
     parser.add_argument("--block-lr", default="6e-3,3e-3", help="matrix_lr,other_lr")
@@ -485,14 +520,21 @@ def main() -> int:
         arguments.quick,
         time.time() + arguments.stop_after if arguments.stop_after else None,
         json.loads((arguments.texts / "text.json").read_text())["vocabulary"],
+        SCORED_OF_SMALL if arguments.size == "small" else None,
     )
     steps = 30 if arguments.quick else arguments.steps
     block_steps = steps if arguments.quick else arguments.block_steps or steps
     units: list[Unit] = []
-    layers, width = map(int, arguments.block_shape.split("x"))
-    shared = {"own_output": arguments.own_output, "context": arguments.context}
+    shared: dict[str, Any] = dict(SIZES[arguments.size])
+    if arguments.own_output:
+        shared["own_output"] = True
+    if arguments.context:
+        shared["context"] = arguments.context
     end_to_end = Unit(0, steps, None, 0.0, 0.0, **shared)
-    one_block = Unit(0, block_steps, 0, 0.0, 0.0, layers=layers, width=width, **shared)
+    one_block = replace(end_to_end, steps=block_steps, index=0)
+    if arguments.block_shape:
+        layers, width = map(int, arguments.block_shape.split("x"))
+        one_block = replace(one_block, layers=layers, width=width)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     if arguments.equal_operations:
         whole, own = (
@@ -513,17 +555,20 @@ def main() -> int:
         plain = replace(one_block, seed=seed, matrix_lr=matrix_lr, other_lr=other_lr)
         for share in (float(share) for share in arguments.shares.split(",")):
             units += [replace(plain, index=index, share=share) for index in range(BLOCKS)]
+        if arguments.alone:
+            units.append(replace(plain, steps=BLOCKS * block_steps))
     losses: dict[Unit, dict[str, float]] = {}
     report: dict[str, Any] = {"units": [], "pools": []}
     if arguments.json is not None and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
         of_others = [] if arguments.tune else [row for row in before["pools"] if row["seed"] not in seeds]
-        if any((row["steps"], row["reference_steps"]) != (block_steps, steps) for row in of_others):
+        known = [(block_steps, steps), (BLOCKS * block_steps, steps)]
+        if any((row["steps"], row["reference_steps"]) not in known for row in of_others):
             parser.error(f"{arguments.json} has pools of other steps; name another file")
         report["pools"] = of_others
         for row in before["units"]:
             unit = Unit(**{field.name: row[field.name] for field in fields(Unit) if field.name in row})
-            if unit in units and (arguments.tune or unit.index is None):
+            if unit in units and (arguments.tune or unit.index is None or unit.steps != block_steps):
                 # Only its loss is asked for; of a pool's blocks the weights are, which may be elsewhere.
                 losses[unit] = row["ce_per_byte"]
                 report["units"].append(row)
@@ -548,18 +593,23 @@ def main() -> int:
     if len(losses) < len(units):
         return NOT_FINISHED
     for reference in () if arguments.tune else [unit for unit in units if unit.index is None]:
-        for share in sorted({unit.share for unit in units}):
-            blocks = [
-                u for u in units if (u.seed, u.share) == (reference.seed, share) and u.index is not None
-            ]
-            for decays in ((), DECAYS) if blocks else ():
-                per_token = score_pool(blocks, place, decays)
-                found = {part: ce / place.bytes_per_token(part) for part, ce in per_token.items()}
+        pools: dict[tuple[int, float], list[Unit]] = {}
+        for unit in units:
+            if unit.seed == reference.seed and unit.index is not None:
+                pools.setdefault((unit.steps, unit.share), []).append(unit)
+        for (its_steps, share), blocks in pools.items():
+            for decays in ((), DECAYS) if len(blocks) > 1 else ((),):
+                if len(blocks) > 1:
+                    per_token = score_pool(blocks, place, decays)
+                    found = {part: ce / place.bytes_per_token(part) for part, ce in per_token.items()}
+                else:
+                    found = losses[blocks[0]]
                 gap = found["valid"] - losses[reference]["valid"]
                 row = {
                     "seed": reference.seed,
-                    "steps": block_steps,
+                    "steps": its_steps,
                     "reference_steps": steps,
+                    "blocks": len(blocks),
                     "share": share,
                     "decays": decays,
                     "ce_per_byte": found,
@@ -568,12 +618,16 @@ def main() -> int:
                 }
                 report["pools"].append(row)
                 print(
-                    f"seed {reference.seed} share {share:g} decays {decays}: "
-                    f"{found['valid']:.4f}, gap {gap:+.4f}"
+                    f"seed {reference.seed} blocks {len(blocks)} share {share:g} decays {decays}: "
+                    f"{found['valid']:.4f}, gap {gap:+.4f}",
+                    flush=True,
                 )
     report["means"] = mean_gaps(report["pools"])
     for row in report["means"]:
-        print(f"share {row['share']:g} decays {row['decays']}: gap {row['gap']:+.4f}, {row['error']:.4f}")
+        print(
+            f"blocks {row['blocks']} share {row['share']:g} decays {row['decays']}: "
+            f"gap {row['gap']:+.4f}, {row['error']:.4f}"
+        )
     write_report(arguments.json, "specialise", report, sorted({row["seed"] for row in report["units"]}))
     # The worst seed of the best share: a seed is no choice, and a share is.
     gaps: dict[float, list[float]] = {}
