@@ -115,3 +115,20 @@ def test_a_cancellation_in_the_moment_of_the_spares_answer_is_not_lost() -> None
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(check())
+
+
+def test_a_stage_that_lags_and_then_fails_is_replaced_once() -> None:
+    async def check() -> None:
+        fanout, question = two_stages({0: -0.06, 1: 0.3})
+        failing, spare = fanout.links
+        loop = asyncio.get_running_loop()
+        question.deadline = loop.time() + HOUR
+        # The spare comes when the leg has looked for others in vain, has failed, and waits for any.
+        spare.draining = True
+        loop.call_later(0.05, setattr, failing, "draining", True)
+        loop.call_later(0.15, setattr, spare, "draining", False)
+        (part,) = await asyncio.wait_for(fanout.collect(question), 5)
+        assert part.said.rows[0, 0] == 1
+        assert question.asked == [0, 1]
+
+    asyncio.run(check())
