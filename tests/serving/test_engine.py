@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -464,3 +465,21 @@ def test_of_two_copies_the_near_one_is_asked(checkpoint: Path) -> None:
             assert FrameType.TRAVERSE not in asked
 
     asyncio.run(served())
+
+
+def test_a_closed_engine_leaves_its_blocks_without_a_search_for_garbage(checkpoint: Path) -> None:
+    """What a gateway loaded before it serves is in no such search (`starting.keep_what_is_loaded`)."""
+    engines = [LocalEngine(checkpoint)]
+    held = weakref.ref(engines[0].batcher.held)
+
+    async def write() -> None:
+        engine = engines.pop()
+        await text_of(engine, b"Note", 3)
+        await engine.close()
+
+    gc.disable()
+    try:
+        asyncio.run(write())
+        assert held() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,7 +58,7 @@ def two_stages(seconds: dict[int, float]) -> tuple[Fanout, Scripted]:
         shape=SHAPE,
         ids=[1],
         num_rows=1,
-        deadline=HOUR,
+        deadline=math.inf,
         stats=GenerationStats(),
         spread=0,
         seconds=seconds,
@@ -113,5 +114,21 @@ def test_a_cancellation_in_the_moment_of_the_spares_answer_is_not_lost() -> None
         with pytest.raises(asyncio.CancelledError):
             await writing
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(check())
+
+
+def test_a_stage_that_lags_and_then_fails_is_replaced_once() -> None:
+    async def check() -> None:
+        fanout, question = two_stages({0: -0.06, 1: 0.3})
+        failing, spare = fanout.links
+        loop = asyncio.get_running_loop()
+        # The spare comes when the leg has looked for others in vain, has failed, and waits for any.
+        spare.draining = True
+        loop.call_later(0.05, setattr, failing, "draining", True)
+        loop.call_later(0.15, setattr, spare, "draining", False)
+        (part,) = await asyncio.wait_for(fanout.collect(question), 5)
+        assert part.said.rows[0, 0] == 1
+        assert question.asked == [0, 1]
 
     asyncio.run(check())

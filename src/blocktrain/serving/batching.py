@@ -75,9 +75,11 @@ class Batcher:
         return len(self._waiting)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        # Forgotten: how a task ended refers to what it ran, and so to this batcher and its blocks.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         while self._waiting:
             self._waiting.popleft().future.cancel()
         self.executor.shutdown(wait=True, cancel_futures=True)

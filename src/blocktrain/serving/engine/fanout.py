@@ -253,6 +253,9 @@ class Fanout:
         except LinkError:
             if racing:
                 return await others[0]
+            # Nobody else may ask in its place from now on: two that ask one stage wait for one answer.
+            for other in others:
+                other.cancel()
             if not question.asks_again():
                 return []
             question.stats.retries += 1
