@@ -69,7 +69,7 @@ def test_a_record_kept_step_by_step_is_that_of_the_whole_text(drafts: int) -> No
     tokens, rows = some_tokens(1, LENGTH)[0], some_rows(LENGTH)
     whole = past_log_likelihood(tokens[None], [rows[None]], DECAYS)[:, 0, 0].T.numpy()
     record, base = TrackRecord(DECAYS), 0
-    for end in (5, 6, 12, *range(13, 31)):
+    for end in (5, 6, 12, 13, 30):
         ids = [*tokens[base:end].tolist(), *[0] * drafts]
         drafted = torch.cat([rows[base:end], some_rows(drafts, seed=9)])
         found = record.extend(base, ids, drafted, keep=drafts + 1)

@@ -101,79 +101,34 @@ class TrackRecord:
     def __init__(self, decays: Sequence[float]) -> None:
         self._decays = np.array(decays)
         self._past_TD: list[NDArray[np.float64]] = []
-        self._room_SV = torch.empty(0)
-        self._kept = slice(0, 0)
-        """Where the log-probs of the last positions lie in the room: what they gave the next token is known
-        when it comes."""
+        self._rows_TV = torch.empty(0)
+        """Log-probs of the last positions: what they gave the next token is known when it comes."""
         self._first_row = 0
 
     def continues(self, base: int) -> bool:
         """True if it can go on behind the first `base` positions."""
-        return base == 0 or self._first_row < base <= self._first_row + self._kept.stop - self._kept.start
-
-    def row_before(self, base: int) -> Tensor:
-        """The log-probs [1, V] of the position before."""
-        assert self.continues(base), "the log-probs before the new tokens are gone"
-        at = self._kept.start + base - self._first_row
-        return self._room_SV[at - 1 : at]
+        return base == 0 or self._first_row < base <= self._first_row + len(self._rows_TV)
 
     def extend(self, base: int, ids: Sequence[int], log_probs_TV: Tensor, keep: int) -> NDArray[np.float64]:
         """The decayed sums [T, D] at the positions of `ids`, which stand behind the first `base`; another
         `extend` may go on behind any of the last `keep` positions."""
-        (told,) = told_likelihood([(self, base, ids, log_probs_TV)])
-        return self.add(base, told, log_probs_TV, keep)
-
-    def add(
-        self, base: int, told: NDArray[np.float64], log_probs_TV: Tensor, keep: int
-    ) -> NDArray[np.float64]:
-        """The same with what is known of the ids by then (`told_likelihood`)."""
-        past = self._past_TD
+        assert self.continues(base), "the log-probs before the new tokens are gone"
+        at = base - self._first_row
+        before_TV = self._rows_TV[at - 1 : at] if base else log_probs_TV[:0]
+        # The first token of a text has nothing before it that could predict it.
+        told = torch.tensor(ids if base else ids[1:], dtype=torch.int64, device=log_probs_TV.device)
+        rows_TV = torch.cat([before_TV, log_probs_TV[:-1]])
         # What stands beyond `base` belongs to a draft that was rejected.
-        del past[base:]
-        if not past:
-            past.append(np.zeros(len(self._decays)))
-        for one in told:
+        past = self._past_TD[:base] or [np.zeros(len(self._decays))]
+        for one in rows_TV.gather(-1, told[:, None])[:, 0].double().cpu().numpy():
             past.append(self._decays * past[-1] + one)
-        # In room for some more than are kept: a copy of up to 128 rows for each token of each block was much
-        # of a pass of 64 texts. And no view of the pass's rows, which are 262 MB for 2,000 tokens over
-        # 32,768.
-        new_TV = log_probs_TV[-keep:]
-        at = self._kept.start + base - self._first_row if base else 0
-        earlier = min(at - self._kept.start, max(0, keep - len(log_probs_TV))) if base else 0
-        if not earlier:
-            at = 0
-        if at + len(new_TV) > len(self._room_SV):
-            room_SV = new_TV.new_empty(earlier + len(new_TV) + max(8, keep // 4), new_TV.shape[1])
-            if earlier:
-                room_SV[:earlier] = self._room_SV[at - earlier : at]
-            self._room_SV, at = room_SV, earlier
-        self._room_SV[at : at + len(new_TV)] = new_TV
-        self._kept = slice(at - earlier, at + len(new_TV))
-        self._first_row = base + len(log_probs_TV) - len(new_TV) - earlier
+        self._past_TD = past
+        # Copies: a view would hold the log-probs of the whole pass, 262 MB for 2,000 tokens over 32,768.
+        earlier = max(0, keep - len(ids))
+        kept = [self._rows_TV[max(0, at - earlier) : at]] if base and earlier else []
+        self._rows_TV = torch.cat([*kept, log_probs_TV[-keep:]]) if kept else log_probs_TV[-keep:].clone()
+        self._first_row = base + len(ids) - len(self._rows_TV)
         return np.array(past[base:])
-
-
-def told_likelihood(
-    asked: Sequence[tuple[TrackRecord, int, Sequence[int], Tensor]],
-) -> list[NDArray[np.float64]]:
-    """Of several texts at once what a block gave each of the new tokens: of each its record, how many
-    positions stand before, the new ids and the block's log-probs behind them. The first token of a text has
-    nothing before it that could predict it."""
-    rows: list[Tensor] = []
-    told: list[int] = []
-    ends: list[int] = []
-    for record, base, ids, log_probs_TV in asked:
-        if base:
-            rows.append(record.row_before(base))
-        if len(ids) > 1:
-            rows.append(log_probs_TV[:-1])
-        told += ids if base else ids[1:]
-        ends.append(len(told))
-    if not told:
-        return [np.empty(0)] * len(asked)
-    told_P = torch.tensor(told, dtype=torch.int64, device=rows[0].device)
-    found_P = torch.cat(rows).gather(-1, told_P[:, None])[:, 0].double().cpu().numpy()
-    return np.split(found_P, ends[:-1])
 
 
 def pool(log_probs: Sequence[Tensor], weights: Sequence[float] | Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from blocktrain.model.block import Block, BlockOutput
 from blocktrain.model.caches import FIRST_BYTES, Cache, PackedCache, Shelves
 from blocktrain.model.graphs import FixedPasses, Shape
 from blocktrain.model.packed import is_packable, packed
-from blocktrain.model.pooling import LEAST_WEIGHT, TrackRecord, told_likelihood
+from blocktrain.model.pooling import LEAST_WEIGHT, TrackRecord
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
 from blocktrain.model.sampling import Sampler, best_scores, normalised
 from blocktrain.model.sweep import begin_sweep, refine, sweep_noise
@@ -262,7 +262,7 @@ class HeldBlocks:
                 pairs = zip(log_probs_MTV, works, strict=False)
                 recorded = self._recorded(works, block, [row_TV[: len(work.ids)] for row_TV, work in pairs])
                 if block in works[0].blocks:
-                    said.append(recorded)
+                    said.append(_joined(recorded))
         else:
             asked = [
                 m * shape.num_new + t
@@ -393,23 +393,22 @@ class HeldBlocks:
             return rows_RV, np.empty(len(rows_RV))
         log_probs_TV = F.log_softmax(output.logits_of(z_hat_TD).float(), dim=-1)
         own = torch.split(log_probs_TV, [len(work.ids) for work in works])
-        return self._recorded(works, block, own)
+        return _joined(self._recorded(works, block, own))
 
     def _recorded(
         self, works: Sequence[RowWork], block: int, own: Sequence[Tensor]
-    ) -> tuple[Tensor, NDArray[np.float64]]:
+    ) -> list[tuple[Tensor, NDArray[np.float64]]]:
         """What a block said where pooling follows the text; `own` are its log-probs of each work's ids."""
-        records = [record for work in works if (record := work.caches[block].record) is not None]
-        assert len(records) == len(works), "made with the cache where pooling follows the text"
+        said = []
         # Of all new tokens: how well the block predicted each of them counts from the next one on.
-        bases, ids = [work.base for work in works], [work.ids for work in works]
-        told = told_likelihood(list(zip(records, bases, ids, own, strict=True)))
-        past = []
-        for work, record, told_T, own_TV in zip(works, records, told, own, strict=True):
+        for work, own_TV in zip(works, own, strict=True):
+            record = work.caches[block].record
+            assert record is not None, "made with the cache where pooling follows the text"
             keep = max(work.num_rows, min(KEPT_ROWS, KEPT_VALUES // self.vocabulary))
-            past.append(record.add(work.base, told_T, own_TV, keep)[-work.num_rows :])
-        rows_RV = torch.cat([own_TV[-work.num_rows :] for work, own_TV in zip(works, own, strict=True)])
-        return rows_RV, self.pooling.log_weights(block, np.concatenate(past))
+            past_TD = record.extend(work.base, work.ids, own_TV, keep=keep)
+            logs = self.pooling.log_weights(block, past_TD[-work.num_rows :])
+            said.append((own_TV[-work.num_rows :], logs))
+        return said
 
     def _weighed(
         self, asked: Sequence[int], said: Sequence[tuple[Tensor, NDArray[np.float64]]]
@@ -470,6 +469,11 @@ class HeldBlocks:
                     logs = self.pooling.log_weights(index, past_TD[-1:])
                 said.append((log_probs_TV[-1:], logs))
         return _handed_on(features) if work.hands_on else self._weighed(work.blocks, said)
+
+
+def _joined(said: Sequence[tuple[Tensor, NDArray[np.float64]]]) -> tuple[Tensor, NDArray[np.float64]]:
+    """What a block said to several works, as one."""
+    return torch.cat([rows for rows, _ in said]), np.concatenate([logs for _, logs in said])
 
 
 def _handed_on(features_1TD: Tensor | None) -> WeighedRows:
