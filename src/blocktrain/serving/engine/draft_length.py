@@ -230,11 +230,11 @@ class Costs:
 class Load:
     """What is known of about so many requests under way."""
 
-    def __init__(self, *, drafts: bool) -> None:
+    def __init__(self, *, drafts: bool, alone: bool) -> None:
         self.comparison = Comparison(drafts=drafts)
         self.costs = {True: Costs(), False: Costs()}
         """With drafts, and without."""
-        self.alone = True
+        self.alone = alone
         """Whether one block drafts where the gateway is busy, or all that are held here."""
 
     @property
@@ -284,9 +284,10 @@ class AdaptiveLength(DraftLength):
         # Rounded: as many requests as a power of two, and some that come and go, are one load.
         load = round(math.log2(max(1, requests)))
         if load not in self.by_load:
-            # Where fewer requests write more without drafts, so do more.
-            fewer = self.by_load.get(load - 1)
-            self.by_load[load] = Load(drafts=fewer is None or fewer.comparison.best)
+            # Where fewer requests write more without drafts, so do more; and where by several blocks, too.
+            below = [one for one in self.by_load if one < load]
+            fewer = self.by_load[max(below)] if below else Load(drafts=True, alone=True)
+            self.by_load[load] = Load(drafts=fewer.comparison.best, alone=fewer.alone)
         return self.by_load[load]
 
     def is_busy(self, requests: int, held: int) -> bool:
