@@ -37,21 +37,27 @@ SHARED = b"The arguments of the function are given in the order "
 ENDINGS = [b"of the list.", b"in which they", b"of the list that"]
 
 
+def first_traversals(c: Any) -> list[Header]:
+    """Will have the header of each session's first traversal through the first stage's proxy."""
+    begun: list[Header] = []
+
+    def noted(kind: FrameType, raw: bytes) -> list[bytes]:
+        header = decode_header(raw[:HEADER_BYTES], LIMITS)
+        if kind == FrameType.TRAVERSE and header.traversal == 1:
+            begun.append(header)
+        return [raw]
+
+    c.proxies[0].to_stage = noted
+    return begun
+
+
 def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -> None:
     async def served() -> None:
         prompts = [SHARED + ending for ending in ENDINGS]
         async with cluster(checkpoint, [[0, 1], [2]], kept_sessions=0) as c:
             expected = [await text_of(c.engine, prompt, 16, seed=2) for prompt in prompts]
         async with cluster(checkpoint, [[0, 1], [2]]) as c:
-            bases: list[int] = []
-
-            def noted(kind: FrameType, raw: bytes) -> list[bytes]:
-                header = decode_header(raw[:HEADER_BYTES], LIMITS)
-                if kind == FrameType.TRAVERSE and header.traversal == 1:
-                    bases.append(header.base)
-                return [raw]
-
-            c.proxies[0].to_stage = noted
+            begun = first_traversals(c)
             found = [await text_of(c.engine, prompt, 16, seed=2, mode="ar") for prompt in prompts]
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
             first, *others = (stats for _, stats in found)
@@ -59,6 +65,7 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
                 assert stats.wire_bytes_sent < first.wire_bytes_sent
                 assert stats.retries == 0
             # The tokens that were not sent.
+            bases = [header.base for header in begun]
             assert bases[0] == 0
             assert len(bases) == 3
             assert min(bases[1:]) >= len(SHARED)
@@ -75,15 +82,7 @@ def test_a_prompt_that_was_read_for_drafts_is_drafted_behind_at_once(checkpoint:
 
     async def served() -> None:
         async with cluster(checkpoint, [[0, 1, 2]]) as c:
-            rows: list[int] = []
-
-            def noted(kind: FrameType, raw: bytes) -> list[bytes]:
-                header = decode_header(raw[:HEADER_BYTES], LIMITS)
-                if kind == FrameType.TRAVERSE and header.traversal == 1:
-                    rows.append(header.rows)
-                return [raw]
-
-            c.proxies[0].to_stage = noted
+            begun = first_traversals(c)
             first = c.engine.generate(GenerationRequest(prompt, 40, seed=1))
             expected = list((await anext(first)).tokens)
             drafting = c.engine.drafting
@@ -92,7 +91,7 @@ def test_a_prompt_that_was_read_for_drafts_is_drafted_behind_at_once(checkpoint:
             found, _ = await text_of(c.engine, bytes(prompt), 40, seed=1)
             assert found == expected
             # The first text of a prompt does not wait until the gateway has read it too.
-            assert rows[0] == 1 < rows[1]
+            assert begun[0].rows == 1 < begun[1].rows
 
     asyncio.run(served())
 
