@@ -116,7 +116,7 @@ def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
                 text += chunk.tokens
                 if len(text) > len(PROMPTS[seed]) + 12 and len(killer.killed) == seed:
                     [session] = engine.running
-                    [killer.victim] = set(part) & session.caches.keys()
+                    [killer.victim] = set(part) & session.window.caches.keys()
                 killer.kill_if_awaited()
             assert text == [*PROMPTS[seed], *ar]
             assert generation.stats.degraded_blocks == []

@@ -200,7 +200,7 @@ def test_what_is_kept_is_bounded_and_looked_up_by_stage_and_blocks() -> None:
     kept = KeptSessions(most=2)
     texts = {number: [number] * 3 + list(range(100)) for number in range(3)}
     for number, ids in texts.items():
-        freed = kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)})
+        freed = kept.keep(number, {0: StageCache(0, (0, 1), ids)})
         assert list(freed) == ([0] if number == 2 else [])
     assert kept.like({0: (0, 1)}, texts[1] + [7], running=True) == (1, texts[1])
     assert kept.like({0: (0,)}, texts[1], running=True) is None
@@ -215,7 +215,7 @@ def test_texts_of_one_prompt_push_out_each_other_before_other_prompts() -> None:
     kept, prompts = KeptSessions(most=3), [[number] * 40 for number in range(3)]
 
     def keep(number: int, ids: list[int]) -> list[int]:
-        return list(kept.keep(number, {0: StageCache(0, (0, 1), 0, ids)}))
+        return list(kept.keep(number, {0: StageCache(0, (0, 1), ids)}))
 
     for number, prompt in enumerate(prompts):
         assert keep(number, prompt + [7] * 30) == []

@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -37,10 +39,13 @@ KNOWN_PARTS = {"embedding", "hint", "upstream", "condition", "layers", "out_norm
 MANY_ROWS = 2
 """From so many on another kernel is faster, which rounds rows to 8 bits too: among all else that a draft
 reads, the matrices of a block of 3 layers of width 384 take 0.87 instead of 2.4 ms for 8 rows."""
+SMALL_MATRIX = 1 << 16
+"""Numbers. Up to so many a matrix stays in fp32, and one operation multiplies those of all blocks: calling a
+kernel takes 12 us for each, and eight rows of width 128 no longer than that."""
 WINDOW_OF_ONE = 64
 """Positions that a block attends to where it drafts alone, for many texts: their keys and values are most of
 what is read then, and it agrees with all blocks on 90.7 instead of 91.3 of 100 bytes."""
-LEAST_CAPACITY = 64
+LEAST_CAPACITY, FIRST_SLOTS = 64, 8
 
 
 def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
@@ -55,12 +60,14 @@ def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
 
 class QuickCache:
     """What the blocks hold of one text: for each layer keys and values [N, H, S, K], and where it has
-    convolutions the inputs [N, S, D] of both."""
+    convolutions the inputs [N, S, D] of both. Its memory is its own, or a slot of a shelf."""
 
     def __init__(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> None:
         """`shapes`: of these parts, for a text of no positions."""
         self.rooms: list[list[Array]] = [[np.empty(shape, np.float32) for shape in shapes]] * num_layers
         self.length = self.capacity = 0
+        self.shelf: Shelf | None = None
+        self.slot = 0
 
     def reserve(self, length: int) -> None:
         """Have memory for so many positions more."""
@@ -70,6 +77,12 @@ class QuickCache:
         # Twice the length, so that a text of n tokens copies its cache log n times and not n times.
         self.capacity = max(LEAST_CAPACITY, end, 2 * self.length)
         self.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
+        self.leave_shelf()
+
+    def leave_shelf(self) -> None:
+        if self.shelf is not None:
+            del self.shelf.texts[self.slot]
+            self.shelf = None
 
     def _larger(self, room: Array) -> Array:
         *before, _, width = room.shape
@@ -84,8 +97,82 @@ class QuickCache:
     def copy(self) -> QuickCache:
         """The same with memory of its own."""
         other = copy.copy(self)
+        other.shelf = None
         other.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
         return other
+
+
+class Shelf:
+    """Room for the caches of many texts of up to `capacity` positions, a slot for each, so that one operation
+    reads or writes those of all: with eight texts, operations on each took half of a step."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.texts: weakref.WeakValueDictionary[int, QuickCache] = weakref.WeakValueDictionary()
+        """By slot. A cache that nobody holds any more leaves its slot free."""
+        self.num_slots = 0
+        self.rooms: list[list[Array]] = []
+        """As `QuickCache.rooms`, and first the slots."""
+
+    def put(self, cache: QuickCache) -> None:
+        """Move the cache to the lowest free slot: slots that follow one another are read together."""
+        slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
+        if slot == self.num_slots:
+            self._add_slots(cache)
+        own = [[room[slot] for room in rooms] for rooms in self.rooms]
+        for rooms, parts in zip(cache.rooms, own, strict=True):
+            for room, part in zip(rooms, parts, strict=True):
+                part[..., : cache.length, :] = room[..., : cache.length, :]
+                # A masked position counts 0 times what is there, which must be a number.
+                part[..., cache.length :, :] = 0
+        cache.leave_shelf()
+        cache.rooms, cache.capacity, cache.shelf, cache.slot = own, self.capacity, self, slot
+        self.texts[slot] = cache
+
+    def _add_slots(self, cache: QuickCache) -> None:
+        before, self.num_slots = self.num_slots, max(FIRST_SLOTS, 2 * self.num_slots)
+        old, self.rooms = self.rooms, []
+        for layer, rooms in enumerate(cache.rooms):
+            self.rooms.append([])
+            for part, room in enumerate(rooms):
+                *sizes, _, width = room.shape
+                # Memory is taken when something is written.
+                larger = np.zeros((self.num_slots, *sizes, self.capacity, width), np.float32)
+                if before:
+                    larger[:before] = old[layer][part]
+                self.rooms[layer].append(larger)
+        for slot, text in self.texts.items():
+            text.rooms = [[room[slot] for room in rooms] for rooms in self.rooms]
+
+
+class Together:
+    """One new position of each of some texts on a shelf."""
+
+    def __init__(self, shelf: Shelf, caches: Sequence[QuickCache], rows: Sequence[int]) -> None:
+        """`rows`: where each new position stands among those of a pass."""
+        order = sorted(range(len(caches)), key=lambda m: caches[m].slot)
+        slots = [caches[m].slot for m in order]
+        self.rooms = shelf.rooms
+        self.row_M = np.array([rows[m] for m in order])
+        self.slot_M = np.array(slots)
+        self.at_M = np.array([caches[m].length for m in order])
+        self.span = int(self.at_M.max()) + 1
+        ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1] + [len(slots)]
+        self.runs = [
+            (slice(a, b), slice(slots[a], slots[b - 1] + 1)) for a, b in zip([0, *ends], ends, strict=False)
+        ]
+        """The texts whose slots follow one another, and these slots."""
+        seen_MS = self.at_M[:, None] >= np.arange(self.span)
+        self.seen_M11S1 = seen_MS[:, None, None, :, None].astype(np.float32)
+        self._taps: tuple[NDArray[np.int64], Array | None] | None = None
+
+    def taps(self, count: int) -> tuple[NDArray[np.int64], Array | None]:
+        """Positions [M, W] that a convolution of so many taps sees, and 0 for those before the text."""
+        if self._taps is None:
+            at_MW = self.at_M[:, None] + np.arange(1 - count, 1)
+            begun = None if at_MW.min() >= 0 else (at_MW >= 0)[:, :, None, None].astype(np.float32)
+            self._taps = np.maximum(at_MW, 0), begun
+        return self._taps
 
 
 class Stretch(NamedTuple):
@@ -104,6 +191,14 @@ class Stretch(NamedTuple):
     @property
     def rows(self) -> slice:
         return slice(self.row, self.row + self.end - self.at)
+
+
+class Places(NamedTuple):
+    """Where the new positions of a pass stand."""
+
+    stretches: Sequence[Stretch]
+    """Of texts that go one by one."""
+    groups: Sequence[Together] = ()
 
 
 class _Norms:
@@ -147,20 +242,29 @@ class _Convolutions:
         part.weight_N1WD = self.weight_N1WD[blocks]
         return part
 
-    def __call__(self, y_NRD: Array, stretches: Sequence[Stretch], layer: int, part: int) -> Array:
-        (blocks, rows, width), taps = y_NRD.shape, self.weight_N1WD.shape[2]
-        windows_NRWD = np.zeros((blocks, rows, taps, width), np.float32)
-        for stretch in stretches:
-            room, row = stretch.rooms[layer][part], stretch.row
+    def __call__(self, y_NRD: Array, places: Places, layer: int, part: int) -> Array:
+        mixed_NRD, taps = np.empty(y_NRD.shape, np.float32), self.weight_N1WD.shape[2]
+        for group in places.groups:
+            room = group.rooms[layer][part]
             # Written first: a convolution sees the position itself too.
+            room[group.slot_M, :, group.at_M] = y_NRD.swapaxes(0, 1)[group.row_M]
+            at_MW, begun = group.taps(taps)
+            windows_MWND = room[group.slot_M[:, None], :, at_MW]
+            if begun is not None:
+                windows_MWND *= begun
+            mixed_NRD[:, group.row_M] = np.einsum("mwnd,nwd->nmd", windows_MWND, self.weight_N1WD[:, 0])
+        for stretch in places.stretches:
+            room = stretch.rooms[layer][part]
             room[:, stretch.at : stretch.end] = y_NRD[:, stretch.rows]
-            for end in range(stretch.at + 1, stretch.end + 1):
+            windows_NTWD = np.zeros(
+                (len(room), stretch.end - stretch.at, *self.weight_N1WD.shape[2:]), np.float32
+            )
+            for i, end in enumerate(range(stretch.at + 1, stretch.end + 1)):
                 # Zeros where the text has not begun, as in `CausalConvolution`.
                 seen = min(taps, end)
-                windows_NRWD[:, row, taps - seen :] = room[:, end - seen : end]
-                row += 1
-        windows_NRWD *= self.weight_N1WD
-        mixed_NRD: Array = windows_NRWD.sum(axis=2)
+                windows_NTWD[:, i, taps - seen :] = room[:, end - seen : end]
+            windows_NTWD *= self.weight_N1WD
+            windows_NTWD.sum(axis=2, out=mixed_NRD[:, stretch.rows])
         return mixed_NRD
 
 
@@ -185,7 +289,7 @@ def _packed(codes: Tensor, scales: Tensor) -> Any:
 
 
 class _Product:
-    """Each block's own matrix times its own rows, in 8 bits.
+    """Each block's own matrix times its own rows, in 8 bits unless it is small.
 
     Products of one token, all layers of two blocks of width 384: fp32 4.0 ms, fp16 1.2, 8 bits 0.6; with fp32
     activations there is no fast kernel (8.8 ms). The rough rows chose the exact ones' byte at 479 of 480
@@ -195,8 +299,12 @@ class _Product:
     def __init__(self, *linears: Sequence[nn.Linear]) -> None:
         """Matrices that share an input lie one below the other."""
         self.parts: list[tuple[Tensor, Tensor]] = []
-        for one in zip(*linears, strict=True):
-            weight = torch.cat([linear.weight for linear in one])
+        weights = [torch.cat([linear.weight for linear in one]) for one in zip(*linears, strict=True)]
+        self.small_NDE: Array | None = None
+        if weights[0].numel() <= SMALL_MATRIX:
+            self.small_NDE = torch.stack(weights).transpose(1, 2).float().contiguous().numpy()
+            weights = []
+        for weight in weights:
             # A scale for each row of the matrix: one outlier spoils its own row only.
             scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
             self.parts.append(((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16()))
@@ -206,14 +314,19 @@ class _Product:
     def of(self, blocks: slice) -> _Product:
         part = copy.copy(self)
         part.parts, part.many = self.parts[blocks], self.many[blocks]
+        part.small_NDE = None if self.small_NDE is None else self.small_NDE[blocks]
         return part
 
     def __call__(self, x_NRD: Array) -> Array:
+        if self.small_NDE is not None:
+            product_NRE: Array = x_NRD @ self.small_NDE
+            return product_NRE
         # The kernels know one matrix at a time, and each block has its own.
         x = torch.from_numpy(x_NRD)
-        if self.many and len(x[0]) >= MANY_ROWS:
+        if self.many and x_NRD.shape[1] >= MANY_ROWS:
             found = [
-                torch.ops.quantized.linear_dynamic(x_RD, packed, not has_wide_sums())
+                # `default`: torch looks for the overload, 5 us each time.
+                torch.ops.quantized.linear_dynamic.default(x_RD, packed, not has_wide_sums())
                 for x_RD, packed in zip(x, self.many, strict=True)
             ]
         else:
@@ -251,21 +364,21 @@ class _QuickLayers:
                 setattr(part, name, value.of(blocks))
         return part
 
-    def __call__(self, x_NRD: Array, rotary: tuple[Array, Array], stretches: Sequence[Stretch]) -> Array:
+    def __call__(self, x_NRD: Array, rotary: tuple[Array, Array], places: Places) -> Array:
         y_NRD = self.attention_norm(x_NRD)
         if self.attention_convolution is not None:
-            y_NRD = self.attention_convolution(y_NRD, stretches, self.index, 2)
-        x_NRD = x_NRD + self.attention_out(self._attended(self.qkv(y_NRD), rotary, stretches))
+            y_NRD = self.attention_convolution(y_NRD, places, self.index, 2)
+        x_NRD = x_NRD + self.attention_out(self._attended(self.qkv(y_NRD), rotary, places))
         y_NRD = self.feedforward_norm(x_NRD)
         if self.feedforward_convolution is not None:
-            y_NRD = self.feedforward_convolution(y_NRD, stretches, self.index, 3)
+            y_NRD = self.feedforward_convolution(y_NRD, places, self.index, 3)
         hidden = self.up(y_NRD)
         np.maximum(hidden, 0, out=hidden)
         hidden *= hidden
         x_NRD += self.down(hidden)
         return x_NRD
 
-    def _attended(self, qkv: Array, rotary: tuple[Array, Array], stretches: Sequence[Stretch]) -> Array:
+    def _attended(self, qkv: Array, rotary: tuple[Array, Array], places: Places) -> Array:
         blocks, rows, _ = qkv.shape
         parts = qkv.reshape(blocks, rows, 3, self.heads, -1)
         # Query and key are normed and rotated as one array; see `QuickBlocks.rotary`.
@@ -274,7 +387,23 @@ class _QuickLayers:
         q_k = q_k * rotary[0] + (halves[..., ::-1, :] * rotary[1]).reshape(q_k.shape)
         q, k, v = q_k[:, :, 0], q_k[:, :, 1], parts[:, :, 2]
         found_NRHK = np.empty(q.shape, np.float32)
-        for stretch in stretches:
+        for group in places.groups:
+            texts, span = len(group.row_M), group.span
+            k_room, v_room = group.rooms[self.index][:2]
+            k_room[group.slot_M, :, :, group.at_M] = k.swapaxes(0, 1)[group.row_M]
+            v_room[group.slot_M, :, :, group.at_M] = v.swapaxes(0, 1)[group.row_M]
+            q_MNHK1 = q.swapaxes(0, 1)[group.row_M][..., None]
+            shares_MNHS1 = np.empty((texts, blocks, self.heads, span, 1), np.float32)
+            for run, slots in group.runs:
+                np.matmul(k_room[slots, :, :, :span], q_MNHK1[run], out=shares_MNHS1[run])
+            np.exp(shares_MNHS1, out=shares_MNHS1)
+            shares_MNHS1 *= group.seen_M11S1
+            y_MNH1K = np.empty((texts, blocks, self.heads, 1, q.shape[-1]), np.float32)
+            for run, slots in group.runs:
+                np.matmul(shares_MNHS1[run].swapaxes(3, 4), v_room[slots, :, :, :span], out=y_MNH1K[run])
+            y_MNH1K /= shares_MNHS1.sum(axis=3)[..., None]
+            found_NRHK[:, group.row_M] = y_MNH1K[:, :, :, 0].swapaxes(0, 1)
+        for stretch in places.stretches:
             begin, at, end, own = stretch.begin, stretch.at, stretch.end, stretch.rows
             k_room, v_room = stretch.rooms[self.index][:2]
             # Written first: a position sees itself and those before it in this stretch.
@@ -316,6 +445,8 @@ class QuickBlocks:
         convolves = self.layers[0].attention_convolution is not None
         self.shapes = [keys, keys, *([inputs, inputs] if convolves else [])]
         """Of the parts of a layer's cache."""
+        self.shelves: dict[int, Shelf] = {}
+        """Of texts that go on together, by capacity."""
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
         # Without a hint z_hat = sigma_data * F is linear in the last features: one matrix gives the logits.
         self.logits_VD = [
@@ -336,6 +467,7 @@ class QuickBlocks:
         if count == len(self.blocks):
             return self
         part = self._of(slice(0, count))
+        part.shelves = {}
         part.chosen, part.shapes = slice(None), [(count, *shape[1:]) for shape in self.shapes]
         part.window = WINDOW_OF_ONE if count == 1 else None
         return part
@@ -354,29 +486,41 @@ class QuickBlocks:
         `at`. The cache has memory for them, and its length stays: these are guesses, and one that is wrong
         is written over."""
         rooms = [[part[self.chosen] for part in rooms] for rooms in cache.rooms]
-        return self._pass(tokens, [Stretch(rooms, 0, at, at + len(tokens), 0)])
+        stretch = Stretch(rooms, 0, at, at + len(tokens), 0)
+        return self._pass(tokens, range(stretch.at, stretch.end), Places([stretch]))
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], caches: Sequence[QuickCache]) -> Tensor:
         """Logits [N, M, V] of what follows each text's token, which its cache then holds."""
-        for cache in caches:
-            cache.reserve(1)
+        by_shelf: dict[int, list[int]] = defaultdict(list)
         stretches = []
         for m, cache in enumerate(caches):
-            begin = max(0, cache.length + 1 - self.window) if self.window is not None else 0
-            stretches.append(Stretch(cache.rooms, begin, cache.length, cache.length + 1, m))
-        logits_NMV = self._pass(tokens, stretches)
+            at = cache.length
+            begin = max(0, at + 1 - self.window) if self.window is not None else 0
+            # One text has nobody to go with. A mask saves nothing where most of a text is not read.
+            if len(caches) == 1 or 2 * begin > at:
+                cache.reserve(1)
+                stretches.append(Stretch(cache.rooms, begin, at, at + 1, m))
+                continue
+            if cache.shelf is None or at == cache.capacity:
+                capacity = max(LEAST_CAPACITY, 1 << at.bit_length())
+                self.shelves.setdefault(capacity, Shelf(capacity)).put(cache)
+            by_shelf[cache.capacity].append(m)
+        groups = [
+            Together(self.shelves[capacity], [caches[m] for m in members], members)
+            for capacity, members in by_shelf.items()
+        ]
+        logits_NMV = self._pass(tokens, [cache.length for cache in caches], Places(stretches, groups))
         for cache in caches:
             cache.length += 1
         return logits_NMV
 
-    def _pass(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
+    def _pass(self, tokens: Sequence[int], positions: Sequence[int], places: Places) -> Tensor:
         x_NRD = self.embedding_NVD[:, list(tokens)]
-        positions = [at for stretch in stretches for at in range(stretch.at, stretch.end)]
-        cos, sin = (table[positions] for table in self.rotary)
+        cos, sin = (table[list(positions)] for table in self.rotary)
         rotary = cos, sin.reshape(*sin.shape[:-1], 2, -1)
         for layers in self.layers:
-            x_NRD = layers(x_NRD, rotary, stretches)
+            x_NRD = layers(x_NRD, rotary, places)
         pairs = zip(self.logits_VD, torch.from_numpy(self.out_norm(x_NRD)), strict=True)
         return torch.stack([y_RD @ logits_VD.T for logits_VD, y_RD in pairs])
 

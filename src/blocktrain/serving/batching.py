@@ -9,6 +9,7 @@ asked.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from blocktrain.serving.blocks import HeldBlocks, RowWork, WeighedRows
 
 T = TypeVar("T")
 
+SWITCH_SECONDS = 0.0005
+"""How long the event loop waits for the computing thread to let go of Python. With Python's 5 ms each of a
+gateway's questions took 1.3 ms to send while others drafted, of 0.03, and eight clients wrote 0.8 as fast."""
 MAX_BATCH_TOKENS = 2048
 """New tokens in one forward pass; bounds how long a request that comes next can wait."""
 
@@ -62,6 +66,7 @@ class Batcher:
     ) -> None:
         """`observe` is told works, tokens and seconds of every forward pass."""
         self.held, self.max_waiting = held, max_waiting
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._observe = observe or (lambda works, tokens, seconds: None)
         self._waiting: deque[_Job] = deque()
         self._wake = asyncio.Event()

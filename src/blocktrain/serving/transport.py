@@ -26,6 +26,8 @@ from blocktrain.wire.identity import Identity, worker_id_of
 
 BODY_SECONDS = 30.0
 """A header may be long in coming; the body it announces may not."""
+POST_SECONDS = 0.02
+"""What is in no hurry waits so long for something that is."""
 WRITE_SECONDS = 30.0
 CHUNK_BYTES = 1 << 16
 """What is read at a time, and what is sent without looking whether the peer reads it."""
@@ -78,6 +80,8 @@ class FrameStream:
         self.bytes_received = self.bytes_sent = 0
         self._received = bytearray()
         self._unsent: list[bytes] = []
+        self._leaves = False
+        """Whether it leaves at the end of this turn of the event loop."""
         tune(writer.get_extra_info("socket"))
 
     @property
@@ -122,7 +126,10 @@ class FrameStream:
         # Where a client goes away, all who compute for it come here with an answer.
         if self._writer.is_closing():
             raise ConnectionLostError(f"{self.peer}: the connection was closed")
-        self.post(raw)
+        self._add(raw)
+        if not self._leaves:
+            self._leaves = True
+            asyncio.get_running_loop().call_soon(self._send)
         if len(raw) < CHUNK_BYTES and not self._writer.transport.get_write_buffer_size():
             return
         try:
@@ -134,15 +141,21 @@ class FrameStream:
             raise ConnectionLostError(f"{self.peer}: {_reason(error)}") from None
 
     def post(self, raw: bytes) -> None:
-        """Send without waiting and without a promise that it arrives."""
+        """Send with what is written next, or in a moment: without waiting and without a promise that it
+        arrives."""
+        # Where it left at once, what others wrote in the same turn went in two parts, and a stage had a pass
+        # for each.
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_later(POST_SECONDS, self._send)
+        self._add(raw)
+
+    def _add(self, raw: bytes) -> None:
         # Whole frames: two tasks that write at once cannot mix their bytes.
         self._unsent.append(raw)
         self.bytes_sent += len(raw)
 
     def _send(self) -> None:
-        unsent, self._unsent = b"".join(self._unsent), []
+        unsent, self._unsent, self._leaves = b"".join(self._unsent), [], False
         if unsent and not self._writer.is_closing():
             self._writer.write(unsent)
 

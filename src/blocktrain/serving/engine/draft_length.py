@@ -39,21 +39,31 @@ FIRST_COUNT = 4.0
 """Tokens of each class that this counts for."""
 FEW_REQUESTS = 4
 """So many never keep a gateway busy."""
-USUAL_DRAFT = 8
-"""Tokens. A gateway that cannot draft so many for all requests while a traversal is away is busy."""
+USUAL_DRAFT, BUSY_SHARE = 8, 0.3
+"""A gateway is busy that takes such a part of the shortest traversal or more to draft so many tokens for all
+requests."""
+LITTLE_LONGER = 2.0
+"""Before more is known several blocks draft for many where they take at most so many times as long as one."""
+LEAST_OF_SEVERAL = 0.9
+"""Several blocks that draft for many do so until one alone would seem to write so much more."""
 WEIGHED_DRAFT = 6
 """Tokens, for which one block is weighed against several where the gateway is busy: drafts of 4 to 12 bring
 about as much for their time."""
 SETTLING, COUNTED = 2, 4
 """Traversals of each request, in the mean, that pass after another way began, and those counted then."""
+SETTLING_SECONDS = 0.5
+"""And so long after a load began, in which prompts are read and memory is taken."""
 LEAST_SECONDS = 1.0
 """Of counting. Traversals of many requests land in bursts, and in 0.3 s one way had 931 and 281 tokens a
 second."""
+CLEARLY_WORSE, CLEARLY_COUNTED = 0.85, 8
+"""A trial without drafts ends after so many traversals of each request if it writes less than this part of
+what drafts did: with 8 clients on loopback after 0.1 s instead of 1.2, of every 3 s while a load is new."""
 BETTER = 1.05
 """Another way must write so much more before it is kept: two runs of one way differ by as much."""
 KNOWN_SECONDS = 30.0
 """So long what was found before counts half, beside what is found now."""
-FIRST_PATIENCE, MOST_PATIENCE = 8.0, 64.0
+FIRST_PATIENCE, MOST_PATIENCE = 4.0, 64.0
 """Seconds until a slower way is tried again: twice as long whenever it was still slower."""
 TRIAL_SHARE = 12
 """And at least so many times as long as it took to find out."""
@@ -104,12 +114,13 @@ class DraftLength:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
 
-    def is_busy(self, requests: int, held: int) -> bool:
-        """True if drafts of all blocks held here, for so many requests, take longer than the network does.
+    def is_busy(self, requests: int, held: int, times: float | None = None) -> bool:
+        """True if drafts of all blocks held here, for so many requests, take longer than the network does:
+        `times` as long as those of the first alone, or as many as there are blocks.
         Drafts of a fixed length are not timed: there, many requests are enough."""
         return requests > FEW_REQUESTS
 
-    def blocks(self, requests: int, held: int) -> int:
+    def blocks(self, requests: int, held: int, times: float | None = None) -> int:
         """How many of the blocks held here draft while so many requests are under way; 0 for no drafts."""
         return held
 
@@ -128,9 +139,11 @@ class DraftLength:
         many of those tokens wait to be sent with the next one."""
         return True
 
-    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
-        """A token was drafted by so many blocks for each of some texts; this is each text's part of the
-        time."""
+    def stepped(
+        self, seconds: float, requests: int, now: float, *, blocks: int, texts: int | None = None
+    ) -> None:
+        """A token was drafted by so many blocks for each of so many texts, or of all requests; this is each
+        text's part of the time."""
 
     def observe(self, found: Traversed, requests: int, now: float, *, reading: bool = False) -> None:
         """Learn from a traversal. `reading`: the gateway still reads texts before it can draft for them."""
@@ -152,12 +165,14 @@ class Comparison:
         self.speeds: dict[bool, float] = {}
         """Tokens a second of all requests, with drafts and without."""
         self.known_at: dict[bool, float] = {}
+        self.is_first: dict[bool, bool] = {}
+        """Whether it was found once so far."""
         self.patience = FIRST_PATIENCE
         self.last = -math.inf
         self._settle(-math.inf)
 
-    def _settle(self, now: float) -> None:
-        self.is_settling, self.since = True, now
+    def _settle(self, now: float, seconds: float = 0.0) -> None:
+        self.is_settling, self.since, self.until = True, now, now + seconds
         self._count()
 
     def _count(self) -> None:
@@ -170,26 +185,32 @@ class Comparison:
         if now - self.last > found.seconds + AWAY_SECONDS:
             old = [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]
             for way in old:
-                del self.speeds[way], self.known_at[way]
+                del self.speeds[way], self.known_at[way], self.is_first[way]
             self.best = max(self.speeds, key=self.speeds.__getitem__, default=self.best)
             self.drafts = self.best
-            self._settle(now)
+            self._settle(now, SETTLING_SECONDS)
         self.last = now
         self.traversals += 1
         if self.is_settling:
             reads = self.drafts and reading and now - self.since < MOST_READING_SECONDS
-            if self.traversals >= SETTLING * requests and not reads:
+            if self.traversals >= SETTLING * requests and now >= self.until and not reads:
                 self.is_settling = False
                 self._count()
             return
         self.tokens += found.tokens
         self.seconds += seconds
-        if self.traversals < COUNTED * requests or self.seconds < LEAST_SECONDS:
+        tried, speed = self.drafts, self.tokens / self.seconds if self.seconds else math.inf
+        # Without drafts a traversal brings one token, so they do not come in bursts, and little is enough to
+        # see that it is slower.
+        clear = not tried and self.best and self.traversals >= CLEARLY_COUNTED * requests
+        clear = clear and speed < CLEARLY_WORSE * self.speeds[self.best]
+        if not clear and (self.traversals < COUNTED * requests or self.seconds < LEAST_SECONDS):
             return
-        tried, speed = self.drafts, self.tokens / self.seconds
-        # What was found just before counts too; what was found long ago may be true no more.
-        if now - self.known_at.get(tried, -math.inf) < KNOWN_SECONDS:
+        # What was found just before counts too; what was found long ago may be true no more, and what was
+        # found first may have been a start from cold: drafts had 700 tokens a second, and then 1,800.
+        if now - self.known_at.get(tried, -math.inf) < KNOWN_SECONDS and not self.is_first[tried]:
             speed = (speed + self.speeds[tried]) / 2
+        self.is_first[tried] = tried not in self.speeds
         self.speeds[tried] = speed
         self.known_at[tried] = now
         other = not self.best
@@ -237,6 +258,17 @@ class Load:
         self.alone = alone
         """Whether one block drafts where the gateway is busy, or all that are held here."""
 
+        self.step_seconds: dict[bool, float] = {}
+        """The shortest time of late that a token of one text took, by one block alone and by several."""
+
+    def step(self, blocks: int, times: float) -> float:
+        """Seconds for a token of one text; several blocks take so many times as long as one."""
+        known = self.step_seconds.get(blocks == 1)
+        if known is not None:
+            return known
+        other = self.step_seconds.get(blocks != 1, FIRST_BLOCK_SECONDS * (times if blocks == 1 else 1))
+        return other / times if blocks == 1 else other * times
+
     @property
     def row_seconds(self) -> float:
         """By how much one more row of every request makes traversals longer, where that was measured."""
@@ -272,8 +304,6 @@ class AdaptiveLength(DraftLength):
         self.by_load: dict[int, Load] = {}
         self.least_seconds = math.inf
         """The shortest traversal of late."""
-        self.block_seconds = FIRST_BLOCK_SECONDS
-        """The shortest time of late that one block took for a token of one text."""
         self.last = -math.inf
         """When the last one landed."""
 
@@ -290,30 +320,33 @@ class AdaptiveLength(DraftLength):
             self.by_load[load] = Load(drafts=fewer.comparison.best, alone=fewer.alone)
         return self.by_load[load]
 
-    def is_busy(self, requests: int, held: int) -> bool:
-        seconds = requests * USUAL_DRAFT * held * self.block_seconds
+    def is_busy(self, requests: int, held: int, times: float | None = None) -> bool:
+        seconds = requests * USUAL_DRAFT * self.load(requests).step(held, times or held)
         # As long as no traversal has landed the network may be a fast one.
         known = self.least_seconds if math.isfinite(self.least_seconds) else 0.0
-        return requests > FEW_REQUESTS and seconds > known
+        return requests > FEW_REQUESTS and seconds > BUSY_SHARE * known
 
-    def blocks(self, requests: int, held: int) -> int:
+    def blocks(self, requests: int, held: int, times: float | None = None) -> int:
         load = self.load(requests)
         if not load.comparison.drafts:
             return 0
-        if held < 2 or not self.is_busy(requests, held):
+        if held < 2 or not self.is_busy(requests, held, times):
             return held
         # One block costs a part of what several do and is wrong more often. Which writes more depends on the
         # stages: where their passes are mostly bookkeeping, a long draft costs them little.
         plain, speeds = load.costs[False].traversal_seconds, []
+        if not plain and times is not None:
+            load.alone = times > LITTLE_LONGER
         if plain:
             for blocks, alone in ((1, True), (held, False)):
                 chance = sum(self.hits[alone]) / sum(self.tries[alone])
                 tokens = sum(chance**i for i in range(WEIGHED_DRAFT + 1))
-                step = requests * blocks * self.block_seconds
+                step = requests * load.step(blocks, times or held)
                 speeds.append(tokens / (plain + WEIGHED_DRAFT * (load.row_seconds + step)))
-            # A change has every text read again by other blocks.
-            least = BETTER if load.alone else 1 / BETTER
-            load.alone = speeds[1] <= least * speeds[0]
+            # A change has every text read again by other blocks. Where both seem alike, several write more:
+            # what comes and goes with each draft, and is not counted here, they do less often.
+            least = 1.0 if load.alone else LEAST_OF_SEVERAL
+            load.alone = speeds[1] < least * speeds[0]
         return 1 if load.alone else held
 
     def go_on(
@@ -348,9 +381,14 @@ class AdaptiveLength(DraftLength):
         cost = rate * max(requests * step_seconds, load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
-    def stepped(self, seconds: float, requests: int, now: float, *, blocks: int) -> None:
-        self.block_seconds = min(seconds / blocks, SLOWER * self.block_seconds)
-        costs = self.load(requests).costs[True]
+    def stepped(
+        self, seconds: float, requests: int, now: float, *, blocks: int, texts: int | None = None
+    ) -> None:
+        load, alone = self.load(requests), blocks == 1
+        # What few of many texts took says little of them all.
+        if texts is None or 2 * texts >= requests:
+            load.step_seconds[alone] = min(seconds, SLOWER * load.step_seconds.get(alone, math.inf))
+        costs = load.costs[True]
         kept = KEEP_COST * costs.trust(now)
         costs.step_seconds = kept * costs.step_seconds + (1 - kept) * seconds
         costs.step_at = now

@@ -224,7 +224,7 @@ class Pipeline(Fanout):
         first = known[0]
         same = first is not None and all(
             cache is not None
-            and (cache.epoch, cache.start, cache.blocks) == (first.epoch, question.start, parts)
+            and (cache.epoch, cache.blocks) == (first.epoch, parts)
             and cache.traversal == first.traversal
             for cache, (_, parts) in zip(known, legs, strict=True)
         )
@@ -234,11 +234,11 @@ class Pipeline(Fanout):
             # A stage that knows the session by another chain gives it no other's caches.
             new_to_all = not any(known) and all(link.knows_like for link, _ in legs)
             kept = None
-            if new_to_all and not question.start:
+            if new_to_all:
                 running = all(link.knows_running for link, _ in legs)
                 parts_of = {link.number: parts for link, parts in legs}
                 kept = question.kept.like(parts_of, question.ids, running=running)
             like, ids = kept or (None, [])
             for link, parts in legs:
-                question.caches[link.number] = StageCache(epoch, parts, question.start, ids, like=like)
+                question.caches[link.number] = StageCache(epoch, parts, ids, like=like)
         return [question.caches[link.number] for link, _ in legs]

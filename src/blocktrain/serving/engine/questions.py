@@ -114,12 +114,10 @@ class Question:
 
 @dataclass
 class StageCache:
-    """What one stage has cached of a session, as far as we know."""
+    """What one stage has cached of a window of a text, as far as we know."""
 
     epoch: int
     blocks: tuple[int, ...]
-    start: int
-    """Where in the text the cached window begins."""
     ids: list[int] = field(default_factory=list)
     """Once it has run what it was sent: several traversals may be under way, and a stage takes them in order.
     Where one got lost it finds that its ids are others, and has them sent again."""
@@ -184,7 +182,7 @@ class KeptSessions:
             lengths = [
                 shared_length(cache.ids, ids)
                 for cache, blocks in zip(known, legs.values(), strict=True)
-                if cache is not None and cache.blocks == blocks and cache.start == 0
+                if cache is not None and cache.blocks == blocks
             ]
             if len(lengths) == len(legs) and min(lengths) > shared:
                 best, shared = session, min(lengths)
@@ -199,7 +197,7 @@ def _begin_alike(old: Mapping[int, StageCache], new: Mapping[int, StageCache]) -
     """Whether half of what the first one has on each stage, or more, is there from the second one too."""
     for link, cache in old.items():
         other = new.get(link)
-        if other is None or (other.blocks, other.start) != (cache.blocks, cache.start):
+        if other is None or other.blocks != cache.blocks:
             return False
         if 2 * shared_length(cache.ids, other.ids) < len(cache.ids):
             return False
@@ -211,7 +209,6 @@ class TraverseQuestion(Question):
     """New ids for whatever each stage has cached of the session."""
 
     session: int
-    start: int
     caches: dict[int, StageCache]
     """The session's own, by link number: what one question leaves behind is what the next one continues."""
     traversal: Traversal
@@ -229,8 +226,7 @@ class TraverseQuestion(Question):
         return not self.traversal.void
 
     def is_warm(self, link: StageLink) -> bool:
-        cache = self.caches.get(link.number)
-        return cache is not None and cache.start == self.start
+        return link.number in self.caches
 
     async def ask(self, link: StageLink, blocks: tuple[int, ...]) -> Part:
         # Given up before it was sent: its session may be gone.
@@ -240,9 +236,9 @@ class TraverseQuestion(Question):
         if self.draw is not None and not link.best_tokens:
             raise LinkError(f"stage {link.address} sends whole rows alone; update it")
         cache = self.caches.get(link.number)
-        if cache is None or cache.blocks != blocks or cache.start != self.start:
+        if cache is None or cache.blocks != blocks:
             like = None
-            if cache is None and link.knows_like and not self.start:
+            if cache is None and link.knows_like:
                 like = self.kept.like({link.number: blocks}, self.ids, running=link.knows_running)
             cache = self._new_epoch(link, blocks, like)
         frame = await self._traverse(link, cache)
@@ -261,7 +257,7 @@ class TraverseQuestion(Question):
         older ones is stale there."""
         before, (session, ids) = self.caches.get(link.number), like or (None, [])
         epoch = before.epoch + 1 if before is not None else 0
-        cache = StageCache(epoch, blocks, self.start, ids, like=session)
+        cache = StageCache(epoch, blocks, ids, like=session)
         self.caches[link.number] = cache
         return cache
 

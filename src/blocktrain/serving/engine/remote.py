@@ -234,13 +234,29 @@ class RemoteEngine(TextEngine):
         return rows
 
 
+@dataclass(eq=False)
+class Window:
+    """What the stages hold of one window of a text, between traversals: a session there. When the context
+    slides the next one is another session, so that texts that begin alike share both."""
+
+    start: int
+    """In the text."""
+    # Random, because stages tell sessions of one client apart by this number alone.
+    session: int = field(default_factory=lambda: secrets.randbits(64))
+    caches: dict[int, StageCache] = field(default_factory=dict)
+    """By link number."""
+    under_way: int = 0
+    """Traversals."""
+
+
 class StageSession:
-    """One generation's session on the stages, which keep its caches between traversals."""
+    """One generation's text on the stages, which keep its caches between traversals."""
 
     def __init__(self, engine: RemoteEngine, request: GenerationRequest, stats: GenerationStats) -> None:
         self.engine, self.request, self.stats = engine, request, stats
-        # Random, because stages tell sessions of one client apart by this number alone.
-        self.session = secrets.randbits(64)
+        self.window = Window(0)
+        self.spread = self.window.session
+        """The same for all windows: equal stages are asked in one order."""
         self.deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         # A reported log-prob and the border of a nucleus should be the model's own, not a code's nearest
         # value.
@@ -248,7 +264,6 @@ class StageSession:
         self.codec = Codec.F32 if shown else engine.config.codec
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
-        self.caches: dict[int, StageCache] = {}
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
@@ -256,6 +271,12 @@ class StageSession:
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         tokens, num_rows = traversal.tokens, traversal.num_rows
         start = window_start(len(tokens) - num_rows + 1, self.engine.shape.context)
+        # Also back again, where a draft was wrong before the place where the context slides.
+        if start != self.window.start:
+            before, self.window = self.window, Window(start)
+            if not before.under_way:
+                self._keep(before)
+        window = self.window
         draw = None
         # As few as the least capable stage sends; an older one sends whole rows alone.
         count = min([self.best_tokens, *(link.best_tokens for link in self.engine.links if link.blocks)])
@@ -271,16 +292,21 @@ class StageSession:
             num_rows=num_rows,
             deadline=self.deadline,
             stats=self.stats,
-            spread=self.session,
+            spread=self.spread,
             follows_text=self.engine.pooling.follows_text,
-            session=self.session,
-            start=start,
-            caches=self.caches,
+            session=window.session,
+            caches=window.caches,
             traversal=traversal,
             kept=self.engine.kept,
         )
-        self.engine.kept.begin(self.session, self.caches)
-        parts = await self.engine.fanout.collect(question)
+        self.engine.kept.begin(window.session, window.caches)
+        window.under_way += 1
+        try:
+            parts = await self.engine.fanout.collect(question)
+        finally:
+            window.under_way -= 1
+            if window is not self.window and not window.under_way:
+                self._keep(window)
         if draw is None:
             return pooled(parts, self.engine.pooling)
         return best_pooled(parts, self.engine.pooling, self.engine.shape.vocabulary, draw.temperature)
@@ -291,11 +317,15 @@ class StageSession:
         row: Row = rows.log_probs[0]
         return row
 
+    def _keep(self, window: Window) -> None:
+        """For texts that begin alike; or free the caches wherever it left some."""
+        kept, caches = self.engine.kept, window.caches
+        kept.end(window.session)
+        worth_it = any(len(cache.ids) >= LEAST_SHARED for cache in caches.values())
+        self.engine.release(kept.keep(window.session, caches) if worth_it else {window.session: caches})
+
     async def close(self) -> None:
-        """Keep the caches for texts that begin alike, or free them wherever the session left some."""
+        """Nothing more is asked."""
         self.engine.running.discard(self)
-        caches, self.caches = self.caches, {}
-        worth_it = any(cache.start == 0 and len(cache.ids) >= LEAST_SHARED for cache in caches.values())
-        kept = self.engine.kept
-        kept.end(self.session)
-        self.engine.release(kept.keep(self.session, caches) if worth_it else {self.session: caches})
+        before, self.window = self.window, Window(self.window.start)
+        self._keep(before)
