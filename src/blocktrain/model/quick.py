@@ -16,7 +16,6 @@ import copy
 import functools
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -42,9 +41,8 @@ reads, the matrices of a block of 3 layers of width 384 take 0.87 instead of 2.4
 SMALL_MATRIX = 1 << 16
 """Numbers. Up to so many a matrix stays in fp32, and one operation multiplies those of all blocks: calling a
 kernel takes 12 us for each, and eight rows of width 128 no longer than that."""
-WINDOW_OF_ONE = 64
-"""Positions that a block attends to where it drafts alone, for many texts: their keys and values are most of
-what is read then, and it agrees with all blocks on 90.7 instead of 91.3 of 100 bytes."""
+TAIL = 128
+"""Positions of a text that a draft for many sees at most."""
 LEAST_CAPACITY, FIRST_SLOTS = 64, 8
 
 
@@ -60,14 +58,12 @@ def is_quickenable(block: Block) -> TypeGuard[AdaptiveBlock]:
 
 class QuickCache:
     """What the blocks hold of one text: for each layer keys and values [N, H, S, K], and where it has
-    convolutions the inputs [N, S, D] of both. Its memory is its own, or a slot of a shelf."""
+    convolutions the inputs [N, S, D] of both."""
 
     def __init__(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> None:
         """`shapes`: of these parts, for a text of no positions."""
         self.rooms: list[list[Array]] = [[np.empty(shape, np.float32) for shape in shapes]] * num_layers
         self.length = self.capacity = 0
-        self.shelf: Shelf | None = None
-        self.slot = 0
 
     def reserve(self, length: int) -> None:
         """Have memory for so many positions more."""
@@ -77,12 +73,6 @@ class QuickCache:
         # Twice the length, so that a text of n tokens copies its cache log n times and not n times.
         self.capacity = max(LEAST_CAPACITY, end, 2 * self.length)
         self.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
-        self.leave_shelf()
-
-    def leave_shelf(self) -> None:
-        if self.shelf is not None:
-            del self.shelf.texts[self.slot]
-            self.shelf = None
 
     def _larger(self, room: Array) -> Array:
         *before, _, width = room.shape
@@ -97,81 +87,89 @@ class QuickCache:
     def copy(self) -> QuickCache:
         """The same with memory of its own."""
         other = copy.copy(self)
-        other.shelf = None
         other.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
         return other
 
 
-class Shelf:
-    """Room for the caches of many texts of up to `capacity` positions, a slot for each, so that one operation
-    reads or writes those of all: with eight texts, operations on each took half of a step."""
+class Tail:
+    """What the blocks hold of the end of one text, in a slot of `Tails`."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.texts: weakref.WeakValueDictionary[int, QuickCache] = weakref.WeakValueDictionary()
-        """By slot. A cache that nobody holds any more leaves its slot free."""
-        self.num_slots = 0
-        self.rooms: list[list[Array]] = []
-        """As `QuickCache.rooms`, and first the slots."""
+    def __init__(self, slot: int, length: int) -> None:
+        self.slot = slot
+        self.length = length
+        """Of the text."""
 
-    def put(self, cache: QuickCache) -> None:
-        """Move the cache to the lowest free slot: slots that follow one another are read together."""
-        slot = next(i for i in range(self.num_slots + 1) if i not in self.texts)
-        if slot == self.num_slots:
-            self._add_slots(cache)
-        own = [[room[slot] for room in rooms] for rooms in self.rooms]
-        for rooms, parts in zip(cache.rooms, own, strict=True):
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+
+class Tails:
+    """Room for the ends of many texts, a slot for each, so that one operation reads or writes those of all.
+
+    A draft for many texts sees TAIL positions of each at most. All that eight texts of 200 positions have
+    cached in three blocks of width 384 takes 44 MB, and reading it took most of a step.
+    """
+
+    def __init__(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> None:
+        """`shapes`: of the parts of a `QuickCache`, for a text of no positions."""
+        self.texts: weakref.WeakValueDictionary[int, Tail] = weakref.WeakValueDictionary()
+        """By slot. A tail that nobody holds any more leaves its slot free."""
+        sizes = [(0, *shape[:-2], TAIL, shape[-1]) for shape in shapes]
+        self.rooms: list[list[Array]] = [[np.zeros(size, np.float32) for size in sizes]] * num_layers
+        """As `QuickCache.rooms`, but with slots before all, and position p in place p % TAIL."""
+        self.position_MS = np.zeros((0, TAIL), np.int64)
+        """Which position of the text was last written to each place of each slot; -1 for none."""
+
+    def put(self, cache: QuickCache) -> Tail:
+        """The end of this text, in the lowest free slot: slots that follow one another are read together."""
+        slots = len(self.position_MS)
+        slot = next(i for i in range(slots + 1) if i not in self.texts)
+        if slot == slots:
+            more = max(FIRST_SLOTS, slots)
+            self.rooms = [[_longer(room, more) for room in rooms] for rooms in self.rooms]
+            self.position_MS = _longer(self.position_MS, more)
+        positions = np.arange(max(0, cache.length - TAIL), cache.length)
+        for rooms, parts in zip(self.rooms, cache.rooms, strict=True):
             for room, part in zip(rooms, parts, strict=True):
-                part[..., : cache.length, :] = room[..., : cache.length, :]
-                # A masked position counts 0 times what is there, which must be a number.
-                part[..., cache.length :, :] = 0
-        cache.leave_shelf()
-        cache.rooms, cache.capacity, cache.shelf, cache.slot = own, self.capacity, self, slot
-        self.texts[slot] = cache
+                room[slot][..., positions % TAIL, :] = part[..., positions, :]
+        self.position_MS[slot] = -1
+        self.position_MS[slot, positions % TAIL] = positions
+        self.texts[slot] = tail = Tail(slot, cache.length)
+        return tail
 
-    def _add_slots(self, cache: QuickCache) -> None:
-        before, self.num_slots = self.num_slots, max(FIRST_SLOTS, 2 * self.num_slots)
-        old, self.rooms = self.rooms, []
-        for layer, rooms in enumerate(cache.rooms):
-            self.rooms.append([])
-            for part, room in enumerate(rooms):
-                *sizes, _, width = room.shape
-                # Memory is taken when something is written.
-                larger = np.zeros((self.num_slots, *sizes, self.capacity, width), np.float32)
-                if before:
-                    larger[:before] = old[layer][part]
-                self.rooms[layer].append(larger)
-        for slot, text in self.texts.items():
-            text.rooms = [[room[slot] for room in rooms] for rooms in self.rooms]
+
+def _longer(room: NDArray[Any], more: int) -> NDArray[Any]:
+    return np.concatenate([room, np.zeros((more, *room.shape[1:]), room.dtype)])
 
 
 class Together:
-    """One new position of each of some texts on a shelf."""
+    """One new position of each of some texts: the row of a pass and the place of a slot for each."""
 
-    def __init__(self, shelf: Shelf, caches: Sequence[QuickCache], rows: Sequence[int]) -> None:
-        """`rows`: where each new position stands among those of a pass."""
-        order = sorted(range(len(caches)), key=lambda m: caches[m].slot)
-        slots = [caches[m].slot for m in order]
-        self.rooms = shelf.rooms
-        self.row_M = np.array([rows[m] for m in order])
-        self.slot_M = np.array(slots)
-        self.at_M = np.array([caches[m].length for m in order])
-        self.span = int(self.at_M.max()) + 1
+    def __init__(self, tails: Tails, texts: Sequence[Tail]) -> None:
+        order = sorted(range(len(texts)), key=lambda m: texts[m].slot)
+        slots = [texts[m].slot for m in order]
+        self.rooms = tails.rooms
+        self.row_M, self.slot_M = np.array(order), np.array(slots)
+        self.at_M = np.array([texts[m].length for m in order])
+        self.place_M = self.at_M % TAIL
         ends = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1] + [len(slots)]
         self.runs = [
             (slice(a, b), slice(slots[a], slots[b - 1] + 1)) for a, b in zip([0, *ends], ends, strict=False)
         ]
         """The texts whose slots follow one another, and these slots."""
-        seen_MS = self.at_M[:, None] >= np.arange(self.span)
+        tails.position_MS[self.slot_M, self.place_M] = self.at_M
+        position_MS = tails.position_MS[self.slot_M]
+        # What a wrong draft left behind this position is not seen.
+        seen_MS = (position_MS >= 0) & (position_MS <= self.at_M[:, None])
         self.seen_M11S1 = seen_MS[:, None, None, :, None].astype(np.float32)
         self._taps: tuple[NDArray[np.int64], Array | None] | None = None
 
     def taps(self, count: int) -> tuple[NDArray[np.int64], Array | None]:
-        """Positions [M, W] that a convolution of so many taps sees, and 0 for those before the text."""
+        """Places [M, W] that a convolution of so many taps sees, and 0 for those before the text."""
         if self._taps is None:
             at_MW = self.at_M[:, None] + np.arange(1 - count, 1)
             begun = None if at_MW.min() >= 0 else (at_MW >= 0)[:, :, None, None].astype(np.float32)
-            self._taps = np.maximum(at_MW, 0), begun
+            self._taps = at_MW % TAIL, begun
         return self._taps
 
 
@@ -180,8 +178,6 @@ class Stretch(NamedTuple):
 
     rooms: list[list[Array]]
     """Of its cache."""
-    begin: int
-    """The first position that is attended to."""
     at: int
     end: int
     """Where in the text they stand."""
@@ -196,9 +192,9 @@ class Stretch(NamedTuple):
 class Places(NamedTuple):
     """Where the new positions of a pass stand."""
 
-    stretches: Sequence[Stretch]
+    stretches: Sequence[Stretch] = ()
     """Of texts that go one by one."""
-    groups: Sequence[Together] = ()
+    together: Together | None = None
 
 
 class _Norms:
@@ -244,12 +240,12 @@ class _Convolutions:
 
     def __call__(self, y_NRD: Array, places: Places, layer: int, part: int) -> Array:
         mixed_NRD, taps = np.empty(y_NRD.shape, np.float32), self.weight_N1WD.shape[2]
-        for group in places.groups:
+        if (group := places.together) is not None:
             room = group.rooms[layer][part]
             # Written first: a convolution sees the position itself too.
-            room[group.slot_M, :, group.at_M] = y_NRD.swapaxes(0, 1)[group.row_M]
-            at_MW, begun = group.taps(taps)
-            windows_MWND = room[group.slot_M[:, None], :, at_MW]
+            room[group.slot_M, :, group.place_M] = y_NRD.swapaxes(0, 1)[group.row_M]
+            place_MW, begun = group.taps(taps)
+            windows_MWND = room[group.slot_M[:, None], :, place_MW]
             if begun is not None:
                 windows_MWND *= begun
             mixed_NRD[:, group.row_M] = np.einsum("mwnd,nwd->nmd", windows_MWND, self.weight_N1WD[:, 0])
@@ -387,33 +383,33 @@ class _QuickLayers:
         q_k = q_k * rotary[0] + (halves[..., ::-1, :] * rotary[1]).reshape(q_k.shape)
         q, k, v = q_k[:, :, 0], q_k[:, :, 1], parts[:, :, 2]
         found_NRHK = np.empty(q.shape, np.float32)
-        for group in places.groups:
-            texts, span = len(group.row_M), group.span
+        if (group := places.together) is not None:
             k_room, v_room = group.rooms[self.index][:2]
-            k_room[group.slot_M, :, :, group.at_M] = k.swapaxes(0, 1)[group.row_M]
-            v_room[group.slot_M, :, :, group.at_M] = v.swapaxes(0, 1)[group.row_M]
+            # Written first: a position sees itself.
+            k_room[group.slot_M, :, :, group.place_M] = k.swapaxes(0, 1)[group.row_M]
+            v_room[group.slot_M, :, :, group.place_M] = v.swapaxes(0, 1)[group.row_M]
             q_MNHK1 = q.swapaxes(0, 1)[group.row_M][..., None]
-            shares_MNHS1 = np.empty((texts, blocks, self.heads, span, 1), np.float32)
+            shares_MNHS1 = np.empty((*q_MNHK1.shape[:3], TAIL, 1), np.float32)
             for run, slots in group.runs:
-                np.matmul(k_room[slots, :, :, :span], q_MNHK1[run], out=shares_MNHS1[run])
+                np.matmul(k_room[slots], q_MNHK1[run], out=shares_MNHS1[run])
+            # No score is above the root of the head's width, as queries and keys have a fixed length.
             np.exp(shares_MNHS1, out=shares_MNHS1)
             shares_MNHS1 *= group.seen_M11S1
-            y_MNH1K = np.empty((texts, blocks, self.heads, 1, q.shape[-1]), np.float32)
+            y_MNH1K = np.empty(q_MNHK1.swapaxes(3, 4).shape, np.float32)
             for run, slots in group.runs:
-                np.matmul(shares_MNHS1[run].swapaxes(3, 4), v_room[slots, :, :, :span], out=y_MNH1K[run])
+                np.matmul(shares_MNHS1[run].swapaxes(3, 4), v_room[slots], out=y_MNH1K[run])
             y_MNH1K /= shares_MNHS1.sum(axis=3)[..., None]
             found_NRHK[:, group.row_M] = y_MNH1K[:, :, :, 0].swapaxes(0, 1)
         for stretch in places.stretches:
-            begin, at, end, own = stretch.begin, stretch.at, stretch.end, stretch.rows
+            at, end, own = stretch.at, stretch.end, stretch.rows
             k_room, v_room = stretch.rooms[self.index][:2]
-            # Written first: a position sees itself and those before it in this stretch.
+            # Also those before it in this stretch.
             k_room[:, :, at:end] = k[:, own].swapaxes(1, 2)
             v_room[:, :, at:end] = v[:, own].swapaxes(1, 2)
-            # No score is above the root of the head's width, as queries and keys have a fixed length.
-            shares_NHST = np.exp(k_room[:, :, begin:end] @ q[:, own].transpose(0, 2, 3, 1))
+            shares_NHST = np.exp(k_room[:, :, :end] @ q[:, own].transpose(0, 2, 3, 1))
             if end - at > 1:
-                shares_NHST[:, :, at - begin :] *= np.triu(np.ones((end - at, end - at), np.float32))
-            y_NHTK = shares_NHST.swapaxes(2, 3) @ v_room[:, :, begin:end]
+                shares_NHST[:, :, at:] *= np.triu(np.ones((end - at, end - at), np.float32))
+            y_NHTK = shares_NHST.swapaxes(2, 3) @ v_room[:, :, :end]
             y_NHTK /= shares_NHST.sum(axis=2)[..., None]
             found_NRHK[:, own] = y_NHTK.swapaxes(1, 2)
         return found_NRHK.reshape(blocks, rows, -1)
@@ -428,8 +424,6 @@ class QuickBlocks:
         self.blocks, self.codebook = list(blocks), codebook_VD
         self.chosen = slice(None)
         """Which rows of a cache are these blocks'."""
-        self.window: int | None = None
-        """Positions attended to at most."""
         conditions = [block.condition.null for block in blocks]
         self.embedding_NVD = torch.stack([block.embedding.weight for block in blocks]).numpy()
         cos, sin = blocks[0].rotary_cos, blocks[0].rotary_sin
@@ -445,8 +439,7 @@ class QuickBlocks:
         convolves = self.layers[0].attention_convolution is not None
         self.shapes = [keys, keys, *([inputs, inputs] if convolves else [])]
         """Of the parts of a layer's cache."""
-        self.shelves: dict[int, Shelf] = {}
-        """Of texts that go on together, by capacity."""
+        self.tails = Tails(len(self.layers), self.shapes)
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
         # Without a hint z_hat = sigma_data * F is linear in the last features: one matrix gives the logits.
         self.logits_VD = [
@@ -467,9 +460,8 @@ class QuickBlocks:
         if count == len(self.blocks):
             return self
         part = self._of(slice(0, count))
-        part.shelves = {}
         part.chosen, part.shapes = slice(None), [(count, *shape[1:]) for shape in self.shapes]
-        part.window = WINDOW_OF_ONE if count == 1 else None
+        part.tails = Tails(len(part.layers), part.shapes)
         return part
 
     def _of(self, blocks: slice) -> QuickBlocks:
@@ -486,33 +478,24 @@ class QuickBlocks:
         `at`. The cache has memory for them, and its length stays: these are guesses, and one that is wrong
         is written over."""
         rooms = [[part[self.chosen] for part in rooms] for rooms in cache.rooms]
-        stretch = Stretch(rooms, 0, at, at + len(tokens), 0)
+        stretch = Stretch(rooms, at, at + len(tokens), 0)
         return self._pass(tokens, range(stretch.at, stretch.end), Places([stretch]))
 
     @torch.inference_mode()
-    def step(self, tokens: Sequence[int], caches: Sequence[QuickCache]) -> Tensor:
-        """Logits [N, M, V] of what follows each text's token, which its cache then holds."""
-        by_shelf: dict[int, list[int]] = defaultdict(list)
-        stretches = []
-        for m, cache in enumerate(caches):
-            at = cache.length
-            begin = max(0, at + 1 - self.window) if self.window is not None else 0
-            # One text has nobody to go with. A mask saves nothing where most of a text is not read.
-            if len(caches) == 1 or 2 * begin > at:
+    def step(self, tokens: Sequence[int], texts: Sequence[QuickCache] | Sequence[Tail]) -> Tensor:
+        """Logits [N, M, V] of what follows each text's token, which its cache or tail then holds."""
+        positions, places = [text.length for text in texts], Places()
+        tails = [text for text in texts if isinstance(text, Tail)]
+        if tails:
+            places = Places(together=Together(self.tails, tails))
+        else:
+            caches = [text for text in texts if isinstance(text, QuickCache)]
+            for cache in caches:
                 cache.reserve(1)
-                stretches.append(Stretch(cache.rooms, begin, at, at + 1, m))
-                continue
-            if cache.shelf is None or at == cache.capacity:
-                capacity = max(LEAST_CAPACITY, 1 << at.bit_length())
-                self.shelves.setdefault(capacity, Shelf(capacity)).put(cache)
-            by_shelf[cache.capacity].append(m)
-        groups = [
-            Together(self.shelves[capacity], [caches[m] for m in members], members)
-            for capacity, members in by_shelf.items()
-        ]
-        logits_NMV = self._pass(tokens, [cache.length for cache in caches], Places(stretches, groups))
-        for cache in caches:
-            cache.length += 1
+            places = Places([Stretch(c.rooms, c.length, c.length + 1, m) for m, c in enumerate(caches)])
+        logits_NMV = self._pass(tokens, positions, places)
+        for text in texts:
+            text.length += 1
         return logits_NMV
 
     def _pass(self, tokens: Sequence[int], positions: Sequence[int], places: Places) -> Tensor:

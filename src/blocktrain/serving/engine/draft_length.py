@@ -39,7 +39,7 @@ FIRST_COUNT = 4.0
 """Tokens of each class that this counts for."""
 FEW_REQUESTS = 4
 """So many never keep a gateway busy."""
-USUAL_DRAFT, BUSY_SHARE = 8, 0.3
+USUAL_DRAFT, BUSY_SHARE = 8, 0.5
 """A gateway is busy that takes such a part of the shortest traversal or more to draft so many tokens for all
 requests."""
 LITTLE_LONGER = 2.0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blocktrain.model.generation import shared_length, window_start
 from blocktrain.model.objective import Objective
-from blocktrain.model.quick import QuickBlocks
+from blocktrain.model.quick import TAIL, QuickBlocks, Tail
 from blocktrain.model.sampling import (
     EXACT_TOLERANCE,
     Row,
@@ -33,7 +33,7 @@ from blocktrain.model.sampling import (
 )
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
-from blocktrain.serving.engine.draft_length import DraftLength, Traversed, most_flights
+from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Traversed, most_flights
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
@@ -98,16 +98,28 @@ class ReadText:
         """The window that the cache holds, all but its last token at least."""
         self.start = 0
         """Of the window, in the text."""
+        self.tail: Tail | None = None
+        """The end of what was read, while many texts are drafted for: the cache is behind then."""
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
-    def catch_up(self, text: Sequence[int], context: int) -> list[int]:
-        """Have the cache hold what it shares with the text; gives what is due before a guess."""
+    def catch_up(self, text: Sequence[int], context: int, *, many: bool) -> list[int]:
+        """Have the cache, or for `many` texts the tail, hold what it shares with the text; gives what is due
+        before a guess."""
         start = window_start(len(text), context)
         window = list(text[start:])
-        # What the cache holds beyond the text they share was a wrong draft, or another window.
-        keep = shared_length(self.seen, window) if start == self.start else 0
-        keep = min(keep, len(window) - 1, self.cache.length)
+        # What is held beyond the text they share was a wrong draft, or another window.
+        shared = shared_length(self.seen, window) if start == self.start else 0
+        tail, self.tail = self.tail, None
+        if tail is not None and many and shared:
+            keep = min(shared, len(window) - 1, tail.length)
+            # Where a wrong draft was very long, little is left of the tail.
+            if len(window) - keep <= STEPS_AT_MOST + 1 and tail.length - keep <= TAIL // 2:
+                tail.truncate(keep)
+                self.cache.truncate(keep)
+                self.tail, self.seen, self.start = tail, window, start
+                return window[keep:]
+        keep = min(shared, len(window) - 1, self.cache.length)
         if len(window) - keep > READ_FIRST:
             # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
             self.is_fresh = True
@@ -122,6 +134,9 @@ class ReadText:
                 self.drafting.keep(window[:-1], self.cache, self.blocks)
             due = due[-1:]
         self.seen, self.start = window, start
+        steps = self.drafting.steps(self.blocks)
+        if many and isinstance(steps, QuickBlocks):
+            self.tail = steps.tails.put(self.cache)
         return due
 
 
@@ -291,7 +306,8 @@ class Drafting:
             try:
                 for draft in begun + reads:
                     if not draft.done.cancelled():
-                        draft.due = draft.read.catch_up(draft.text, self.batcher.held.context)
+                        many = self.num_open > FEW_REQUESTS
+                        draft.due = draft.read.catch_up(draft.text, self.batcher.held.context, many=many)
                 told += reads
                 now, wanted = time.monotonic(), going + [draft for draft in begun if draft.due]
                 # A request that was given up needs no more.
@@ -315,10 +331,10 @@ class Drafting:
     def _step(self, going: Sequence[Draft]) -> None:
         """One token more of each draft, or some of one that is alone."""
         # Requests that name a length of drafts draft with all blocks, the others with as many as pay.
-        for count in {draft.blocks for draft in going}:
-            alike = [draft for draft in going if draft.blocks == count]
+        for count, has_tail in {(draft.blocks, draft.read.tail is not None) for draft in going}:
+            alike = [d for d in going if (d.blocks, d.read.tail is not None) == (count, has_tail)]
             began, written, blocks = time.monotonic(), 1, self.steps(count)
-            if len(alike) == 1 and count > 1 and isinstance(blocks, QuickBlocks):
+            if len(alike) == 1 and count > 1 and not has_tail and isinstance(blocks, QuickBlocks):
                 written = self._run_ahead(alike[0], blocks)
             else:
                 self._step_together(alike, blocks)
@@ -334,9 +350,8 @@ class Drafting:
 
     def _step_together(self, going: Sequence[Draft], blocks: RoughBlocks) -> None:
         """A token of each."""
-        logits_NMV = blocks.step(
-            [draft.due.pop(0) for draft in going], [draft.read.cache for draft in going]
-        ).numpy()
+        texts = [draft.read.tail or draft.read.cache for draft in going]
+        logits_NMV = blocks.step([draft.due.pop(0) for draft in going], texts).numpy()
         # Where a text is not read to its end yet, its row is of no use.
         asked = [m for m, draft in enumerate(going) if not draft.due]
         if asked:
@@ -404,10 +419,13 @@ class Drafting:
 
 def _step_seconds(blocks: RoughBlocks) -> float:
     """Of the shortest of some steps."""
-    caches, found = [blocks.new_cache() for _ in range(TIMED_TEXTS)], []
+    texts: list[Any] = [blocks.new_cache() for _ in range(TIMED_TEXTS)]
+    if isinstance(blocks, QuickBlocks):
+        texts = [blocks.tails.put(cache) for cache in texts]
+    found = []
     for _ in range(1 + TIMED_STEPS):
         began = time.monotonic()
-        blocks.step([0] * TIMED_TEXTS, caches)
+        blocks.step([0] * TIMED_TEXTS, texts)
         found.append(time.monotonic() - began)
     return min(found)
 

@@ -26,6 +26,10 @@ LOG_WEIGHT_TOLERANCE = 1e-4
 With it 2 of 900 tokens were near ties that an exact pass settled, without it none."""
 
 
+SMALL_VOCABULARY = 1024
+"""Up to so many tokens a table of where each was sent is smaller than a comparison of all pairs."""
+
+
 @dataclass(eq=False)
 class Traversal:
     """What one trip through the blocks is asked for: what follows each of the last `num_rows` prefixes of a
@@ -158,7 +162,7 @@ def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int, temper
     # fp32 log-probs are off by so much, divided by the temperature as they were.
     off: float | Row = FLOAT32_TOLERANCE / (temperature or 1.0)
     bounds = [
-        _bounds(part.said.rows, part.tolerance, ids_RK, ids_RC)
+        _bounds(part.said.rows, part.tolerance, ids_RK, ids_RC, vocabulary)
         for part, ids_RK in zip(parts, sent, strict=True)
     ]
     high, low = bounds[0]
@@ -194,7 +198,11 @@ def best_pooled(parts: Sequence[Part], pooling: Pooling, vocabulary: int, temper
 
 
 def _bounds(
-    scores: Row, tolerance: Row, ids_RK: NDArray[np.int64], ids_RC: NDArray[np.int64]
+    scores: Row,
+    tolerance: Row,
+    ids_RK: NDArray[np.int64],
+    ids_RC: NDArray[np.int64],
+    vocabulary: int,
 ) -> tuple[Row, Row]:
     """What the candidates score at most and at least, as far as a part says that sent some of them."""
     top = scores + tolerance
@@ -207,6 +215,14 @@ def _bounds(
         # They are its own.
         upper[:, :-1], lower[:, :-1] = top, bottom
         return upper, lower
-    is_RCK = ids_RC[:, :, None] == ids_RK[:, None]
-    row_R1, was_sent, at = np.arange(len(top))[:, None], is_RCK.any(axis=2), is_RCK.argmax(axis=2)
+    row_R1 = np.arange(len(top))[:, None]
+    if vocabulary <= SMALL_VOCABULARY:
+        # Ten rows of 32 tokens: 20 instead of 60 us. The last place is that of the column for all others.
+        place_RV = np.full((len(top), vocabulary + 1), -1)
+        place_RV[row_R1, ids_RK] = np.arange(ids_RK.shape[1])
+        at = place_RV[row_R1, ids_RC]
+        was_sent = at >= 0
+    else:
+        is_RCK = ids_RC[:, :, None] == ids_RK[:, None]
+        was_sent, at = is_RCK.any(axis=2), is_RCK.argmax(axis=2)
     return np.where(was_sent, top[row_R1, at], upper), np.where(was_sent, bottom[row_R1, at], lower)
