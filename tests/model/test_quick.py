@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from blocktrain.model.block import Block
-from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
+from blocktrain.model.quick import TAIL, PlainBlocks, QuickBlocks, is_quickenable
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
@@ -129,3 +129,53 @@ def test_a_block_with_parts_unknown_to_the_quick_path_is_not_for_it() -> None:
     assert is_quickenable(block)
     block.add_module("something_new", nn.Linear(2, 2))
     assert not is_quickenable(block)
+
+
+@pytest.mark.parametrize("convolution", [0, 4])
+def test_the_ends_of_texts_say_what_the_whole_texts_do(convolution: int) -> None:
+    blocks, codebook = two_blocks(f"model.convolution={convolution}")
+    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
+    # One shorter than the convolution's taps; more texts than there are slots to begin with.
+    texts = [some_tokens(1, length)[0].tolist() for length in (1, 2, *range(3, 12), LENGTH)]
+    caches = [quick.new_cache() for _ in texts]
+    for text, cache in zip(texts, caches, strict=True):
+        if len(text) > 1:
+            quick.extend(text[:-1], cache)
+    tails = [quick.tails.put(cache) for cache in caches]
+    last = [text[-1] for text in texts]
+    expected = quick.step(last, caches)
+    assert torch.allclose(quick.step(last, tails), expected, atol=1e-4)
+    # A wrong draft is forgotten, some of the texts go on alone, and in another order.
+    quick.step([7] * len(tails), tails)
+    for tail, cache in zip(tails, caches, strict=True):
+        tail.truncate(cache.length)
+    chosen = [9, 2, 3, 11]
+    expected = quick.step([5, 6, 7, 8], [caches[i] for i in chosen])
+    found = quick.step([5, 6, 7, 8], [tails[i] for i in chosen])
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert [tails[i].length for i in chosen] == [caches[i].length for i in chosen]
+
+
+def test_the_end_of_a_long_text_is_its_last_positions() -> None:
+    blocks, codebook = two_blocks(f"model.context={4 * TAIL}")
+    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
+    text = some_tokens(1, 3 * TAIL)[0].tolist()
+    cache = quick.new_cache()
+    quick.extend(text[: 2 * TAIL], cache)
+    early = quick.tails.put(cache)
+    for token in text[2 * TAIL : -1]:
+        quick.step([token], [early])
+    quick.extend(text[2 * TAIL : -1], cache)
+    # Of keys that were read in one pass, and of those that were drafted over: both see as many.
+    late = quick.tails.put(cache)
+    assert early.length == late.length == len(text) - 1
+    assert is_near(quick.step(text[-1:], [early]), quick.step(text[-1:], [late]))
+
+
+def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
+    blocks, codebook = two_blocks()
+    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
+    tails = [quick.tails.put(quick.new_cache()) for _ in range(3)]
+    assert [tail.slot for tail in tails] == [0, 1, 2]
+    del tails[1]
+    assert quick.tails.put(quick.new_cache()).slot == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UserError
-from blocktrain.serving.engine.draft_length import AdaptiveLength, Traversed
+from blocktrain.serving.engine.draft_length import CLEARLY_COUNTED, SETTLING, AdaptiveLength, Traversed
 from blocktrain.serving.engine.drafting import blocks_for_drafts
 from blocktrain.serving.engine.engine import windows
 from blocktrain.serving.engine.fanout import Candidate, stage_route
@@ -287,6 +287,43 @@ def test_all_blocks_draft_for_many_where_the_network_leaves_time_for_it() -> Non
     assert [near.blocks(requests, 3) for requests in (1, 4, 8)] == [3, 3, 1]
     assert not far.is_busy(8, 3)
     assert near.is_busy(8, 3)
+
+
+def test_many_begin_with_several_blocks_where_these_take_little_longer_than_one() -> None:
+    length = AdaptiveLength()
+    assert [length.blocks(8, 3, times) for times in (1.4, 3.0)] == [3, 1]
+
+
+def test_a_start_from_cold_does_not_end_drafts_for_long() -> None:
+    length, now = AdaptiveLength(), 0.0
+    _, now = written(length, 8, now, 20, step=0.02, traversal=0.3)
+    cold, now = written(length, 8, now, 40, step=0.001, traversal=0.03, row=0.1)
+    # From now on without what made them dear.
+    _, now = written(length, 8, now, 400, step=0.001, traversal=0.03)
+    assert length.load(8).comparison.best
+    warm, _ = written(length, 8, now, 100, step=0.001, traversal=0.03)
+    assert warm > 3 * 8 / 0.03 > cold
+
+
+def test_a_trial_without_drafts_that_is_clearly_slower_ends_early() -> None:
+    comparison = AdaptiveLength().load(8).comparison
+    now, plain = 0.0, 0
+
+    def land(tokens: int, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        comparison.observe(
+            Traversed([], 0, tokens, 8 * seconds, 8 * seconds), seconds, 8, now, least=0.01, reading=False
+        )
+
+    while comparison.drafts:
+        land(8, 0.01)
+    while not comparison.drafts:
+        land(1, 0.002)
+        plain += 1
+    # Less than a second, in which 500 would land.
+    assert plain <= 8 * (SETTLING + CLEARLY_COUNTED)
+    assert set(comparison.speeds) == {True, False}
 
 
 def test_drafting_begins_again_when_its_cost_is_old() -> None:

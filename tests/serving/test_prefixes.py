@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from blocktrain.model.generation import window_start
 from blocktrain.serving.blocks import HeldBlocks, RowWork
 from blocktrain.serving.engine.questions import KeptSessions, StageCache
 from blocktrain.serving.engine.remote import EngineConfig, RemoteEngine
@@ -73,6 +74,28 @@ def test_a_shared_beginning_is_sent_once_and_changes_no_text(checkpoint: Path) -
             # As many at once as like to begin with what is kept.
             together = await asyncio.gather(*(text_of(c.engine, prompt, 16, seed=2) for prompt in prompts))
             assert [tokens for tokens, _ in together] == [tokens for tokens, _ in expected]
+
+    asyncio.run(served())
+
+
+def test_texts_that_outgrow_the_context_share_both_windows(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1, 2]]) as c:
+            begun, context = first_traversals(c), c.engine.shape.context
+            prompt = (SHARED * context)[:context]
+            expected, _ = await text_of(c.engine, prompt, 6, seed=1, mode="ar")
+            assert [header.base for header in begun] == [0, 0]
+            computed = tokens_computed(c.stages[0])
+            found, stats = await text_of(c.engine, prompt, 6, seed=1, mode="ar")
+            assert found == expected
+            # All of the first window but the token whose row is asked for, and all of the second one.
+            second = context + 1 - window_start(context + 1, context)
+            assert [header.base for header in begun[2:]] == [context - 1, second - 1]
+            assert tokens_computed(c.stages[0]) - computed == stats.traversals
+            # Written on from before the place where the context slides, too.
+            other, _ = await text_of(c.engine, prompt[:-2], 6, seed=3)
+            again, _ = await text_of(c.engine, prompt[:-2], 6, seed=3, mode="ar")
+            assert other == again
 
     asyncio.run(served())
 

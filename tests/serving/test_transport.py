@@ -1,0 +1,63 @@
+"""Frames that are written in one turn leave together, and what is in no hurry goes with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from blocktrain.serving.transport import Address, FrameStream, connect
+from blocktrain.wire.frames import FrameType, Header, encode_frame
+from tests.serving.stages import LIMITS
+
+
+def ping(number: int) -> bytes:
+    return encode_frame(Header(FrameType.PING, session=number))
+
+
+def test_what_is_posted_leaves_with_what_is_written_next_or_by_itself() -> None:
+    async def served() -> None:
+        arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while raw := await reader.read(1 << 16):
+                arrived.put_nowait(raw)
+            writer.close()
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        stream = await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), 5)
+        stream.post(ping(1))
+        await stream.write(ping(2))
+        await stream.write(ping(3))
+        assert await arrived.get() == ping(1) + ping(2) + ping(3)
+        # With nothing to go with it goes alone, and what is written after it does not wait for it.
+        stream.post(ping(4))
+        assert await arrived.get() == ping(4)
+        await stream.write(ping(5))
+        assert await arrived.get() == ping(5)
+        # What nobody had time to send goes before the end.
+        stream.post(ping(6))
+        await stream.close()
+        assert await arrived.get() == ping(6)
+        server.close()
+
+    asyncio.run(served())
+
+
+def test_a_frame_read_is_the_frame_written() -> None:
+    async def served() -> None:
+        streams: asyncio.Queue[FrameStream] = asyncio.Queue()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            streams.put_nowait(FrameStream(reader, writer))
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        ours = await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), 5)
+        theirs = await streams.get()
+        ours.post(ping(1))
+        await ours.write(ping(2))
+        assert [(await theirs.read(LIMITS)).header.session for _ in range(2)] == [1, 2]
+        assert ours.bytes_sent == theirs.bytes_received
+        await ours.close()
+        await theirs.close()
+        server.close()
+
+    asyncio.run(served())
