@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+from blocktrain.model import quick as quick_module
 from blocktrain.model.block import Block
 from blocktrain.model.quick import TAIL, PlainBlocks, QuickBlocks, is_quickenable
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
+
+
+@pytest.fixture(params=["small matrices", "8 bits"], autouse=True)
+def _matrices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tiny blocks are small; larger ones are rounded."""
+    if request.param == "8 bits":
+        monkeypatch.setattr(quick_module, "SMALL_MATRIX", 0)
 
 
 def two_blocks(*overrides: str) -> tuple[list[Block], torch.Tensor]:
@@ -146,30 +154,40 @@ def test_the_ends_of_texts_say_what_the_whole_texts_do(convolution: int) -> None
     expected = quick.step(last, caches)
     assert torch.allclose(quick.step(last, tails), expected, atol=1e-4)
     # A wrong draft is forgotten, some of the texts go on alone, and in another order.
-    quick.step([7] * len(tails), tails)
+    for _ in range(3):
+        quick.step([7] * len(tails), tails)
     for tail, cache in zip(tails, caches, strict=True):
         tail.truncate(cache.length)
     chosen = [9, 2, 3, 11]
     expected = quick.step([5, 6, 7, 8], [caches[i] for i in chosen])
     found = quick.step([5, 6, 7, 8], [tails[i] for i in chosen])
-    assert torch.allclose(found, expected, atol=1e-4)
+    # Another kernel multiplies one row, or another number of them.
+    assert is_near(found, expected)
     assert [tails[i].length for i in chosen] == [caches[i].length for i in chosen]
 
 
-def test_the_end_of_a_long_text_is_its_last_positions() -> None:
-    blocks, codebook = two_blocks(f"model.context={4 * TAIL}")
+@pytest.mark.parametrize("convolution", [0, 4])
+def test_the_end_of_a_long_text_is_its_last_positions(convolution: int) -> None:
+    blocks, codebook = two_blocks(f"model.context={4 * TAIL}", f"model.convolution={convolution}")
     quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
     text = some_tokens(1, 3 * TAIL)[0].tolist()
     cache = quick.new_cache()
-    quick.extend(text[: 2 * TAIL], cache)
+    quick.extend(text[: 2 * TAIL - 5], cache)
     early = quick.tails.put(cache)
-    for token in text[2 * TAIL : -1]:
-        quick.step([token], [early])
-    quick.extend(text[2 * TAIL : -1], cache)
+    for at in range(2 * TAIL - 5, len(text) - 1):
+        # Now and then a draft is wrong, also across the place where the places begin again.
+        if at % 3 == 0:
+            for wrong in (1, 2, 3, 4):
+                quick.step([wrong], [early])
+            early.truncate(at)
+        quick.step([text[at]], [early])
+    quick.extend(text[2 * TAIL - 5 : -1], cache)
     # Of keys that were read in one pass, and of those that were drafted over: both see as many.
     late = quick.tails.put(cache)
     assert early.length == late.length == len(text) - 1
-    assert is_near(quick.step(text[-1:], [early]), quick.step(text[-1:], [late]))
+    early_rows, late_rows = quick.step(text[-1:], [early]), quick.step(text[-1:], [late])
+    assert is_near(early_rows, late_rows)
+    assert not is_near(quick.step([3], [early]), late_rows), "rows differ by more than they are near"
 
 
 def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
@@ -179,3 +197,9 @@ def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
     assert [tail.slot for tail in tails] == [0, 1, 2]
     del tails[1]
     assert quick.tails.put(quick.new_cache()).slot == 1
+    # After a busy moment its memory goes.
+    tails = [quick.tails.put(quick.new_cache()) for _ in range(20)]
+    assert len(quick.tails.position_MS) >= 20
+    tails.clear()
+    assert quick.tails.put(quick.new_cache()).slot == 0
+    assert len(quick.tails.position_MS) < 20

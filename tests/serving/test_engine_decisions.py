@@ -290,8 +290,10 @@ def test_all_blocks_draft_for_many_where_the_network_leaves_time_for_it() -> Non
 
 
 def test_many_begin_with_several_blocks_where_these_take_little_longer_than_one() -> None:
+    assert [AdaptiveLength().blocks(8, 3, times) for times in (1.4, 3.0, None)] == [3, 1, 1]
+    # What a smaller load chose holds for a larger one, until that is weighed itself.
     length = AdaptiveLength()
-    assert [length.blocks(8, 3, times) for times in (1.4, 3.0)] == [3, 1]
+    assert [length.blocks(requests, 3, times) for requests, times in ((8, 3.0), (16, 1.4))] == [1, 1]
 
 
 def test_a_start_from_cold_does_not_end_drafts_for_long() -> None:

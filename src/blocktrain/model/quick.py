@@ -97,7 +97,7 @@ class Tail:
     def __init__(self, slot: int, length: int) -> None:
         self.slot = slot
         self.length = length
-        """Of the text."""
+        """Of the whole window, of which it is the end."""
 
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
@@ -122,6 +122,10 @@ class Tails:
 
     def put(self, cache: QuickCache) -> Tail:
         """The end of this text, in the lowest free slot: slots that follow one another are read together."""
+        # Nobody is here any more: the memory of the busiest moment goes.
+        if not self.texts and len(self.position_MS) > FIRST_SLOTS:
+            self.rooms = [[room[:0].copy() for room in rooms] for rooms in self.rooms]
+            self.position_MS = self.position_MS[:0].copy()
         slots = len(self.position_MS)
         slot = next(i for i in range(slots + 1) if i not in self.texts)
         if slot == slots:
@@ -145,7 +149,8 @@ def _longer(room: NDArray[Any], more: int) -> NDArray[Any]:
 class Together:
     """One new position of each of some texts: the row of a pass and the place of a slot for each."""
 
-    def __init__(self, tails: Tails, texts: Sequence[Tail]) -> None:
+    def __init__(self, tails: Tails, texts: Sequence[Tail], taps: int) -> None:
+        """`taps` of each convolution, 0 where there is none."""
         order = sorted(range(len(texts)), key=lambda m: texts[m].slot)
         slots = [texts[m].slot for m in order]
         self.rooms = tails.rooms
@@ -162,15 +167,13 @@ class Together:
         # What a wrong draft left behind this position is not seen.
         seen_MS = (position_MS >= 0) & (position_MS <= self.at_M[:, None])
         self.seen_M11S1 = seen_MS[:, None, None, :, None].astype(np.float32)
-        self._taps: tuple[NDArray[np.int64], Array | None] | None = None
-
-    def taps(self, count: int) -> tuple[NDArray[np.int64], Array | None]:
-        """Places [M, W] that a convolution of so many taps sees, and 0 for those before the text."""
-        if self._taps is None:
-            at_MW = self.at_M[:, None] + np.arange(1 - count, 1)
-            begun = None if at_MW.min() >= 0 else (at_MW >= 0)[:, :, None, None].astype(np.float32)
-            self._taps = at_MW % TAIL, begun
-        return self._taps
+        seen_MW = self.at_M[:, None] + np.arange(1 - taps, 1)
+        self.tap_MW = seen_MW % TAIL
+        """The places that a convolution sees."""
+        self.begun_MW11: Array | None = None
+        """0 where the text had not begun."""
+        if taps and seen_MW.min() < 0:
+            self.begun_MW11 = (seen_MW >= 0)[:, :, None, None].astype(np.float32)
 
 
 class Stretch(NamedTuple):
@@ -244,10 +247,9 @@ class _Convolutions:
             room = group.rooms[layer][part]
             # Written first: a convolution sees the position itself too.
             room[group.slot_M, :, group.place_M] = y_NRD.swapaxes(0, 1)[group.row_M]
-            place_MW, begun = group.taps(taps)
-            windows_MWND = room[group.slot_M[:, None], :, place_MW]
-            if begun is not None:
-                windows_MWND *= begun
+            windows_MWND = room[group.slot_M[:, None], :, group.tap_MW]
+            if group.begun_MW11 is not None:
+                windows_MWND *= group.begun_MW11
             mixed_NRD[:, group.row_M] = np.einsum("mwnd,nwd->nmd", windows_MWND, self.weight_N1WD[:, 0])
         for stretch in places.stretches:
             room = stretch.rooms[layer][part]
@@ -436,8 +438,9 @@ class QuickBlocks:
         self.layers = [_QuickLayers(index, layers, conditions) for index, layers in depths]
         heads, width = self.layers[0].heads, self.embedding_NVD.shape[2]
         keys, inputs = (len(blocks), heads, 0, width // heads), (len(blocks), 0, width)
-        convolves = self.layers[0].attention_convolution is not None
-        self.shapes = [keys, keys, *([inputs, inputs] if convolves else [])]
+        convolution = self.layers[0].attention_convolution
+        self.taps = 0 if convolution is None else convolution.weight_N1WD.shape[2]
+        self.shapes = [keys, keys, *([inputs, inputs] if self.taps else [])]
         """Of the parts of a layer's cache."""
         self.tails = Tails(len(self.layers), self.shapes)
         self.out_norm = _Norms([block.out_norm for block in blocks], conditions)
@@ -487,7 +490,7 @@ class QuickBlocks:
         positions, places = [text.length for text in texts], Places()
         tails = [text for text in texts if isinstance(text, Tail)]
         if tails:
-            places = Places(together=Together(self.tails, tails))
+            places = Places(together=Together(self.tails, tails, self.taps))
         else:
             caches = [text for text in texts if isinstance(text, QuickCache)]
             for cache in caches:

@@ -42,10 +42,8 @@ FEW_REQUESTS = 4
 USUAL_DRAFT, BUSY_SHARE = 8, 0.5
 """A gateway is busy that takes such a part of the shortest traversal or more to draft so many tokens for all
 requests."""
-LITTLE_LONGER = 2.0
+LITTLE_LONGER = 2.4
 """Before more is known several blocks draft for many where they take at most so many times as long as one."""
-LEAST_OF_SEVERAL = 0.9
-"""Several blocks that draft for many do so until one alone would seem to write so much more."""
 WEIGHED_DRAFT = 6
 """Tokens, for which one block is weighed against several where the gateway is busy: drafts of 4 to 12 bring
 about as much for their time."""
@@ -155,7 +153,8 @@ class Comparison:
     Gateway and stages may share processors, and a batch makes traversals dear or cheap for all: what a draft
     costs the others no request can tell. With 32 clients on two cores drafts halved what all of them wrote,
     and the rule for one request went on. So both ways are tried, each for six traversals of every request
-    and a second at least, and the faster one is kept; the other one is tried again from time to time.
+    and a second at least (less where none are clearly slower), and the faster one is kept; the other one is
+    tried again from time to time.
     """
 
     def __init__(self, *, drafts: bool) -> None:
@@ -165,10 +164,12 @@ class Comparison:
         self.speeds: dict[bool, float] = {}
         """Tokens a second of all requests, with drafts and without."""
         self.known_at: dict[bool, float] = {}
-        self.is_first: dict[bool, bool] = {}
-        """Whether it was found once so far."""
+        self.found_once: dict[bool, bool] = {}
+        """Whether it was found only once so far."""
         self.patience = FIRST_PATIENCE
         self.last = -math.inf
+        self.is_new = True
+        """Whether the load began just now, and what drafts is to be chosen."""
         self._settle(-math.inf)
 
     def _settle(self, now: float, seconds: float = 0.0) -> None:
@@ -185,10 +186,12 @@ class Comparison:
         if now - self.last > found.seconds + AWAY_SECONDS:
             old = [way for way, at in self.known_at.items() if now - at > MOST_PATIENCE]
             for way in old:
-                del self.speeds[way], self.known_at[way], self.is_first[way]
-            self.best = max(self.speeds, key=self.speeds.__getitem__, default=self.best)
+                del self.speeds[way], self.known_at[way], self.found_once[way]
+            # Of what is not known any more drafts are tried first.
+            self.best = max(self.speeds, key=self.speeds.__getitem__, default=True)
             self.drafts = self.best
             self._settle(now, SETTLING_SECONDS)
+            self.is_new = True
         self.last = now
         self.traversals += 1
         if self.is_settling:
@@ -200,17 +203,17 @@ class Comparison:
         self.tokens += found.tokens
         self.seconds += seconds
         tried, speed = self.drafts, self.tokens / self.seconds if self.seconds else math.inf
-        # Without drafts a traversal brings one token, so they do not come in bursts, and little is enough to
-        # see that it is slower.
+        # Without drafts a traversal brings one token, so that little is enough to see that it is slower.
+        # Looked at between the bursts in which those of all requests land.
         clear = not tried and self.best and self.traversals >= CLEARLY_COUNTED * requests
-        clear = clear and speed < CLEARLY_WORSE * self.speeds[self.best]
+        clear = clear and self.traversals % requests == 0 and speed < CLEARLY_WORSE * self.speeds[self.best]
         if not clear and (self.traversals < COUNTED * requests or self.seconds < LEAST_SECONDS):
             return
         # What was found just before counts too; what was found long ago may be true no more, and what was
         # found first may have been a start from cold: drafts had 700 tokens a second, and then 1,800.
-        if now - self.known_at.get(tried, -math.inf) < KNOWN_SECONDS and not self.is_first[tried]:
+        if now - self.known_at.get(tried, -math.inf) < KNOWN_SECONDS and not self.found_once[tried]:
             speed = (speed + self.speeds[tried]) / 2
-        self.is_first[tried] = tried not in self.speeds
+        self.found_once[tried] = tried not in self.speeds
         self.speeds[tried] = speed
         self.known_at[tried] = now
         other = not self.best
@@ -257,6 +260,8 @@ class Load:
         """With drafts, and without."""
         self.alone = alone
         """Whether one block drafts where the gateway is busy, or all that are held here."""
+        self.is_chosen = False
+        """Whether that is known of this load or a smaller one."""
 
         self.step_seconds: dict[bool, float] = {}
         """The shortest time of late that a token of one text took, by one block alone and by several."""
@@ -315,9 +320,12 @@ class AdaptiveLength(DraftLength):
         load = round(math.log2(max(1, requests)))
         if load not in self.by_load:
             # Where fewer requests write more without drafts, so do more; and where by several blocks, too.
-            below = [one for one in self.by_load if one < load]
+            below = [one for one in list(self.by_load) if one < load]
             fewer = self.by_load[max(below)] if below else Load(drafts=True, alone=True)
-            self.by_load[load] = Load(drafts=fewer.comparison.best, alone=fewer.alone)
+            new = Load(drafts=fewer.comparison.best, alone=fewer.alone)
+            new.is_chosen = fewer.is_chosen
+            # The computing thread asks too.
+            self.by_load.setdefault(load, new)
         return self.by_load[load]
 
     def is_busy(self, requests: int, held: int, times: float | None = None) -> bool:
@@ -335,18 +343,19 @@ class AdaptiveLength(DraftLength):
         # One block costs a part of what several do and is wrong more often. Which writes more depends on the
         # stages: where their passes are mostly bookkeeping, a long draft costs them little.
         plain, speeds = load.costs[False].traversal_seconds, []
-        if not plain and times is not None:
-            load.alone = times > LITTLE_LONGER
-        if plain:
+        if not load.is_chosen and times is not None:
+            load.alone, load.is_chosen = times > LITTLE_LONGER, True
+        if plain and load.comparison.is_new:
             for blocks, alone in ((1, True), (held, False)):
                 chance = sum(self.hits[alone]) / sum(self.tries[alone])
                 tokens = sum(chance**i for i in range(WEIGHED_DRAFT + 1))
                 step = requests * load.step(blocks, times or held)
                 speeds.append(tokens / (plain + WEIGHED_DRAFT * (load.row_seconds + step)))
-            # A change has every text read again by other blocks. Where both seem alike, several write more:
-            # what comes and goes with each draft, and is not counted here, they do less often.
-            least = 1.0 if load.alone else LEAST_OF_SEVERAL
-            load.alone = speeds[1] < least * speeds[0]
+            # A change has every text read again by other blocks, 32 of them for two seconds: not for little,
+            # and not while they are written.
+            least = BETTER if load.alone else 1 / BETTER
+            load.alone = speeds[1] <= least * speeds[0]
+            load.comparison.is_new = False
         return 1 if load.alone else held
 
     def go_on(

@@ -37,10 +37,13 @@ from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Tr
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
+TAIL_STEPS = 24
+"""The same of a tail, which has to be made anew from the whole text otherwise: eight steps of 32 texts take
+20 ms, and reading 60 tokens of each 500."""
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
 KEPT_TEXTS = 16
-"""Texts that were read and are kept for others that begin alike, as many as stages keep."""
+"""Texts that were read and are kept for others that begin alike, as many as windows on stages."""
 
 READ_AT_ONCE = 4
 """Tokens that the other blocks read in one pass behind the first: four rows take 1.4 times as long as one,
@@ -52,7 +55,7 @@ MOST_OF_ALL, QUIET_SECONDS = 0.75, 0.002
 """Drafts begin when so many of all requests are there and no more came for so long. With half of them and
 2 ms eight clients wrote 1,500 bytes a second on two cores instead of 1,840 (demo model): mostly four each
 went together, and a pass of a stage over four texts takes 0.8 of the time of one over eight."""
-TIMED_TEXTS, TIMED_STEPS = 8, 3
+TIMED_TEXTS, TIMED_STEPS = 8, 6
 """For how many texts, and how often, it is measured what several blocks take beside one."""
 
 MOST_DRAFT_BLOCKS = 3
@@ -103,6 +106,11 @@ class ReadText:
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
+    @property
+    def length(self) -> int:
+        """How much of the window can be gone on from, by steps or by a pass."""
+        return self.cache.length if self.tail is None else self.tail.length
+
     def catch_up(self, text: Sequence[int], context: int, *, many: bool) -> list[int]:
         """Have the cache, or for `many` texts the tail, hold what it shares with the text; gives what is due
         before a guess."""
@@ -114,11 +122,13 @@ class ReadText:
         if tail is not None and many and shared:
             keep = min(shared, len(window) - 1, tail.length)
             # Where a wrong draft was very long, little is left of the tail.
-            if len(window) - keep <= STEPS_AT_MOST + 1 and tail.length - keep <= TAIL // 2:
+            if len(window) - keep <= TAIL_STEPS + 1 and tail.length - keep <= TAIL // 2:
                 tail.truncate(keep)
                 self.cache.truncate(keep)
                 self.tail, self.seen, self.start = tail, window, start
                 return window[keep:]
+        # Not held any more: its slot is the lowest that is free.
+        tail = None
         keep = min(shared, len(window) - 1, self.cache.length)
         if len(window) - keep > READ_FIRST:
             # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
@@ -130,7 +140,8 @@ class ReadText:
         due = window[keep:]
         if len(due) > STEPS_AT_MOST + 1:
             self.drafting.steps(self.blocks).extend(due[:-1], self.cache)
-            if len(due) > READ_FIRST:
+            # A prompt, or a window that others have too: not what one text wrote without drafts.
+            if len(due) > READ_FIRST and not shared:
                 self.drafting.keep(window[:-1], self.cache, self.blocks)
             due = due[-1:]
         self.seen, self.start = window, start
@@ -218,15 +229,17 @@ class Drafting:
     def steps(self, count: int) -> RoughBlocks:
         """The first so many blocks held here."""
         # Made at the first draft: not every engine is asked for one.
-        if not self._steps:
-            steps = self.batcher.held.steps(tuple(self.blocks))
-            self._steps = {len(self.blocks): steps, 1: steps.first(1)}
-            seconds = {blocks: _step_seconds(one) for blocks, one in self._steps.items()}
-            # Three blocks of width 384 take 2.4 times as long as one, two of width 128 1.4 times.
-            self.times = max(1.0, seconds[len(self.blocks)] / seconds[1])
         if count not in self._steps:
-            self._steps[count] = self._steps[len(self.blocks)].first(count)
+            self._steps[count] = self.batcher.held.steps(tuple(self.blocks)).first(count)
         return self._steps[count]
+
+    def _compare_blocks(self) -> None:
+        """Find out how many times as long all blocks take as the first alone. In the computing thread."""
+        seconds = [
+            _step_seconds(self.batcher.held.steps(tuple(self.blocks)).first(n)) for n in (len(self.blocks), 1)
+        ]
+        # Three blocks of width 384 take 2.4 times as long as one, two of width 128 1.4 times.
+        self.times = max(1.0, seconds[0] / seconds[1])
 
     def own_shares(self, weights: Row, count: int) -> Row:
         """The share of each of the first blocks held here. One of weight 0 may be the only one here; it still
@@ -272,11 +285,13 @@ class Drafting:
         later: list[Draft] = []
         unread: list[Draft] = []
         patient_until = 0.0
+        if self.times is None and len(self.blocks) > 1 and self.num_open > FEW_REQUESTS:
+            self._compare_blocks()
         while True:
             with self._lock:
                 if later and not (going or unread or self._waiting):
                     left = patient_until - time.monotonic()
-                    most_are_here = len(later) >= MOST_OF_ALL * self.num_open
+                    most_are_here = len(later) >= MOST_OF_ALL * (self.num_open - self.num_unread)
                     self._lock.wait(max(0.0, min(left, QUIET_SECONDS) if most_are_here else left))
                 came, self._waiting = self._waiting, []
                 self._running = goes_on = bool(going or later or came or unread)
@@ -299,14 +314,16 @@ class Drafting:
             # in it, and took half as long as one of all eight.
             together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
             enough_wait = len(later) >= self.num_open or time.monotonic() >= patient_until
-            enough_wait |= len(later) >= MOST_OF_ALL * self.num_open and not came
+            enough_wait |= len(later) >= MOST_OF_ALL * (self.num_open - self.num_unread) and not came
             # Who comes late joins the others at their next token.
             begun = later if not together or enough_wait or going else []
             later = [] if begun else later
             try:
                 for draft in begun + reads:
                     if not draft.done.cancelled():
-                        many = self.num_open > FEW_REQUESTS
+                        # A tail stays where requests come and go: to make it costs a pass over the text.
+                        least = FEW_REQUESTS if draft.read.tail is None else FEW_REQUESTS // 2
+                        many = self.num_open > least
                         draft.due = draft.read.catch_up(draft.text, self.batcher.held.context, many=many)
                 told += reads
                 now, wanted = time.monotonic(), going + [draft for draft in begun if draft.due]
@@ -427,7 +444,7 @@ def _step_seconds(blocks: RoughBlocks) -> float:
         began = time.monotonic()
         blocks.step([0] * TIMED_TEXTS, texts)
         found.append(time.monotonic() - began)
-    return min(found)
+    return min(found[1:])
 
 
 def _finish(drafts: Sequence[Draft]) -> None:
@@ -497,7 +514,7 @@ class Drafter:
         read = self.read
         if self._reading is None or self._reading.done():
             start = window_start(len(tokens), self.context)
-            known = len(read.seen) if start == read.start else 0
+            known = read.length if start == read.start else 0
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
             is_long = len(tokens) - start - known > READ_FIRST

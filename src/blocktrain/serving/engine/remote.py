@@ -76,7 +76,7 @@ class EngineConfig:
     are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger, as
     one of bytes is."""
     kept_sessions: int = 16
-    """Complete texts whose caches stay on the stages for others that begin alike; 0 for none."""
+    """Windows of texts whose caches stay on the stages for others that begin alike; 0 for none."""
     draft_blocks: int | None = None
     """Blocks held here to draft with; None: see `drafting.blocks_for_drafts`."""
     token: str = ""
@@ -271,8 +271,8 @@ class StageSession:
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         tokens, num_rows = traversal.tokens, traversal.num_rows
         start = window_start(len(tokens) - num_rows + 1, self.engine.shape.context)
-        # Also back again, where a draft was wrong before the place where the context slides.
         if start != self.window.start:
+            # Void traversals of the window before may still be under way.
             before, self.window = self.window, Window(start)
             if not before.under_way:
                 self._keep(before)
@@ -317,15 +317,19 @@ class StageSession:
         row: Row = rows.log_probs[0]
         return row
 
-    def _keep(self, window: Window) -> None:
+    def _keep(self, window: Window, *, last: bool = False) -> None:
         """For texts that begin alike; or free the caches wherever it left some."""
         kept, caches = self.engine.kept, window.caches
         kept.end(window.session)
-        worth_it = any(len(cache.ids) >= LEAST_SHARED for cache in caches.values())
+        # Others may write on from the end of this text, or from its prompt. What lies between is its own, and
+        # a long text would push out everybody's prompts.
+        shared = last or window.start + LEAST_SHARED <= len(self.request.prompt)
+        worth_it = shared and any(len(cache.ids) >= LEAST_SHARED for cache in caches.values())
         self.engine.release(kept.keep(window.session, caches) if worth_it else {window.session: caches})
 
     async def close(self) -> None:
-        """Nothing more is asked."""
+        """Have the last window kept, or freed."""
         self.engine.running.discard(self)
         before, self.window = self.window, Window(self.window.start)
-        self._keep(before)
+        if not before.under_way:
+            self._keep(before, last=True)
