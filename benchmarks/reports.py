@@ -212,7 +212,7 @@ KINDS: Mapping[str, Kind] = {
         for name in ("t1", "t2", "t3")
     },
     "long attacks": Kind(
-        "attack-long.json",
+        "attack-long*.json",
         ("benchmarks/attacks.py:run_long", *verbs("coordinator")),
         (*TRUST, "tests/adversaries", "benchmarks/attacks.py", "recipes/demo.toml"),
         {"number": int, "attack": str, "size": str, "rounds": int, "loss": str, "passed": bool},
