@@ -252,8 +252,36 @@ def reached(commit: str, programs: tuple[str, ...]) -> dict[Key, str]:
     return tree(commit).reached(programs)
 
 
+def with_old_names(before: Mapping[Key, str], after: Mapping[Key, str]) -> Mapping[Key, str]:
+    """The newer code with its classes called as before: one that is gone from a file and one that came there,
+    of the same bases and members. Whether all else is the same, the comparison says."""
+
+    def classes(found: Mapping[Key, str], others: Mapping[Key, str]) -> dict[tuple[str, ...], str]:
+        missing = [key for key in found if key not in others and found[key].startswith("ClassDef(")]
+        return {
+            (file, found[file, name].replace(repr(name), ""), *_members(found, file, name)): name
+            for file, name in missing
+        }
+
+    gone, came = classes(before, after), classes(after, before)
+    for shape in gone.keys() & came.keys():
+        old, new = gone[shape], came[shape]
+        after = {
+            (file, old + name.removeprefix(new) if name.split(".")[0] == new else name): code.replace(
+                repr(new), repr(old)
+            )
+            for (file, name), code in after.items()
+        }
+    return after
+
+
+def _members(found: Mapping[Key, str], file: str, owner: str) -> list[str]:
+    return sorted(name.removeprefix(owner) for f, name in found if f == file and name.startswith(f"{owner}."))
+
+
 def changed(before: Mapping[Key, str], after: Mapping[Key, str], paths: Sequence[str]) -> list[str]:
-    """Names under these paths whose code is another; where a definition lies makes no difference."""
+    """Names under these paths whose code is another; where a definition lies, and what a class is called,
+    makes no difference."""
 
     def by_name(found: Mapping[Key, str]) -> dict[str, list[str]]:
         listed: dict[str, list[str]] = defaultdict(list)
@@ -262,5 +290,5 @@ def changed(before: Mapping[Key, str], after: Mapping[Key, str], paths: Sequence
                 listed[f"{Path(file).name}:{BODY}" if name == BODY else name].append(code)
         return {name: sorted(codes) for name, codes in listed.items()}
 
-    old, new = by_name(before), by_name(after)
+    old, new = by_name(before), by_name(with_old_names(before, after))
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

@@ -102,6 +102,30 @@ def test_a_definition_that_moves_to_another_file_is_the_same(tmp_path: Path) -> 
     assert reach.changed(first.reached(entries), second.reached(entries), ["src"]) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("area", "area", []),
+        # With the name, what it does: also where nothing else is another.
+        ("SCALE * self.side", "SCALE + self.side", ["Square.area"]),
+        ("(Shape)", "", ["Shape", "Shape.area", "Square", "Square.__init__", "Square.area"]),
+    ],
+)
+def test_a_class_of_another_name_is_the_same(
+    tmp_path: Path, before: str, after: str, changed: list[str]
+) -> None:
+    files = {"benchmarks/main.py": MAIN, "src/blocktrain/shapes.py": SHAPES}
+    first = reach.Tree(committed(tmp_path, files), tmp_path)
+    files["benchmarks/main.py"] = MAIN.replace("Square", "Quad")
+    files["src/blocktrain/shapes.py"] = SHAPES.replace(before, after).replace("Square", "Quad")
+    second = reach.Tree(committed(tmp_path, files), tmp_path)
+    found = reach.changed(
+        *(tree.reached(["benchmarks/main.py"]) for tree in (first, second)), ["src", "benchmarks"]
+    )
+    assert {name.replace("Quad", "Square") for name in found} - {"main"} == set(changed)
+    assert bool(found) == bool(changed)
+
+
 def test_what_a_training_calls_is_among_what_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,18 +16,23 @@ def ping(number: int) -> bytes:
     return encode_frame(Header(FrameType.PING, session=number))
 
 
+async def both_ends() -> tuple[FrameStream, FrameStream, asyncio.Server]:
+    """Of a connection, and what accepted it."""
+    streams: asyncio.Queue[FrameStream] = asyncio.Queue()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        streams.put_nowait(FrameStream(reader, writer))
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    ours = await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), 5)
+    return ours, await streams.get(), server
+
+
 def test_what_is_posted_leaves_with_what_is_written_next_or_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def served() -> None:
-        streams: asyncio.Queue[FrameStream] = asyncio.Queue()
-
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            streams.put_nowait(FrameStream(reader, writer))
-
-        server = await asyncio.start_server(take, "127.0.0.1", 0)
-        stream = await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), 5)
-        theirs = await streams.get()
+        stream, theirs, server = await both_ends()
         sent: list[bytes] = []
         write = asyncio.StreamWriter.write
 
@@ -63,14 +68,7 @@ def test_what_is_posted_leaves_with_what_is_written_next_or_by_itself(
 
 def test_a_frame_read_is_the_frame_written() -> None:
     async def served() -> None:
-        streams: asyncio.Queue[FrameStream] = asyncio.Queue()
-
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            streams.put_nowait(FrameStream(reader, writer))
-
-        server = await asyncio.start_server(take, "127.0.0.1", 0)
-        ours = await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), 5)
-        theirs = await streams.get()
+        ours, theirs, server = await both_ends()
         ours.post(ping(1))
         await ours.write(ping(2))
         assert [(await theirs.read(LIMITS)).header.session for _ in range(2)] == [1, 2]

@@ -1,7 +1,7 @@
 """The next rows of some blocks, quickly and roughly: a token of each text at a time, or a few of one text.
 
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
-small operations: matrices have 8 bits, norms' gains are worked out beforehand, query, key and value
+small operations: large matrices have 8 bits, norms' gains are worked out beforehand, query, key and value
 share a matrix, so do output map and codebook, and all but the products is numpy, whose operations on a row
 of 384 numbers take 1 us where torch's take 3. Longer stretches go through `Block.forward`, over the same
 cache.
@@ -146,8 +146,8 @@ def _longer(room: NDArray[Any], more: int) -> NDArray[Any]:
     return np.concatenate([room, np.zeros((more, *room.shape[1:]), room.dtype)])
 
 
-class Together:
-    """One new position of each of some texts: the row of a pass and the place of a slot for each."""
+class TailStep:
+    """A step over tails, one new position of each text: its row in the pass and its place in the slot."""
 
     def __init__(self, tails: Tails, texts: Sequence[Tail], taps: int) -> None:
         """`taps` of each convolution, 0 where there is none."""
@@ -192,12 +192,12 @@ class Stretch(NamedTuple):
         return slice(self.row, self.row + self.end - self.at)
 
 
-class Places(NamedTuple):
+class PassPositions(NamedTuple):
     """Where the new positions of a pass stand."""
 
     stretches: Sequence[Stretch] = ()
     """Of texts that go one by one."""
-    together: Together | None = None
+    together: TailStep | None = None
 
 
 class _Norms:
@@ -241,7 +241,7 @@ class _Convolutions:
         part.weight_N1WD = self.weight_N1WD[blocks]
         return part
 
-    def __call__(self, y_NRD: Array, places: Places, layer: int, part: int) -> Array:
+    def __call__(self, y_NRD: Array, places: PassPositions, layer: int, part: int) -> Array:
         mixed_NRD, taps = np.empty(y_NRD.shape, np.float32), self.weight_N1WD.shape[2]
         if (group := places.together) is not None:
             room = group.rooms[layer][part]
@@ -362,7 +362,7 @@ class _QuickLayers:
                 setattr(part, name, value.of(blocks))
         return part
 
-    def __call__(self, x_NRD: Array, rotary: tuple[Array, Array], places: Places) -> Array:
+    def __call__(self, x_NRD: Array, rotary: tuple[Array, Array], places: PassPositions) -> Array:
         y_NRD = self.attention_norm(x_NRD)
         if self.attention_convolution is not None:
             y_NRD = self.attention_convolution(y_NRD, places, self.index, 2)
@@ -376,7 +376,7 @@ class _QuickLayers:
         x_NRD += self.down(hidden)
         return x_NRD
 
-    def _attended(self, qkv: Array, rotary: tuple[Array, Array], places: Places) -> Array:
+    def _attended(self, qkv: Array, rotary: tuple[Array, Array], places: PassPositions) -> Array:
         blocks, rows, _ = qkv.shape
         parts = qkv.reshape(blocks, rows, 3, self.heads, -1)
         # Query and key are normed and rotated as one array; see `QuickBlocks.rotary`.
@@ -482,26 +482,28 @@ class QuickBlocks:
         is written over."""
         rooms = [[part[self.chosen] for part in rooms] for rooms in cache.rooms]
         stretch = Stretch(rooms, at, at + len(tokens), 0)
-        return self._pass(tokens, range(stretch.at, stretch.end), Places([stretch]))
+        return self._pass(tokens, range(stretch.at, stretch.end), PassPositions([stretch]))
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int], texts: Sequence[QuickCache] | Sequence[Tail]) -> Tensor:
         """Logits [N, M, V] of what follows each text's token, which its cache or tail then holds."""
-        positions, places = [text.length for text in texts], Places()
+        positions, places = [text.length for text in texts], PassPositions()
         tails = [text for text in texts if isinstance(text, Tail)]
         if tails:
-            places = Places(together=Together(self.tails, tails, self.taps))
+            places = PassPositions(together=TailStep(self.tails, tails, self.taps))
         else:
             caches = [text for text in texts if isinstance(text, QuickCache)]
             for cache in caches:
                 cache.reserve(1)
-            places = Places([Stretch(c.rooms, c.length, c.length + 1, m) for m, c in enumerate(caches)])
+            places = PassPositions(
+                [Stretch(c.rooms, c.length, c.length + 1, m) for m, c in enumerate(caches)]
+            )
         logits_NMV = self._pass(tokens, positions, places)
         for text in texts:
             text.length += 1
         return logits_NMV
 
-    def _pass(self, tokens: Sequence[int], positions: Sequence[int], places: Places) -> Tensor:
+    def _pass(self, tokens: Sequence[int], positions: Sequence[int], places: PassPositions) -> Tensor:
         x_NRD = self.embedding_NVD[:, list(tokens)]
         cos, sin = (table[list(positions)] for table in self.rotary)
         rotary = cos, sin.reshape(*sin.shape[:-1], 2, -1)

@@ -38,8 +38,8 @@ from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Tr
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
 TAIL_STEPS = 24
-"""The same of a tail, which has to be made anew from the whole text otherwise: eight steps of 32 texts take
-20 ms, and reading 60 tokens of each 500."""
+"""The same of a tail. With more, the text is read again and gets another tail: to read 60 tokens of each of
+32 texts takes 500 ms, eight steps of all 20."""
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
 KEPT_TEXTS = 16
