@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from blocktrain.starting import keep_what_is_loaded
+
 MODES = ("ar", "verify")
 LEAST_RATIO = 1.0
 """`verify` is never slower, whatever the number of clients."""
@@ -117,6 +119,7 @@ async def load_role(arguments: argparse.Namespace, prompts: list[list[int]]) -> 
     addresses = [Address.parse(text) for text in arguments.addresses.split(",")]
     engine = RemoteEngine(arguments.checkpoint, EngineConfig(stages=addresses))
     await engine.start()
+    keep_what_is_loaded()  # as a gateway does
     texts: dict[int, list[int]] = {}
     counts = [int(part) for part in arguments.clients.split(",")]
 

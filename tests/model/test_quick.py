@@ -8,6 +8,7 @@ from torch import nn
 
 from blocktrain.model import quick as quick_module
 from blocktrain.model.block import Block
+from blocktrain.model.generation import window_start
 from blocktrain.model.quick import TAIL, PlainBlocks, QuickBlocks, is_quickenable
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
@@ -188,6 +189,27 @@ def test_the_end_of_a_long_text_is_its_last_positions(convolution: int) -> None:
     early_rows, late_rows = quick.step(text[-1:], [early]), quick.step(text[-1:], [late])
     assert is_near(early_rows, late_rows)
     assert not is_near(quick.step([3], [early]), late_rows), "rows differ by more than they are near"
+
+
+def test_where_the_window_slides_steps_go_on_with_what_it_shows() -> None:
+    context = 32
+    overrides = ("model.layers_per_block=1", "model.convolution=0", f"model.context={context}")
+    blocks, codebook = two_blocks(*overrides)
+    quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
+    tokens = some_tokens(1, 3 * context)
+    text = tokens[0].tolist()
+    cache = quick.new_cache()
+    quick.extend(text[: context // 2], cache)
+    tail = quick.tails.put(cache)
+    for at in range(context // 2, len(text)):
+        rows = quick.step(text[at : at + 1], [cache]), quick.step(text[at : at + 1], [tail])
+        # In one layer a key depends on its token alone, so that nothing is left of what came before.
+        window = tokens[:, window_start(at + 1, context) : at + 1]
+        expected = exact_rows(blocks, window, codebook)[-1]
+        assert all(is_near(found[:, 0].log_softmax(dim=-1), expected) for found in rows), at
+    # Some positions at once, as a draft that is alone has them read.
+    several = quick.read(text[-4:], cache, len(text) - 4)[:, -1].log_softmax(dim=-1)
+    assert is_near(several, expected)
 
 
 def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from blocktrain.wire.frames import FrameType
 from tests.serving.cluster import HOUR, PROMPTS, UNHURRIED, Cluster, cluster, text_of
 from tests.serving.killing import Killer
 from tests.serving.stages import StageProcess, spawn, wait_ready
+from tests.waiting import until_async
 
 
 def most_under_way(c: Cluster) -> list[int]:
@@ -116,7 +118,7 @@ def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
                 text += chunk.tokens
                 if len(text) > len(PROMPTS[seed]) + 12 and len(killer.killed) == seed:
                     [session] = engine.running
-                    [killer.victim] = set(part) & session.window.caches.keys()
+                    [killer.victim] = set(part) & next(iter(session.windows.values())).caches.keys()
                 killer.kill_if_awaited()
             assert text == [*PROMPTS[seed], *ar]
             assert generation.stats.degraded_blocks == []
@@ -132,6 +134,56 @@ def test_kills_under_flights_change_no_byte(checkpoint: Path) -> None:
     finally:
         for stage in stages:
             stage.stop()
+
+
+@pytest.mark.parametrize("requests", [1, 6])
+def test_a_draft_goes_on_where_the_context_slides(checkpoint: Path, requests: int) -> None:
+    async def served() -> None:
+        # All blocks draft, so that nearly all drafts hold. The prompt fills the context.
+        async with cluster(checkpoint, [[0, 1], [2]], draft_blocks=3) as c:
+            prompt = (PROMPTS[5] + PROMPTS[0])[: c.engine.shape.context]
+            assert len(prompt) == c.engine.shape.context
+
+            async def chunks(seed: int) -> list[list[int]]:
+                # Long enough to slide again.
+                request = GenerationRequest(list(prompt), 60, seed=seed, draft_tokens=8)
+                return [chunk.tokens async for chunk in c.engine.generate(request)]
+
+            # The first one has the prompt read for drafts.
+            await chunks(99)
+            found = await asyncio.gather(*(chunks(seed) for seed in range(requests)))
+            for seed, one in enumerate(found):
+                ar, _ = await text_of(c.engine, prompt, 60, seed=seed, mode="ar")
+                assert [token for chunk in one for token in chunk] == ar
+            # Before, the first traversal of each brought one token.
+            assert sum(len(one[0]) for one in found) >= 5 * requests
+
+    asyncio.run(served())
+
+
+def test_a_wrong_draft_across_the_slide_comes_back_to_the_window_before(checkpoint: Path) -> None:
+    async def served() -> None:
+        # One block of three drafts: some go wrong just before the slide, and some behind it.
+        async with cluster(checkpoint, [[0, 1], [2]], draft_blocks=1) as c:
+            prompt = list((PROMPTS[5] + PROMPTS[0])[: c.engine.shape.context - 4])
+            sizes = []
+            for seed in range(6):
+                ar, _ = await text_of(c.engine, prompt, 24, seed=seed, mode="ar")
+                request = GenerationRequest(prompt, 24, seed=seed, draft_tokens=8)
+                generation, text = c.engine.generate(request), list[int]()
+                async for chunk in generation:
+                    sizes.append(len(chunk.tokens))
+                    text += chunk.tokens
+                assert text == ar
+                assert generation.stats.retries == 0
+            assert 1 in sizes, "a first token of a draft was wrong"
+            # What no text needs any more was freed: windows that are kept, and none besides.
+            kept = len(c.engine.kept.drop())
+            assert 0 < kept <= c.engine.config.kept_sessions
+            for stage in c.stages:
+                await until_async(lambda stage=stage: len(stage.sessions) == kept)  # type: ignore[misc]
+
+    asyncio.run(served())
 
 
 def test_many_requests_have_one_traversal_each() -> None:
@@ -203,6 +255,38 @@ def test_a_text_that_cannot_be_read_for_drafts_fails_alone(
                 await bad.draft([7] * 60, 4, [], flying=True)
             # Before, the thread read the first text again and again, and nobody else had a draft.
             assert len(await good.draft([8] * 60, 4, [], flying=True)) == 4
+        await engine.close()
+
+    asyncio.run(served())
+
+
+def test_drafts_that_cannot_be_timed_fail_and_the_next_go_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def served() -> None:
+        engine = LocalEngine(checkpoint)
+        engine.drafting.blocks = [0, 1]
+        drafters = [Drafter(engine.drafting, Sampler(seed=seed), DraftLength(4)) for seed in range(5)]
+        with contextlib.ExitStack() as held:
+            for drafter in drafters:
+                held.enter_context(drafter)
+
+            async def drafts() -> list[int | BaseException]:
+                found = await asyncio.gather(
+                    *(one.draft([7] * 20, 4, [], flying=True) for one in drafters), return_exceptions=True
+                )
+                return [len(one) if isinstance(one, list) else one for one in found]
+
+            with monkeypatch.context() as broken:
+                broken.setattr(engine.drafting.batcher.held, "context", None)
+                # Before, the thread ended, and nobody had a draft any more.
+                assert all(isinstance(one, TypeError) for one in await drafts())
+            # Of a context that is shorter than what is timed.
+            monkeypatch.setattr(engine.drafting.batcher.held, "context", 4)
+            for drafter in drafters:
+                drafter.context = 4
+            assert await drafts() == [4] * 5
+            assert engine.drafting.times is not None
         await engine.close()
 
     asyncio.run(served())

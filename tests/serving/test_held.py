@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from blocktrain.model.caches import FIRST_BYTES, FIRST_SLOTS, Cache, Shelf
 from blocktrain.model.generation import LocalModel
 from blocktrain.model.layers import LayerCache
+from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import HeldBlocks, RowWork, WeighedRows
 from blocktrain.serving.engine.rows import LOG_WEIGHT_TOLERANCE, Part, Rows, pooled
 from blocktrain.training.checkpoint import Checkpoint, load_checkpoint
@@ -156,6 +158,28 @@ def test_a_text_begins_with_another_that_goes_on_in_the_same_pass(
         np.testing.assert_allclose(found[id(work)].rows, alone.rows, atol=1e-5)
         np.testing.assert_allclose(found[id(work)].log_weights, alone.log_weights, atol=1e-5)
     assert caches[2][0].layers.length == 52
+
+
+def test_a_text_that_begins_with_another_waits_only_for_what_is_not_cached_yet(loaded: Checkpoint) -> None:
+    blocks, known = (0, 1, 2), list(range(40))
+
+    async def passes(shared: list[int]) -> list[int]:
+        """How many works each pass had, of a text that goes on and one that begins with it."""
+        held, sizes = HeldBlocks(loaded, range(3)), list[int]()
+        batcher = Batcher(held, observe=lambda works, tokens, seconds: sizes.append(works))
+        first, second = held.new_caches(blocks), held.new_caches(blocks)
+        await batcher.submit(RowWork(known, 1, blocks, first))
+        goes_on = batcher.submit(RowWork([1, 2, 3], 1, blocks, first, 40))
+        begins = RowWork([8, 9], 1, blocks, second, len(shared), like=first, known=shared)
+        found = await batcher.submit(begins)
+        await goes_on
+        alone = held.rows([RowWork([*shared, 8, 9], 1, blocks, held.new_caches(blocks))])[0]
+        np.testing.assert_allclose(found.rows, alone.rows, atol=1e-5)
+        await batcher.close()
+        return sizes
+
+    assert asyncio.run(passes(known)) == [1, 2]
+    assert asyncio.run(passes([*known, 1, 2])) == [1, 1, 1]
 
 
 @in_any_and_fixed_shapes

@@ -1,4 +1,4 @@
-"""Frames that are written in one turn leave together, and what is in no hurry goes with them."""
+"""Frames that are written in one turn or the next leave together, and what is in no hurry goes with them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def test_what_is_posted_leaves_with_what_is_written_next_or_by_itself(
         await asyncio.sleep(0)
         assert sent == []
         await stream.write(ping(2))
+        await asyncio.sleep(0)
         await stream.write(ping(3))
         await asyncio.sleep(0)
         assert sent == [ping(1) + ping(2) + ping(3)]
@@ -54,6 +55,7 @@ def test_what_is_posted_leaves_with_what_is_written_next_or_by_itself(
         stream.post(ping(4))
         await until_async(lambda: len(sent) == 2)
         await stream.write(ping(5))
+        await asyncio.sleep(0)
         await asyncio.sleep(0)
         # What nobody had time to send goes before the end.
         stream.post(ping(6))

@@ -142,8 +142,8 @@ class Batcher:
                     job.future.set_result(values)
 
     def _take(self, now: float) -> list[_Job]:
-        """The next batch in order of arrival: at most one job of a session, one that begins with another
-        session's caches behind the jobs of that one, exact passes alone."""
+        """The next batch in order of arrival: at most one job of a session, exact passes alone, and one that
+        begins with what another session will have cached behind the jobs of that one."""
         taken: list[_Job] = []
         later: deque[_Job] = deque()
         owners: set[int] = set()
@@ -154,7 +154,9 @@ class Batcher:
             full = bool(taken) and (job.work.exact or taken[0].work.exact or tokens >= MAX_BATCH_TOKENS)
             if job.future.done():
                 continue  # its client has gone away, and what the session asks next need not wait for it
-            if job.needs & owners or full:
+            # Caches are copied before a pass: what another session holds now need not be waited for.
+            early = job.owner not in owners and job.work.runnable
+            if (job.needs & owners and not early) or full:
                 later.append(job)
             elif now >= job.deadline:
                 job.future.set_exception(LateError("the deadline passed while the request was waiting"))

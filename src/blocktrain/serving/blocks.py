@@ -188,6 +188,10 @@ class HeldBlocks:
         needed = blocks if alone else self.needed(blocks)
         return {block: BlockCache(self.blocks[block].new_cache(), record()) for block in needed}
 
+    def is_quick(self, blocks: Sequence[int]) -> bool:
+        """Whether `steps` of these are `QuickBlocks`."""
+        return all(is_quickenable(self._running[block]) for block in blocks)
+
     def steps(self, blocks: tuple[int, ...]) -> RoughBlocks:
         """These blocks' rough next rows, for drafts."""
         # Kept: all requests draft with the same rounded matrices.

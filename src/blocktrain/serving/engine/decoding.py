@@ -39,6 +39,8 @@ class RowSource(Protocol):
 
     most_flights: int
     """Traversals that may be under way."""
+    slides: bool
+    """Whether the rows of a traversal may lie on both sides of the place where the visible context slides."""
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
         """Log-probs of what follows each of the last prefixes of the traversal's text. Traversals are asked
@@ -92,8 +94,10 @@ async def decode(
             may_draft = drafter is not None and drafter.drafts_now and worth_it and not whole and not again
             most = min(drafter.flights, source.most_flights) if drafter is not None and not calm else 1
             if drafter is not None and may_draft and drafting is None and len(flights) < most:
-                # Never past the point where the visible context slides: a traversal has one window.
-                room = min(window_start(len(text), context) + context, end - 1) - len(text)
+                stop = window_start(len(text), context) + context
+                if drafter.slides and source.slides:
+                    stop = window_start(stop + 1, context) + context
+                room = min(stop, end - 1) - len(text)
                 room = min(room, MOST_AHEAD - len(guess), drafter.length.most_of(most))
                 draft = drafter.draft(text, room, guess, flying=bool(flights))
                 drafting, drafted_from = tasks.start(draft), len(text)

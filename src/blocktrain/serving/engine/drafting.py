@@ -43,7 +43,7 @@ TAIL_STEPS = 24
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
 KEPT_TEXTS = 16
-"""Texts that were read and are kept for others that begin alike, as many as windows on stages."""
+"""Texts that were read and are kept for others that begin alike."""
 
 READ_AT_ONCE = 4
 """Tokens that the other blocks read in one pass behind the first: four rows take 1.4 times as long as one,
@@ -103,33 +103,40 @@ class ReadText:
         """Of the window, in the text."""
         self.tail: Tail | None = None
         """The end of what was read, while many texts are drafted for: the cache is behind then."""
+        self.tail_start = 0
+        """Where in the text its positions begin."""
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
-    @property
-    def length(self) -> int:
-        """How much of the window can be gone on from, by steps or by a pass."""
-        return self.cache.length if self.tail is None else self.tail.length
+    def reach(self, start: int) -> int:
+        """Up to where in a text, whose window begins at `start`, what is held can be gone on from."""
+        tail = self.tail
+        if tail is not None:
+            return self.tail_start + tail.length
+        return start + (self.cache.length if start == self.start else 0)
 
     def catch_up(self, text: Sequence[int], context: int, *, many: bool) -> list[int]:
         """Have the cache, or for `many` texts the tail, hold what it shares with the text; gives what is due
         before a guess."""
         start = window_start(len(text), context)
         window = list(text[start:])
-        # What is held beyond the text they share was a wrong draft, or another window.
-        shared = shared_length(self.seen, window) if start == self.start else 0
+        # What is held beyond the text they share was a wrong draft.
+        shared = self.start + shared_length(self.seen, list(text[self.start :]))
         tail, self.tail = self.tail, None
-        if tail is not None and many and shared:
-            keep = min(shared, len(window) - 1, tail.length)
+        if tail is not None and many and shared > self.start:
+            held = self.tail_start + tail.length
+            keep = min(shared, len(text) - 1, held)
             # Where a wrong draft was very long, little is left of the tail.
-            if len(window) - keep <= TAIL_STEPS + 1 and tail.length - keep <= TAIL // 2:
-                tail.truncate(keep)
-                self.cache.truncate(keep)
+            if len(text) - keep <= TAIL_STEPS + 1 and held - keep <= TAIL // 2:
+                # Where the window slides it goes on: to read the new window takes as long as ten steps.
+                tail.truncate(keep - self.tail_start)
+                self.cache.truncate(keep - start if start == self.start else 0)
                 self.tail, self.seen, self.start = tail, window, start
-                return window[keep:]
+                return list(text[keep:])
         # Not held any more: its slot is the lowest that is free.
         tail = None
-        keep = min(shared, len(window) - 1, self.cache.length)
+        is_new = start != self.start or shared == start
+        keep = 0 if is_new else min(shared - start, len(window) - 1, self.cache.length)
         if len(window) - keep > READ_FIRST:
             # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
             self.is_fresh = True
@@ -141,13 +148,13 @@ class ReadText:
         if len(due) > STEPS_AT_MOST + 1:
             self.drafting.steps(self.blocks).extend(due[:-1], self.cache)
             # A prompt, or a window that others have too: not what one text wrote without drafts.
-            if len(due) > READ_FIRST and not shared:
+            if len(due) > READ_FIRST and is_new:
                 self.drafting.keep(window[:-1], self.cache, self.blocks)
             due = due[-1:]
         self.seen, self.start = window, start
         steps = self.drafting.steps(self.blocks)
         if many and isinstance(steps, QuickBlocks):
-            self.tail = steps.tails.put(self.cache)
+            self.tail, self.tail_start = steps.tails.put(self.cache), start
         return due
 
 
@@ -223,6 +230,8 @@ class Drafting:
         """By how many blocks draft: texts that were read and their caches, the one used last at the end; the
         computing thread's own."""
         self._steps: dict[int, RoughBlocks] = {}
+        self.slides = bool(self.blocks) and batcher.held.is_quick(self.blocks)
+        """Whether the blocks guess on past their context."""
         self.times: float | None = None
         """How many times as long all blocks take as the first alone, once that is known."""
 
@@ -235,11 +244,10 @@ class Drafting:
 
     def _compare_blocks(self) -> None:
         """Find out how many times as long all blocks take as the first alone. In the computing thread."""
-        seconds = [
-            _step_seconds(self.batcher.held.steps(tuple(self.blocks)).first(n)) for n in (len(self.blocks), 1)
-        ]
+        steps, context = self.batcher.held.steps(tuple(self.blocks)), self.batcher.held.context
+        several, one = (_step_seconds(steps.first(n), context) for n in (len(self.blocks), 1))
         # Three blocks of width 384 take 2.4 times as long as one, two of width 128 1.4 times.
-        self.times = max(1.0, seconds[0] / seconds[1])
+        self.times = max(1.0, several / one)
 
     def own_shares(self, weights: Row, count: int) -> Row:
         """The share of each of the first blocks held here. One of weight 0 may be the only one here; it still
@@ -285,14 +293,11 @@ class Drafting:
         later: list[Draft] = []
         unread: list[Draft] = []
         patient_until = 0.0
-        if self.times is None and len(self.blocks) > 1 and self.num_open > FEW_REQUESTS:
-            self._compare_blocks()
         while True:
             with self._lock:
                 if later and not (going or unread or self._waiting):
                     left = patient_until - time.monotonic()
-                    most_are_here = len(later) >= MOST_OF_ALL * (self.num_open - self.num_unread)
-                    self._lock.wait(max(0.0, min(left, QUIET_SECONDS) if most_are_here else left))
+                    self._lock.wait(max(0.0, min(left, QUIET_SECONDS) if self._most_are_in(later) else left))
                 came, self._waiting = self._waiting, []
                 self._running = goes_on = bool(going or later or came or unread)
             if not goes_on:
@@ -314,11 +319,13 @@ class Drafting:
             # in it, and took half as long as one of all eight.
             together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
             enough_wait = len(later) >= self.num_open or time.monotonic() >= patient_until
-            enough_wait |= len(later) >= MOST_OF_ALL * (self.num_open - self.num_unread) and not came
+            enough_wait |= self._most_are_in(later) and not came
             # Who comes late joins the others at their next token.
             begun = later if not together or enough_wait or going else []
             later = [] if begun else later
             try:
+                if self.times is None and len(self.blocks) > 1 and self.num_open > FEW_REQUESTS:
+                    self._compare_blocks()
                 for draft in begun + reads:
                     if not draft.done.cancelled():
                         # A tail stays where requests come and go: to make it costs a pass over the text.
@@ -344,6 +351,10 @@ class Drafting:
                     loop.call_soon_threadsafe(_fail, draft.done, error)
                 loop.call_soon_threadsafe(_finish, told)
                 going, enough = [], []
+
+    def _most_are_in(self, later: Sequence[Draft]) -> bool:
+        """Whether most requests that can draft wait for one another there."""
+        return len(later) >= MOST_OF_ALL * (self.num_open - self.num_unread)
 
     def _step(self, going: Sequence[Draft]) -> None:
         """One token more of each draft, or some of one that is alone."""
@@ -434,17 +445,18 @@ class Drafting:
         return kept[-1][1].copy(), longest
 
 
-def _step_seconds(blocks: RoughBlocks) -> float:
+def _step_seconds(blocks: RoughBlocks, context: int) -> float:
     """Of the shortest of some steps."""
     texts: list[Any] = [blocks.new_cache() for _ in range(TIMED_TEXTS)]
     if isinstance(blocks, QuickBlocks):
         texts = [blocks.tails.put(cache) for cache in texts]
     found = []
-    for _ in range(1 + TIMED_STEPS):
+    # The first one takes longer; none goes past the context.
+    for _ in range(min(1 + TIMED_STEPS, context)):
         began = time.monotonic()
         blocks.step([0] * TIMED_TEXTS, texts)
         found.append(time.monotonic() - began)
-    return min(found[1:])
+    return min(found[1:] or found)
 
 
 def _finish(drafts: Sequence[Draft]) -> None:
@@ -493,6 +505,11 @@ class Drafter:
         return self.drafting.blocks_now(self.length) > 0
 
     @property
+    def slides(self) -> bool:
+        """Whether a draft may go past the place where the visible context slides."""
+        return self.drafting.slides
+
+    @property
     def flights(self) -> int:
         """How many traversals the request may have under way."""
         return most_flights(self.drafting.num_open)
@@ -514,10 +531,9 @@ class Drafter:
         read = self.read
         if self._reading is None or self._reading.done():
             start = window_start(len(tokens), self.context)
-            known = read.length if start == read.start else 0
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
-            is_long = len(tokens) - start - known > READ_FIRST
+            is_long = len(tokens) - max(start, read.reach(start)) > READ_FIRST
             is_long = is_long and not self.drafting.has_read(list(tokens[start:-1]), blocks)
             self._reading = self.drafting.begin(self, read, tokens, 0, []) if is_long else None
         if self._reading is not None:

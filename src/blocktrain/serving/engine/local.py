@@ -72,6 +72,8 @@ class LocalRows:
         self._start = self._cached = 0
         # Without a network nothing is gained by asking ahead.
         self.most_flights = 1
+        # There is one cache of each block, and a wrong draft would have it read the window before again.
+        self.slides = False
 
     async def rows(self, traversal: Traversal) -> Rows:
         tokens, num_rows = traversal.tokens, traversal.num_rows

@@ -50,6 +50,11 @@ class LookupDrafter:
         return True
 
     @property
+    def slides(self) -> bool:
+        """No: what comes behind the window is looked up for the next traversal."""
+        return False
+
+    @property
     def flights(self) -> int:
         """One: what comes behind a guess is better looked up when it is known whether it held."""
         return 1

@@ -43,7 +43,7 @@ from blocktrain.serving.engine.requests import (
     ServingError,
     StagesUnavailableError,
 )
-from blocktrain.serving.engine.rows import BestRows, Rows, Traversal, best_pooled, pooled
+from blocktrain.serving.engine.rows import BestRows, Rows, Traversal, best_pooled, joined, pooled
 from blocktrain.serving.fingerprint import fingerprint, model_info
 from blocktrain.serving.transport import Address
 from blocktrain.training.checkpoint import Description, load_checkpoint, read_config
@@ -75,8 +75,9 @@ class EngineConfig:
     """Tokens of each row that stages send, where a choice depends on temperature and noise alone; the others
     are asked for only when these cannot settle it. None: BEST_TOKENS for a vocabulary that is much larger, as
     one of bytes is."""
-    kept_sessions: int = 16
-    """Windows of texts whose caches stay on the stages for others that begin alike; 0 for none."""
+    kept_sessions: int = 32
+    """Windows of texts whose caches stay on the stages for others that begin alike; 0 for none. A text that
+    outgrows the context has two."""
     draft_blocks: int | None = None
     """Blocks held here to draft with; None: see `drafting.blocks_for_drafts`."""
     token: str = ""
@@ -254,8 +255,9 @@ class StageSession:
 
     def __init__(self, engine: RemoteEngine, request: GenerationRequest, stats: GenerationStats) -> None:
         self.engine, self.request, self.stats = engine, request, stats
-        self.window = Window(0)
-        self.spread = self.window.session
+        self.windows: dict[int, Window] = {}
+        """By start. Two where drafts go past the place where the context slides."""
+        self.spread = secrets.randbits(62)
         """The same for all windows: equal stages are asked in one order."""
         self.deadline = asyncio.get_running_loop().time() + request.deadline_seconds
         # A reported log-prob and the border of a nucleus should be the model's own, not a code's nearest
@@ -264,32 +266,49 @@ class StageSession:
         self.codec = Codec.F32 if shown else engine.config.codec
         self.sampler = request.sampler(engine.model)
         self.best_tokens = engine.best_tokens if self.sampler.plain and not shown else 0
+        self.slides = True
         # What a chain has cached is known when it has answered, so its traversals come one after another.
         self.most_flights = 1 if engine.fanout.needs_all else FLIGHTS
         engine.running.add(self)
 
     async def rows(self, traversal: Traversal) -> Rows | BestRows:
-        tokens, num_rows = traversal.tokens, traversal.num_rows
-        start = window_start(len(tokens) - num_rows + 1, self.engine.shape.context)
-        if start != self.window.start:
-            # Void traversals of the window before may still be under way.
-            before, self.window = self.window, Window(start)
-            if not before.under_way:
-                self._keep(before)
-        window = self.window
+        context, end = self.engine.shape.context, len(traversal.tokens)
+        first, spanned = end - traversal.num_rows + 1, []
+        while first <= end:
+            start = window_start(first, context)
+            spanned.append((start, first, min(end, start + context)))
+            first = start + context + 1
+        if traversal.leads:
+            # All before it is written, so that the text does not come back to the windows before.
+            for before in [start for start in self.windows if start < spanned[0][0]]:
+                self._leave(self.windows[before])
+        if len(spanned) == 1:
+            return await self._rows_of(traversal, *spanned[0])
+        # The draft goes on where the window slides: both windows are asked at once.
+        asked = [asyncio.ensure_future(self._rows_of(traversal, *place)) for place in spanned]
+        try:
+            return joined(await asyncio.gather(*asked))
+        finally:
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _rows_of(self, traversal: Traversal, start: int, first: int, end: int) -> Rows | BestRows:
+        """What follows the prefixes of `first` to `end` tokens, whose window begins at `start`."""
+        window = self.windows.setdefault(start, Window(start))
         draw = None
         # As few as the least capable stage sends; an older one sends whole rows alone.
         count = min([self.best_tokens, *(link.best_tokens for link in self.engine.links if link.blocks)])
         if count and not traversal.whole:
-            position = len(tokens) - num_rows + 1
-            draw = Draw(self.sampler.seed, position, self.sampler.temperature, count)
+            draw = Draw(self.sampler.seed, first, self.sampler.temperature, count)
+        ids = traversal.tokens[start:end]
         question = TraverseQuestion(
             type=FrameType.TRAVERSE,
             codec=self.codec if draw is None else Codec.BEST,
             draw=draw,
             shape=self.engine.shape,
-            ids=tokens[start:],
-            num_rows=num_rows,
+            ids=ids,
+            num_rows=end - first + 1,
             deadline=self.deadline,
             stats=self.stats,
             spread=self.spread,
@@ -299,13 +318,13 @@ class StageSession:
             traversal=traversal,
             kept=self.engine.kept,
         )
-        self.engine.kept.begin(window.session, window.caches)
+        self.engine.kept.begin(window.session, window.caches, ids)
         window.under_way += 1
         try:
             parts = await self.engine.fanout.collect(question)
         finally:
             window.under_way -= 1
-            if window is not self.window and not window.under_way:
+            if window is not self.windows.get(start) and not window.under_way:
                 self._keep(window)
         if draw is None:
             return pooled(parts, self.engine.pooling)
@@ -316,6 +335,13 @@ class StageSession:
         rows = await self.engine.consensus(FrameType.EXACT, window, 1, self.deadline, self.stats)
         row: Row = rows.log_probs[0]
         return row
+
+    def _leave(self, window: Window, *, last: bool = False) -> None:
+        """The text is through with it."""
+        del self.windows[window.start]
+        # Void traversals of it may still be under way.
+        if not window.under_way:
+            self._keep(window, last=last)
 
     def _keep(self, window: Window, *, last: bool = False) -> None:
         """For texts that begin alike; or free the caches wherever it left some."""
@@ -328,8 +354,7 @@ class StageSession:
         self.engine.release(kept.keep(window.session, caches) if worth_it else {window.session: caches})
 
     async def close(self) -> None:
-        """Have the last window kept, or freed."""
+        """Have the windows kept, or freed."""
         self.engine.running.discard(self)
-        before, self.window = self.window, Window(self.window.start)
-        if not before.under_way:
-            self._keep(before, last=True)
+        for window in list(self.windows.values()):
+            self._leave(window, last=window.start == max(self.windows))

@@ -84,6 +84,18 @@ class BestRows:
         return self.choices[i]
 
 
+def joined(parts: Sequence[Rows | BestRows]) -> Rows | BestRows:
+    """Rows that follow one another."""
+    weights = np.concatenate([part.weights for part in parts])
+    whole = [part for part in parts if isinstance(part, Rows)]
+    if len(whole) == len(parts):
+        logs, tolerances = [part.log_probs for part in whole], [part.tolerance for part in whole]
+        return Rows(np.concatenate(logs), np.concatenate(tolerances), weights)
+    best = [part for part in parts if isinstance(part, BestRows)]
+    assert len(best) == len(parts), "rows of one traversal are of one kind"
+    return BestRows([choice for part in best for choice in part.choices], weights)
+
+
 def shares_of(
     blocks: Sequence[tuple[int, ...]], log_weights: Sequence[NDArray[np.float64]], pooling: Pooling
 ) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
