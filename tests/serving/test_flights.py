@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from blocktrain.model.sampling import Sampler
+from blocktrain.serving.engine import drafting as drafting_module
 from blocktrain.serving.engine.draft_length import DraftLength, most_flights
 from blocktrain.serving.engine.drafting import DraftedToken, Drafter, ReadText
 from blocktrain.serving.engine.local import LocalEngine
@@ -319,6 +320,22 @@ def test_a_text_that_begins_as_another_did_is_read_for_drafts_from_there(
     del read[:]
     assert asyncio.run(drafts(LocalEngine(checkpoint), texts)) == [found for [found] in alone]
     assert read == [52, 19, 39]
+
+
+def test_texts_that_are_kept_for_others_take_little_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LocalEngine(checkpoint)
+    drafting, steps = engine.drafting, engine.drafting.steps(1)
+    cache = steps.new_cache()
+    steps.extend([7] * 60, cache)
+    texts = [[number] * 60 for number in range(4)]
+    for most, remembered in ((cache.num_bytes * 2, 2), (0, 1)):
+        monkeypatch.setattr(drafting_module, "KEPT_BYTES", most)
+        for text in texts:
+            drafting.keep(text, cache, 1)
+        assert [drafting.has_read(text, 1) for text in texts] == [i >= 4 - remembered for i in range(4)]
+    asyncio.run(engine.close())
 
 
 def test_a_draft_that_is_alone_has_the_tokens_that_it_has_among_others(checkpoint: Path) -> None:

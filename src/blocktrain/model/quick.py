@@ -85,6 +85,10 @@ class QuickCache:
         """Forget every position from `length` on."""
         self.length = min(self.length, length)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(room.nbytes for rooms in self.rooms for room in rooms)
+
     def copy(self) -> QuickCache:
         """The same with memory of its own."""
         other = copy.copy(self)
@@ -601,6 +605,11 @@ class PlainCache:
     def truncate(self, length: int) -> None:
         for part in self.parts:
             part.truncate(length)
+
+    @property
+    def num_bytes(self) -> int:
+        layers = [layer for part in self.parts for layer in part.layers]
+        return sum(part.room.nbytes for layer in layers for part in layer.parts if part.room is not None)
 
     def copy(self) -> PlainCache:
         """The same with memory of its own."""
