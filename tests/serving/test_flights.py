@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from blocktrain.model.generation import window_start
+from blocktrain.model.quick import QuickBlocks
 from blocktrain.model.sampling import Sampler
 from blocktrain.serving.engine import drafting as drafting_module
 from blocktrain.serving.engine.draft_length import DraftLength, most_flights
@@ -185,6 +188,70 @@ def test_a_wrong_draft_across_the_slide_comes_back_to_the_window_before(checkpoi
                 await until_async(lambda stage=stage: len(stage.sessions) == kept)  # type: ignore[misc]
 
     asyncio.run(served())
+
+
+def test_a_text_whose_drafts_all_hold_leaves_its_windows(checkpoint: Path) -> None:
+    async def served() -> None:
+        async with cluster(checkpoint, [[0, 1], [2]], draft_blocks=3) as c:
+            for proxy in c.proxies:
+                proxy.delay_seconds = 0.01
+            counts, most = most_under_way(c), 0
+            prompt = list(PROMPTS[5])
+            request = GenerationRequest(prompt, 300, seed=1, draft_tokens=12)
+            generation = c.engine.generate(request)
+            async for _ in generation:
+                [session] = c.engine.running
+                most = max(most, len(session.windows))
+            # Six windows in all, with always some traversal under way. 64 tokens are not verified at most.
+            assert counts[1] > 2
+            assert 2 <= most <= 3
+
+    asyncio.run(served())
+
+
+def test_what_was_read_and_what_is_due_are_always_the_whole_text(checkpoint: Path) -> None:
+    engine, context = LocalEngine(checkpoint), 32
+    engine.drafting.batcher.held.context = context
+    drafting, random = engine.drafting, np.random.default_rng(0)
+    steps = drafting.steps(1)
+    assert isinstance(steps, QuickBlocks)
+    for _ in range(150):
+        read, written = ReadText(drafting, 1), random.integers(97, 122, 10).tolist()
+        for _ in range(8):
+            # A draft that may be wrong somewhere, and some that others had more time for.
+            text = written + random.integers(97, 122, int(random.integers(0, 24))).tolist()
+            drafting.num_open = int(random.choice([1, 3, 6, 6, 6]))
+            due = read.catch_up(text, context, many=read.is_among_many)
+            start = window_start(len(text), context)
+            assert len(due) > 0
+            assert text[-len(due) :] == due
+            held = read.cache if read.tail is None else read.tail
+            assert min(held.length, read.cache.length) >= 0
+            begins = start if read.tail is None else read.tail_start
+            assert begins + held.length + len(due) == len(text)
+            for _ in range(int(random.integers(0, len(due) + 6))):
+                token = due.pop(0) if due else int(random.integers(97, 122))
+                if begins + held.length >= len(text):
+                    text.append(token)
+                    read.seen.append(token)
+                assert np.isfinite(steps.step([token], [held]).numpy()).all()
+            kept = int(random.integers(len(written), len(text) + 1))
+            written = text[: max(kept, len(written) + 1)]
+    asyncio.run(engine.close())
+
+
+def test_a_tail_that_ends_before_the_window_begins_is_made_again(checkpoint: Path) -> None:
+    engine = LocalEngine(checkpoint)
+    engine.drafting.num_open, read, text = 6, ReadText(engine.drafting, 1), list(range(97, 130))
+    steps = engine.drafting.steps(1)
+    assert read.catch_up(text[:10], 32, many=True) == text[9:10]
+    # Of 33 tokens the context shows those from 16 on, and the tail has not come so far.
+    assert read.catch_up(text, 32, many=True) == text[9:]
+    for token in text[9:14]:
+        steps.step([token], [read.tail])
+    assert read.catch_up(text, 32, many=True) == text[-1:]
+    assert (read.tail_start, read.cache.length) == (16, 16)
+    asyncio.run(engine.close())
 
 
 def test_many_requests_have_one_traversal_each() -> None:

@@ -90,9 +90,10 @@ class QuickCache:
         return sum(room.nbytes for rooms in self.rooms for room in rooms)
 
     def copy(self) -> QuickCache:
-        """The same with memory of its own."""
+        """The same with memory of its own, and no more than it needs."""
         other = copy.copy(self)
-        other.rooms = [[self._larger(room) for room in rooms] for rooms in self.rooms]
+        other.capacity = self.length
+        other.rooms = [[other._larger(room) for room in rooms] for rooms in self.rooms]
         return other
 
 
@@ -102,7 +103,7 @@ class Tail:
     def __init__(self, slot: int, length: int) -> None:
         self.slot = slot
         self.length = length
-        """Of the whole window, of which it is the end."""
+        """Of the text since where its positions begin, of which it is the end."""
 
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
@@ -193,7 +194,7 @@ class Stretch(NamedTuple):
     """Of its cache."""
     at: int
     end: int
-    """Where in the text they stand."""
+    """Where in the cache they stand."""
     row: int
     """Where the first of them stands among those of all texts."""
     start: int

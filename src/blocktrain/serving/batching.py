@@ -52,7 +52,7 @@ class _Job:
 
     @property
     def needs(self) -> set[int]:
-        """Whose earlier works must have run before this one."""
+        """Whose earlier works must have run before this one, or have cached what it begins with."""
         return {self.owner} if self.work.like is None else {self.owner, id(self.work.like)}
 
 
@@ -155,8 +155,8 @@ class Batcher:
             if job.future.done():
                 continue  # its client has gone away, and what the session asks next need not wait for it
             # Caches are copied before a pass: what another session holds now need not be waited for.
-            early = job.owner not in owners and job.work.runnable
-            if (job.needs & owners and not early) or full:
+            waits = job.needs & owners and (job.owner in owners or not job.work.runnable)
+            if waits or full:
                 later.append(job)
             elif now >= job.deadline:
                 job.future.set_exception(LateError("the deadline passed while the request was waiting"))

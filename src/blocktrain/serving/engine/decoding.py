@@ -120,7 +120,8 @@ async def decode(
             if piece or not flights:
                 guess += piece
                 text += [one.token for one in piece]
-                traversal = Traversal(text, len(text) - asked + 1, whole, leads=not flights)
+                num_rows = len(text) - asked + 1
+                traversal = Traversal(text, num_rows, whole, leads=not flights, written=len(tokens))
                 began = time.monotonic()
                 if drafter is None:
                     # Nothing is done meanwhile, and a task that is waited for takes as long as to encode

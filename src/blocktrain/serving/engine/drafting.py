@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,9 @@ TAIL_STEPS = 24
 READ_FIRST = 32
 """Tokens the cache is behind by that it reads while the request goes on without a draft."""
 KEPT_TEXTS, KEPT_BYTES = 32, 1 << 28
-"""Windows that were read and are kept for others that begin alike, and the memory that they may take. With 16
-of them, of 16 prompts that fill the context, one client waited 8 of each text's 80 ms for reading."""
+"""Windows that were read and are kept for others that begin alike, and the memory that all of them may take:
+of long ones far fewer are kept. With 16, of 16 prompts that fill the context, one client waited for reading
+in 8 of each text's 80 ms."""
 
 READ_AT_ONCE = 4
 """Tokens that the other blocks read in one pass behind the first: four rows take 1.4 times as long as one,
@@ -90,6 +91,14 @@ class DraftedToken:
     """How many blocks guessed it; 0 where it was looked up."""
 
 
+class Read(NamedTuple):
+    """A window and the cache that holds it."""
+
+    cache: Any
+    seen: list[int]
+    start: int
+
+
 class ReadText:
     """What some blocks have read of a request's text. The computing thread's own once a draft has begun; the
     event loop only asks how far it is."""
@@ -99,9 +108,11 @@ class ReadText:
         """How many of the blocks held here."""
         self.cache: Any = drafting.steps(blocks).new_cache()
         self.seen: list[int] = []
-        """The window that the cache holds, all but its last token at least."""
+        """The window with its drafts: what the cache or the tail holds of it, and what was due then."""
         self.start = 0
         """Of the window, in the text."""
+        self.before: Read | None = None
+        """The window before, or behind: a wrong draft comes back from beyond the place where it slides."""
         self.tail: Tail | None = None
         """The end of what was read, while many texts are drafted for: the cache is behind then."""
         self.tail_start = 0
@@ -109,11 +120,24 @@ class ReadText:
         self.is_fresh = False
         """Whether the cache was read or copied, and no step has gone on from it."""
 
-    def reach(self, start: int) -> int:
-        """Up to where in a text, whose window begins at `start`, what is held can be gone on from."""
+    @property
+    def is_among_many(self) -> bool:
+        """Whether it is drafted for by its tail."""
+        # A tail stays where requests come and go: to make it costs a pass over the text.
+        least = FEW_REQUESTS if self.tail is None else FEW_REQUESTS // 2
+        return self.drafting.num_open > least
+
+    def reach(self, length: int, start: int) -> int:
+        """Up to where what is held can be gone on from, in a text of so many tokens, whose window begins at
+        `start`."""
         tail = self.tail
-        if tail is not None:
-            return self.tail_start + tail.length
+        if tail is not None and self.is_among_many:
+            end = self.tail_start + tail.length
+            if length - end <= TAIL_STEPS + 1:
+                return end
+        before = self.before
+        if start != self.start and before is not None and before.start == start:
+            return start + int(before.cache.length)
         return start + (self.cache.length if start == self.start else 0)
 
     def catch_up(self, text: Sequence[int], context: int, *, many: bool) -> list[int]:
@@ -121,14 +145,15 @@ class ReadText:
         before a guess."""
         start = window_start(len(text), context)
         window = list(text[start:])
-        # What is held beyond the text they share was a wrong draft.
-        shared = self.start + shared_length(self.seen, list(text[self.start :]))
         tail, self.tail = self.tail, None
-        if tail is not None and many and shared > self.start:
+        if tail is not None and many:
+            # What is held beyond the text they share was a wrong draft.
+            shared = self.start + shared_length(self.seen, list(text[self.start :]))
             held = self.tail_start + tail.length
             keep = min(shared, len(text) - 1, held)
             # Where a wrong draft was very long, little is left of the tail.
-            if len(text) - keep <= TAIL_STEPS + 1 and held - keep <= TAIL // 2:
+            near = len(text) - keep <= TAIL_STEPS + 1 and held - keep <= TAIL // 2
+            if near and keep > max(self.start, self.tail_start):
                 # Where the window slides it goes on: to read the new one takes as long as ten steps, and to
                 # copy it from another text brought as much as it took.
                 tail.truncate(keep - self.tail_start)
@@ -137,8 +162,14 @@ class ReadText:
                 return list(text[keep:])
         # Not held any more: its slot is the lowest that is free.
         tail = None
-        is_new = start != self.start or shared == start
-        keep = 0 if is_new else min(shared - start, len(window) - 1, self.cache.length)
+        if start != self.start:
+            left = Read(self.cache, self.seen, self.start)
+            fits = self.before is not None and self.before.start == start
+            new = self.before if fits else None
+            self.before = left
+            self.cache, self.seen, self.start = new or Read(self._steps.new_cache(), [], start)
+        shared = shared_length(self.seen, window)
+        keep = min(shared, len(window) - 1, self.cache.length)
         if len(window) - keep > READ_FIRST:
             # 32 prompts of 128 bytes took the gateway 8 s (width 384), in which it drafted next to nothing.
             self.is_fresh = True
@@ -148,16 +179,19 @@ class ReadText:
         self.cache.truncate(keep)
         due = window[keep:]
         if len(due) > STEPS_AT_MOST + 1:
-            self.drafting.steps(self.blocks).extend(due[:-1], self.cache)
-            # A prompt, or a window that others have too: not what one text wrote without drafts.
-            if len(due) > READ_FIRST and is_new:
+            self._steps.extend(due[:-1], self.cache)
+            # A prompt, or the beginning of a window: not what one text wrote without drafts.
+            if len(due) > READ_FIRST and not shared:
                 self.drafting.keep(window[:-1], self.cache, self.blocks)
             due = due[-1:]
-        self.seen, self.start = window, start
-        steps = self.drafting.steps(self.blocks)
-        if many and isinstance(steps, QuickBlocks):
-            self.tail, self.tail_start = steps.tails.put(self.cache), start
+        self.seen = window
+        if many and isinstance(self._steps, QuickBlocks):
+            self.tail, self.tail_start = self._steps.tails.put(self.cache), start
         return due
+
+    @property
+    def _steps(self) -> RoughBlocks:
+        return self.drafting.steps(self.blocks)
 
 
 @dataclass(eq=False)
@@ -330,10 +364,8 @@ class Drafting:
                     self._compare_blocks()
                 for draft in begun + reads:
                     if not draft.done.cancelled():
-                        # A tail stays where requests come and go: to make it costs a pass over the text.
-                        least = FEW_REQUESTS if draft.read.tail is None else FEW_REQUESTS // 2
-                        many = self.num_open > least
-                        draft.due = draft.read.catch_up(draft.text, self.batcher.held.context, many=many)
+                        read, context = draft.read, self.batcher.held.context
+                        draft.due = read.catch_up(draft.text, context, many=read.is_among_many)
                 told += reads
                 now, wanted = time.monotonic(), going + [draft for draft in begun if draft.due]
                 # A request that was given up needs no more.
@@ -429,9 +461,15 @@ class Drafting:
     def keep(self, text: list[int], cache: Any, count: int) -> None:
         """Have a copy of the cache of so many blocks, which holds this text, for others that begin alike."""
         kept = [*self._kept[count][1 - KEPT_TEXTS :], (text, cache.copy())]
-        while len(kept) > 1 and sum(one.num_bytes for _, one in kept) > KEPT_BYTES:
-            del kept[0]
         self._kept[count] = kept
+        # What other numbers of blocks have read goes first: they do not draft now.
+        for some in [other for other in self._kept.values() if other is not kept] + [kept]:
+            while len(some) > (some is kept) and self._kept_bytes > KEPT_BYTES:
+                del some[0]
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(cache.num_bytes for kept in self._kept.values() for _, cache in kept)
 
     def has_read(self, text: list[int], count: int) -> bool:
         """Whether a cache of so many blocks is kept that holds the text, or nearly."""
@@ -538,7 +576,7 @@ class Drafter:
             start = window_start(len(tokens), self.context)
             # A prompt or a new window. The traversal need not wait until it is read here too: 128 bytes take
             # 60 ms at width 384, and of 64 requests that come at once the last would wait for all others.
-            is_long = len(tokens) - max(start, read.reach(start)) > READ_FIRST
+            is_long = len(tokens) - max(start, read.reach(len(tokens), start)) > READ_FIRST
             is_long = is_long and not self.drafting.has_read(list(tokens[start:-1]), blocks)
             self._reading = self.drafting.begin(self, read, tokens, 0, []) if is_long else None
         if self._reading is not None:

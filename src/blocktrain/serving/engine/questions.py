@@ -205,13 +205,17 @@ class KeptSessions:
         return best, ids[:shared]
 
     def _enter(self, session: int, ids: list[int]) -> None:
-        if session not in self._beginnings and len(ids) >= LEAST_SHARED:
-            self._beginnings[session] = beginning = tuple(ids[:LEAST_SHARED])
+        beginning = tuple(ids[:LEAST_SHARED])
+        if len(ids) >= LEAST_SHARED and self._beginnings.get(session) != beginning:
+            self._forget(session)  # a draft at its beginning was wrong
+            self._beginnings[session] = beginning
             self._alike.setdefault(beginning, {})[session] = None
 
     def _leave(self, session: int) -> None:
-        if session in self._caches or session in self._running:
-            return
+        if session not in self._caches and session not in self._running:
+            self._forget(session)
+
+    def _forget(self, session: int) -> None:
         beginning = self._beginnings.pop(session, None)
         if beginning is not None:
             del self._alike[beginning][session]

@@ -77,7 +77,7 @@ class EngineConfig:
     one of bytes is."""
     kept_sessions: int = 32
     """Windows of texts whose caches stay on the stages for others that begin alike; 0 for none. A text that
-    outgrows the context has two."""
+    outgrows the context has two or three."""
     draft_blocks: int | None = None
     """Blocks held here to draft with; None: see `drafting.blocks_for_drafts`."""
     token: str = ""
@@ -256,7 +256,9 @@ class StageSession:
     def __init__(self, engine: RemoteEngine, request: GenerationRequest, stats: GenerationStats) -> None:
         self.engine, self.request, self.stats = engine, request, stats
         self.windows: dict[int, Window] = {}
-        """By start. Two where drafts go past the place where the context slides."""
+        """By start: that of the text that is written, and those that drafts reached behind it."""
+        self.written_start = 0
+        """Of the first of these."""
         self.spread = secrets.randbits(62)
         """The same for all windows: equal stages are asked in one order."""
         self.deadline = asyncio.get_running_loop().time() + request.deadline_seconds
@@ -278,19 +280,21 @@ class StageSession:
             start = window_start(first, context)
             spanned.append((start, first, min(end, start + context)))
             first = start + context + 1
-        if traversal.leads:
-            # All before it is written, so that the text does not come back to the windows before.
-            for before in [start for start in self.windows if start < spanned[0][0]]:
-                self._leave(self.windows[before])
+        self.written_start = max(self.written_start, window_start(traversal.written, context))
+        # A wrong draft comes back to what is written, and never to a window before.
+        for before in [start for start in self.windows if start < self.written_start]:
+            self._leave(self.windows[before])
         if len(spanned) == 1:
             return await self._rows_of(traversal, *spanned[0])
-        # The draft goes on where the window slides: both windows are asked at once.
+        # The draft goes on where the window slides: all windows are asked at once.
         asked = [asyncio.ensure_future(self._rows_of(traversal, *place)) for place in spanned]
         try:
-            return joined(await asyncio.gather(*asked))
+            # Where one fails the others' answers are waited for: until then stages count them as under way.
+            await asyncio.gather(*asked, return_exceptions=True)
+            return joined([task.result() for task in asked])
         finally:
-            for one in asked:
-                one.cancel()
+            for task in asked:
+                task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _rows_of(self, traversal: Traversal, start: int, first: int, end: int) -> Rows | BestRows:
@@ -357,4 +361,4 @@ class StageSession:
         """Have the windows kept, or freed."""
         self.engine.running.discard(self)
         for window in list(self.windows.values()):
-            self._leave(window, last=window.start == max(self.windows))
+            self._leave(window, last=True)

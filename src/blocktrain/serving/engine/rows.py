@@ -42,6 +42,8 @@ class Traversal:
     """Ask for rows over the whole vocabulary, where the best tokens would do otherwise."""
     leads: bool = False
     """Set while no other traversal of the text is under way before it."""
+    written: int = 0
+    """So many of the tokens were written when it was asked for; those behind are drafts."""
     void: bool = False
     """Set when nobody waits for the rows any more, or when a stage failed while others were under way before
     it: those are asked again, and this one behind them."""
