@@ -209,6 +209,31 @@ def test_a_text_whose_drafts_all_hold_leaves_its_windows(checkpoint: Path) -> No
     asyncio.run(served())
 
 
+def test_a_wrong_draft_before_the_slide_is_not_read_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, read_tokens = LocalEngine(checkpoint), list[int]()
+    steps = engine.drafting.steps(1)
+    extend = steps.extend
+
+    def noted(tokens: Sequence[int], cache: Any) -> None:
+        read_tokens.append(len(tokens))
+        extend(tokens, cache)
+
+    monkeypatch.setattr(steps, "extend", noted)
+    read, text = ReadText(engine.drafting, 1), list(range(97, 137))
+    assert read.catch_up(text[:30], 32, many=False) == text[29:30]
+    # Behind 32 tokens the window begins at 16.
+    assert read.catch_up(text, 32, many=False) == text[-1:]
+    assert read_tokens == [29, 23]
+    assert read.reach(31, 0) == 29
+    assert read.catch_up([*text[:30], 7], 32, many=False) == [text[29], 7]
+    # And behind the slide again, where 16 to 30 are held.
+    assert read.catch_up([*text[:30], 7, 8, 9], 32, many=False) == [7, 8, 9]
+    assert read_tokens == [29, 23]
+    asyncio.run(engine.close())
+
+
 def test_what_was_read_and_what_is_due_are_always_the_whole_text(checkpoint: Path) -> None:
     engine, context = LocalEngine(checkpoint), 32
     engine.drafting.batcher.held.context = context
