@@ -9,7 +9,8 @@ from torch import nn
 from blocktrain.model import quick as quick_module
 from blocktrain.model.block import Block
 from blocktrain.model.generation import window_start
-from blocktrain.model.quick import TAIL, PlainBlocks, QuickBlocks, is_quickenable
+from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
+from blocktrain.model.tails import TAIL
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
@@ -150,10 +151,10 @@ def test_the_ends_of_texts_say_what_the_whole_texts_do(convolution: int) -> None
     for text, cache in zip(texts, caches, strict=True):
         if len(text) > 1:
             quick.extend(text[:-1], cache)
-    tails = [quick.tails.put(cache) for cache in caches]
+    tails = [quick.tail_of(cache) for cache in caches]
     last = [text[-1] for text in texts]
     expected = quick.step(last, caches)
-    assert torch.allclose(quick.step(last, tails), expected, atol=1e-4)
+    assert is_near(quick.step(last, tails), expected)
     # A wrong draft is forgotten, some of the texts go on alone, and in another order.
     for _ in range(3):
         quick.step([7] * len(tails), tails)
@@ -162,7 +163,6 @@ def test_the_ends_of_texts_say_what_the_whole_texts_do(convolution: int) -> None
     chosen = [9, 2, 3, 11]
     expected = quick.step([5, 6, 7, 8], [caches[i] for i in chosen])
     found = quick.step([5, 6, 7, 8], [tails[i] for i in chosen])
-    # Another kernel multiplies one row, or another number of them.
     assert is_near(found, expected)
     assert [tails[i].length for i in chosen] == [caches[i].length for i in chosen]
 
@@ -174,7 +174,7 @@ def test_the_end_of_a_long_text_is_its_last_positions(convolution: int) -> None:
     text = some_tokens(1, 3 * TAIL)[0].tolist()
     cache = quick.new_cache()
     quick.extend(text[: 2 * TAIL - 5], cache)
-    early = quick.tails.put(cache)
+    early = quick.tail_of(cache)
     for at in range(2 * TAIL - 5, len(text) - 1):
         # Now and then a draft is wrong, also across the place where the places begin again.
         if at % 3 == 0:
@@ -184,7 +184,7 @@ def test_the_end_of_a_long_text_is_its_last_positions(convolution: int) -> None:
         quick.step([text[at]], [early])
     quick.extend(text[2 * TAIL - 5 : -1], cache)
     # Of keys that were read in one pass, and of those that were drafted over: both see as many.
-    late = quick.tails.put(cache)
+    late = quick.tail_of(cache)
     assert early.length == late.length == len(text) - 1
     early_rows, late_rows = quick.step(text[-1:], [early]), quick.step(text[-1:], [late])
     assert is_near(early_rows, late_rows)
@@ -200,7 +200,7 @@ def test_where_the_window_slides_steps_go_on_with_what_it_shows() -> None:
     text = tokens[0].tolist()
     cache = quick.new_cache()
     quick.extend(text[: context // 2], cache)
-    tail = quick.tails.put(cache)
+    tail = quick.tail_of(cache)
     for at in range(context // 2, len(text)):
         rows = quick.step(text[at : at + 1], [cache]), quick.step(text[at : at + 1], [tail])
         # In one layer a key depends on its token alone, so that nothing is left of what came before.
@@ -215,13 +215,13 @@ def test_where_the_window_slides_steps_go_on_with_what_it_shows() -> None:
 def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
     blocks, codebook = two_blocks()
     quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
-    tails = [quick.tails.put(quick.new_cache()) for _ in range(3)]
+    tails = [quick.tail_of(quick.new_cache()) for _ in range(3)]
     assert [tail.slot for tail in tails] == [0, 1, 2]
     del tails[1]
-    assert quick.tails.put(quick.new_cache()).slot == 1
+    assert quick.tail_of(quick.new_cache()).slot == 1
     # After a busy moment its memory goes.
-    tails = [quick.tails.put(quick.new_cache()) for _ in range(20)]
-    assert len(quick.tails.position_MS) >= 20
+    tails = [quick.tail_of(quick.new_cache()) for _ in range(20)]
+    assert len(quick.tails.arrays.positions) >= 20
     tails.clear()
-    assert quick.tails.put(quick.new_cache()).slot == 0
-    assert len(quick.tails.position_MS) < 20
+    assert quick.tail_of(quick.new_cache()).slot == 0
+    assert len(quick.tails.arrays.positions) < 20

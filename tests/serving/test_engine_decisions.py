@@ -157,7 +157,7 @@ def written(
     each of them."""
     random, now, tokens = np.random.default_rng(0), began, 0
     for _ in range(rounds):
-        last, drafts, blocks = now, 0, length.blocks(requests, 3)
+        last, drafts, blocks = now, 0, length.blocks(requests, 3, at_once=False)
         holds = one_holds if blocks == 1 else THREE_HOLD
         while blocks and drafts < 32 and length.go_on([2.5] * drafts, requests, now, blocks=blocks):
             now, drafts = now + blocks * step, drafts + 1
@@ -237,8 +237,8 @@ def test_a_change_of_costs_is_found_out_in_both_directions() -> None:
 
 
 def test_for_many_requests_the_first_block_drafts_alone() -> None:
-    assert [AdaptiveLength().blocks(requests, 3) for requests in (1, 4, 5, 64)] == [3, 3, 1, 1]
-    assert AdaptiveLength().blocks(64, 0) == 0
+    assert [AdaptiveLength().blocks(requests, 3, at_once=False) for requests in (1, 4, 5, 64)] == [3, 3, 1, 1]
+    assert AdaptiveLength().blocks(64, 0, at_once=True) == 0
 
 
 def test_several_blocks_draft_for_many_where_the_first_one_alone_is_often_wrong() -> None:
@@ -249,14 +249,14 @@ def test_several_blocks_draft_for_many_where_the_first_one_alone_is_often_wrong(
         _, now = written(length, 1, 0.0, 200, step=0.001, traversal=0.015, one_holds=one_holds)
         written(length, 32, now, 400, step=0.001, traversal=0.015, one_holds=one_holds)
         assert length.is_busy(32, 3)
-        found.append(length.blocks(32, 3))
+        found.append(length.blocks(32, 3, at_once=False))
     assert found == [1, 3]
 
 
 def test_more_requests_begin_without_drafts_where_fewer_wrote_more_without() -> None:
     length = AdaptiveLength()
     written(length, 32, 0.0, 100, step=0.2, traversal=0.25, row=0.15)
-    assert length.blocks(64, 3) == 0
+    assert length.blocks(64, 3, at_once=False) == 0
 
 
 def test_a_row_that_makes_traversals_longer_makes_drafts_shorter() -> None:
@@ -283,17 +283,21 @@ def test_drafts_are_not_judged_while_prompts_are_read_for_them() -> None:
 
 def test_all_blocks_draft_for_many_where_the_network_leaves_time_for_it() -> None:
     far, near = (taught(0.9, seconds, step_seconds=0.002, requests=8) for seconds in (0.1, 0.01))
-    assert [far.blocks(requests, 3) for requests in (1, 8, 64)] == [3, 3, 1]
-    assert [near.blocks(requests, 3) for requests in (1, 4, 8)] == [3, 3, 1]
+    assert [far.blocks(requests, 3, at_once=False) for requests in (1, 8, 64)] == [3, 3, 1]
+    assert [near.blocks(requests, 3, at_once=False) for requests in (1, 4, 8)] == [3, 3, 1]
     assert not far.is_busy(8, 3)
     assert near.is_busy(8, 3)
 
 
-def test_many_begin_with_several_blocks_where_these_take_little_longer_than_one() -> None:
-    assert [AdaptiveLength().blocks(8, 3, times) for times in (1.4, 3.0, None)] == [3, 1, 1]
-    # What a smaller load chose holds for a larger one, until that is weighed itself.
-    length = AdaptiveLength()
-    assert [length.blocks(requests, 3, times) for requests, times in ((8, 3.0), (16, 1.4))] == [1, 1]
+def test_blocks_that_are_stepped_together_all_draft_for_many() -> None:
+    assert [AdaptiveLength().blocks(8, 3, at_once=at_once) for at_once in (True, False)] == [3, 1]
+
+
+def test_drafts_of_many_wait_for_one_another_where_the_network_takes_less_than_that() -> None:
+    near, far = (taught(0.9, seconds, step_seconds=0.0001, requests=8) for seconds in (0.01, 0.1))
+    assert [near.gathers(requests) for requests in (1, 4, 8)] == [False, False, True]
+    assert not far.gathers(64)
+    assert AdaptiveLength().gathers(8), "as long as nothing has landed"
 
 
 def test_a_start_from_cold_does_not_end_drafts_for_long() -> None:

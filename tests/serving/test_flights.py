@@ -353,7 +353,7 @@ def test_a_text_that_cannot_be_read_for_drafts_fails_alone(
     asyncio.run(served())
 
 
-def test_drafts_that_cannot_be_timed_fail_and_the_next_go_on(
+def test_drafts_that_fail_are_told_so_and_the_next_go_on(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def served() -> None:
@@ -374,12 +374,11 @@ def test_drafts_that_cannot_be_timed_fail_and_the_next_go_on(
                 broken.setattr(engine.drafting.batcher.held, "context", None)
                 # Before, the thread ended, and nobody had a draft any more.
                 assert all(isinstance(one, TypeError) for one in await drafts())
-            # Of a context that is shorter than what is timed.
+            # Of a context that is shorter than the text.
             monkeypatch.setattr(engine.drafting.batcher.held, "context", 4)
             for drafter in drafters:
                 drafter.context = 4
             assert await drafts() == [4] * 5
-            assert engine.drafting.times is not None
         await engine.close()
 
     asyncio.run(served())

@@ -42,8 +42,6 @@ FEW_REQUESTS = 4
 USUAL_DRAFT, BUSY_SHARE = 8, 0.5
 """A gateway is busy that takes such a part of the shortest traversal or more to draft so many tokens for all
 requests."""
-LITTLE_LONGER = 2.4
-"""Before more is known several blocks draft for many where they take at most so many times as long as one."""
 WEIGHED_DRAFT = 6
 """Tokens, for which one block is weighed against several where the gateway is busy: drafts of 4 to 12 bring
 about as much for their time."""
@@ -112,14 +110,14 @@ class DraftLength:
         """Tokens of a draft at most, where so many traversals may be under way."""
         return self.most
 
-    def is_busy(self, requests: int, held: int, times: float | None = None) -> bool:
-        """True if drafts of all blocks held here, for so many requests, take longer than the network does:
-        `times` as long as those of the first alone, or as many as there are blocks.
-        Drafts of a fixed length are not timed: there, many requests are enough."""
+    def gathers(self, requests: int) -> bool:
+        """Whether drafts of so many requests wait for one another, so that their traversals meet on the
+        stages."""
         return requests > FEW_REQUESTS
 
-    def blocks(self, requests: int, held: int, times: float | None = None) -> int:
-        """How many of the blocks held here draft while so many requests are under way; 0 for no drafts."""
+    def blocks(self, requests: int, held: int, *, at_once: bool) -> int:
+        """How many of the blocks held here draft while so many requests are under way; 0 for no drafts.
+        `at_once`: they are stepped together, and take little longer than one."""
         return held
 
     def go_on(
@@ -245,6 +243,8 @@ class Costs:
         """Of recent traversals with their drafts."""
         self.traversal_seconds, self.rows = 0.0, 1.0
         """Of recent ones, in the mean."""
+        self.least_seconds = math.inf
+        """The least that this mean was of late."""
 
     def trust(self, now: float) -> float:
         """What `step_seconds` counts now, of 1 just after a step."""
@@ -260,28 +260,29 @@ class Load:
         """With drafts, and without."""
         self.alone = alone
         """Whether one block drafts where the gateway is busy, or all that are held here."""
-        self.is_chosen = False
-        """Whether that is known of this load or a smaller one."""
-
         self.step_seconds: dict[bool, float] = {}
         """The shortest time of late that a token of one text took, by one block alone and by several."""
 
-    def step(self, blocks: int, times: float) -> float:
-        """Seconds for a token of one text; several blocks take so many times as long as one."""
+    def step(self, blocks: int, held: int) -> float:
+        """Seconds for a token of one text, by one block or by all that are held."""
         known = self.step_seconds.get(blocks == 1)
         if known is not None:
             return known
-        other = self.step_seconds.get(blocks != 1, FIRST_BLOCK_SECONDS * (times if blocks == 1 else 1))
-        return other / times if blocks == 1 else other * times
+        other = self.step_seconds.get(blocks != 1, FIRST_BLOCK_SECONDS * (held if blocks == 1 else 1))
+        return other / held if blocks == 1 else other * held
 
-    @property
-    def row_seconds(self) -> float:
-        """By how much one more row of every request makes traversals longer, where that was measured."""
+    def row_seconds(self, least: float) -> float:
+        """By how much one more row of every request makes traversals longer; none at any load took less than
+        `least` of late."""
         plain, drafted = self.costs[False], self.costs[True]
-        if not plain.traversal_seconds or drafted.rows < LEAST_ROWS:
+        if drafted.rows < LEAST_ROWS:
             return 0.0
-        more = drafted.traversal_seconds - plain.traversal_seconds
-        return max(0.0, more / (drafted.rows - plain.rows)) if drafted.rows > plain.rows else 0.0
+        # Not the mean without drafts: it is from a trial that is over, often at the start, when prompts were
+        # read, and beside it rows looked half as dear as they were.
+        more = drafted.traversal_seconds - min(plain.least_seconds, drafted.traversal_seconds)
+        if not math.isfinite(plain.least_seconds):
+            more = drafted.traversal_seconds - least
+        return max(0.0, more / (drafted.rows - 1))
 
 
 class AdaptiveLength(DraftLength):
@@ -292,7 +293,8 @@ class AdaptiveLength(DraftLength):
     part of a step and one more row, and in that time all requests together make tokens by going on as usual.
     So drafts are long where the network is slow or the text is easy, and short where processors are busy.
 
-    All blocks held here draft, or the first one alone where the gateway is busy. Costs are kept apart by how
+    All blocks held here draft, or the first one alone where they are stepped one by one and the gateway is
+    busy. Costs are kept apart by how
     many requests are under way, in powers of two: what a burst of 64 taught says nothing about the one
     request after it. And a cost that nobody measured lately is believed less and less: before, one burst of
     32 ended drafting until the gateway was started again. Whether to draft at all is left to a `Comparison`.
@@ -323,34 +325,39 @@ class AdaptiveLength(DraftLength):
             below = [one for one in list(self.by_load) if one < load]
             fewer = self.by_load[max(below)] if below else Load(drafts=True, alone=True)
             new = Load(drafts=fewer.comparison.best, alone=fewer.alone)
-            new.is_chosen = fewer.is_chosen
             # The computing thread asks too.
             self.by_load.setdefault(load, new)
         return self.by_load[load]
 
-    def is_busy(self, requests: int, held: int, times: float | None = None) -> bool:
-        seconds = requests * USUAL_DRAFT * self.load(requests).step(held, times or held)
+    def is_busy(self, requests: int, held: int) -> bool:
+        """True if drafts of all blocks held here, for so many requests, take longer than the network does."""
+        seconds = requests * USUAL_DRAFT * self.load(requests).step(held, held)
         # As long as no traversal has landed the network may be a fast one.
         known = self.least_seconds if math.isfinite(self.least_seconds) else 0.0
         return requests > FEW_REQUESTS and seconds > BUSY_SHARE * known
 
-    def blocks(self, requests: int, held: int, times: float | None = None) -> int:
+    def gathers(self, requests: int) -> bool:
+        # Where the network takes longer than one would wait, passes of a stage are not what counts.
+        known = self.least_seconds if math.isfinite(self.least_seconds) else 0.0
+        return requests > FEW_REQUESTS and known < self.patience_seconds
+
+    def blocks(self, requests: int, held: int, *, at_once: bool) -> int:
         load = self.load(requests)
         if not load.comparison.drafts:
             return 0
-        if held < 2 or not self.is_busy(requests, held, times):
+        # Two blocks of width 128 and three of 384 write as much as one of them or more, whatever the load.
+        if at_once or held < 2 or not self.is_busy(requests, held):
             return held
         # One block costs a part of what several do and is wrong more often. Which writes more depends on the
         # stages: where their passes are mostly bookkeeping, a long draft costs them little.
         plain, speeds = load.costs[False].traversal_seconds, []
-        if not load.is_chosen and times is not None:
-            load.alone, load.is_chosen = times > LITTLE_LONGER, True
+        row = load.row_seconds(self.least_seconds)
         if plain and load.comparison.is_new:
             for blocks, alone in ((1, True), (held, False)):
                 chance = sum(self.hits[alone]) / sum(self.tries[alone])
                 tokens = sum(chance**i for i in range(WEIGHED_DRAFT + 1))
-                step = requests * load.step(blocks, times or held)
-                speeds.append(tokens / (plain + WEIGHED_DRAFT * (load.row_seconds + step)))
+                step = requests * load.step(blocks, held)
+                speeds.append(tokens / (plain + WEIGHED_DRAFT * (row + step)))
             # A change has every text read again by other blocks, 32 of them for two seconds: not for little,
             # and not while they are written.
             least = BETTER if load.alone else 1 / BETTER
@@ -387,7 +394,7 @@ class AdaptiveLength(DraftLength):
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
         # The gateway drafts for some while stages verify for others, so the longer of both counts.
-        cost = rate * max(requests * step_seconds, load.row_seconds)
+        cost = rate * max(requests * step_seconds, load.row_seconds(self.least_seconds))
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
     def stepped(
@@ -416,6 +423,7 @@ class AdaptiveLength(DraftLength):
         mean = costs.traversal_seconds or found.traversal_seconds
         costs.traversal_seconds = mean + (1 - KEEP_COST) * (found.traversal_seconds - mean)
         costs.rows += (1 - KEEP_COST) * (found.rows - costs.rows)
+        costs.least_seconds = min(costs.traversal_seconds, SLOWER * costs.least_seconds)
         self.least_seconds = min(found.traversal_seconds, SLOWER * self.least_seconds)
         # The time since anybody's last traversal, but for that in which there was no request.
         seconds, self.last = min(now - self.last, found.seconds), now

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blocktrain.model.generation import shared_length, window_start
 from blocktrain.model.objective import Objective
-from blocktrain.model.quick import TAIL, QuickBlocks, Tail
+from blocktrain.model.quick import QuickBlocks
 from blocktrain.model.sampling import (
     EXACT_TOLERANCE,
     Row,
@@ -31,6 +31,7 @@ from blocktrain.model.sampling import (
     choose,
     normalised,
 )
+from blocktrain.model.tails import TAIL, Tail
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
 from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Traversed, most_flights
@@ -57,8 +58,6 @@ MOST_OF_ALL, QUIET_SECONDS = 0.75, 0.002
 """Drafts begin when so many of all requests are there and no more came for so long. With half of them and
 2 ms eight clients wrote 1,500 bytes a second on two cores instead of 1,840 (demo model): mostly four each
 went together, and a pass of a stage over four texts takes 0.8 of the time of one over eight."""
-TIMED_TEXTS, TIMED_STEPS = 8, 6
-"""For how many texts, and how often, it is measured what several blocks take beside one."""
 
 MOST_DRAFT_BLOCKS = 3
 """Blocks that draft where nothing else was asked for: of four, one agrees with all on 91 % of bytes, two on
@@ -186,7 +185,7 @@ class ReadText:
             due = due[-1:]
         self.seen = window
         if many and isinstance(self._steps, QuickBlocks):
-            self.tail, self.tail_start = self._steps.tails.put(self.cache), start
+            self.tail, self.tail_start = self._steps.tail_of(self.cache), start
         return due
 
     @property
@@ -266,10 +265,8 @@ class Drafting:
         """By how many blocks draft: texts that were read and their caches, the one used last at the end; the
         computing thread's own."""
         self._steps: dict[int, RoughBlocks] = {}
-        self.slides = bool(self.blocks) and batcher.held.is_quick(self.blocks)
-        """Whether the blocks guess on past their context."""
-        self.times: float | None = None
-        """How many times as long all blocks take as the first alone, once that is known."""
+        self.at_once = bool(self.blocks) and batcher.held.is_quick(self.blocks)
+        """Whether the blocks are stepped together, and guess on past their context."""
 
     def steps(self, count: int) -> RoughBlocks:
         """The first so many blocks held here."""
@@ -278,12 +275,12 @@ class Drafting:
             self._steps[count] = self.batcher.held.steps(tuple(self.blocks)).first(count)
         return self._steps[count]
 
-    def _compare_blocks(self) -> None:
-        """Find out how many times as long all blocks take as the first alone. In the computing thread."""
-        steps, context = self.batcher.held.steps(tuple(self.blocks)), self.batcher.held.context
-        several, one = (_step_seconds(steps.first(n), context) for n in (len(self.blocks), 1))
-        # Three blocks of width 384 take 2.4 times as long as one, two of width 128 1.4 times.
-        self.times = max(1.0, several / one)
+    def prepare(self) -> None:
+        """Have what drafts for many be compiled, before anybody waits for a draft."""
+        if self.at_once:
+            from blocktrain.model.quick_kernel import compile_now
+
+            compile_now()
 
     def own_shares(self, weights: Row, count: int) -> Row:
         """The share of each of the first blocks held here. One of weight 0 may be the only one here; it still
@@ -353,15 +350,13 @@ class Drafting:
             # Many requests begin and end their drafts together, so that their traversals meet on the stages.
             # Where each was sent as soon as it had enough, a pass of a stage had one or two of eight requests
             # in it, and took half as long as one of all eight.
-            together = any(draft.drafter.is_busy for draft in (*later, *going, *enough))
+            together = any(draft.drafter.gathers for draft in (*later, *going, *enough))
             enough_wait = len(later) >= self.num_open or time.monotonic() >= patient_until
             enough_wait |= self._most_are_in(later) and not came
             # Who comes late joins the others at their next token.
             begun = later if not together or enough_wait or going else []
             later = [] if begun else later
             try:
-                if self.times is None and len(self.blocks) > 1 and self.num_open > FEW_REQUESTS:
-                    self._compare_blocks()
                 for draft in begun + reads:
                     if not draft.done.cancelled():
                         read, context = draft.read, self.batcher.held.context
@@ -456,7 +451,7 @@ class Drafting:
 
     def blocks_now(self, length: DraftLength) -> int:
         """How many blocks draft for a request of this policy."""
-        return length.blocks(self.num_open, len(self.blocks), self.times)
+        return length.blocks(self.num_open, len(self.blocks), at_once=self.at_once)
 
     def keep(self, text: list[int], cache: Any, count: int) -> None:
         """Have a copy of the cache of so many blocks, which holds this text, for others that begin alike."""
@@ -486,20 +481,6 @@ class Drafting:
             return None, 0
         kept.append(kept.pop(lengths.index(longest)))
         return kept[-1][1].copy(), longest
-
-
-def _step_seconds(blocks: RoughBlocks, context: int) -> float:
-    """Of the shortest of some steps."""
-    texts: list[Any] = [blocks.new_cache() for _ in range(TIMED_TEXTS)]
-    if isinstance(blocks, QuickBlocks):
-        texts = [blocks.tails.put(cache) for cache in texts]
-    found = []
-    # The first one takes longer; none goes past the context.
-    for _ in range(min(1 + TIMED_STEPS, context)):
-        began = time.monotonic()
-        blocks.step([0] * TIMED_TEXTS, texts)
-        found.append(time.monotonic() - began)
-    return min(found[1:] or found)
 
 
 def _finish(drafts: Sequence[Draft]) -> None:
@@ -537,10 +518,9 @@ class Drafter:
             self._reading.cancel()
 
     @property
-    def is_busy(self) -> bool:
-        """True if the gateway has more drafts to make than a traversal leaves time for."""
-        drafting = self.drafting
-        return self.length.is_busy(drafting.num_open, len(drafting.blocks), drafting.times)
+    def gathers(self) -> bool:
+        """Whether the drafts of all requests wait for one another."""
+        return self.length.gathers(self.drafting.num_open)
 
     @property
     def drafts_now(self) -> bool:
@@ -550,7 +530,7 @@ class Drafter:
     @property
     def slides(self) -> bool:
         """Whether a draft may go past the place where the visible context slides."""
-        return self.drafting.slides
+        return self.drafting.at_once
 
     @property
     def flights(self) -> int:

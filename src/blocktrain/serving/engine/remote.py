@@ -120,6 +120,11 @@ class RemoteEngine(TextEngine):
         """Connect to the stages; raises StageRefusedError when one serves something else."""
         for link in self.links:
             link.start()
+        prepared = asyncio.get_running_loop().run_in_executor(self.batcher.executor, self.drafting.prepare)
+        await self._connect()
+        await prepared
+
+    async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + self.config.start_seconds
