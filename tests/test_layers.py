@@ -38,6 +38,7 @@ OPTIONAL = {
     "data.bpe": {"tokenizers"},
     "data.sources": {"datasets", "pyarrow", "zstandard"},
     "data.prepare": {"huggingface_hub"},
+    "model.quick_kernel": {"llvmlite", "numba"},
 }
 MAY_USE_WIRE = {"training.merge", "training.snapshot", "training.update"}
 OUTSIDE_WORLD = {"socket", "ssl", "http", "urllib", "asyncio", "pathlib", "os", "io", "time", "datetime"}
