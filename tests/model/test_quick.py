@@ -119,20 +119,6 @@ def test_the_first_block_and_the_others_read_a_text_apart_as_they_do_together(co
     assert apart.length == one_by_one.length == LENGTH + 1
 
 
-@pytest.mark.parametrize("steps", [QuickBlocks, PlainBlocks])
-def test_the_first_block_alone_says_what_it_says_among_others(steps: type[QuickBlocks]) -> None:
-    blocks, codebook = two_blocks()
-    both = steps([adaptive(block) for block in blocks], codebook)
-    first, texts = both.first(1), [some_tokens(1, length)[0].tolist() for length in (9, 24)]
-    caches = {steps_of: [steps_of.new_cache() for _ in texts] for steps_of in (both, first)}
-    for steps_of, of_texts in caches.items():
-        for text, cache in zip(texts, of_texts, strict=True):
-            steps_of.extend(text, cache)
-    expected = both.step([3, 5], caches[both])[:1]
-    assert torch.allclose(first.step([3, 5], caches[first]), expected, atol=1e-4)
-    assert both.first(2) is both
-
-
 def test_a_block_with_parts_unknown_to_the_quick_path_is_not_for_it() -> None:
     objective = tiny_objective()
     block = objective.build(0, seed=0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocktrain.model import quick_kernel
 from blocktrain.model.generation import window_start
 from blocktrain.model.quick import QuickBlocks
 from blocktrain.model.sampling import Sampler
@@ -382,6 +383,35 @@ def test_drafts_that_fail_are_told_so_and_the_next_go_on(
         await engine.close()
 
     asyncio.run(served())
+
+
+@pytest.mark.parametrize("lost", ["the instruction", "the compiler"])
+def test_without_a_compiled_step_many_draft_all_the_same(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no compiler here")
+
+    async def served() -> None:
+        engine = LocalEngine(checkpoint)
+        engine.drafting.blocks = [0, 1]
+        engine.drafting.prepare()
+        assert not engine.drafting.has_tails
+        with contextlib.ExitStack() as held:
+            drafters = [
+                held.enter_context(Drafter(engine.drafting, Sampler(seed=seed), DraftLength(4)))
+                for seed in range(6)
+            ]
+            drafts = [one.draft([7] * 20, 4, [], flying=True) for one in drafters]
+            assert [len(one) for one in await asyncio.gather(*drafts)] == [4] * 6
+        await engine.close()
+
+    if lost == "the instruction":
+        monkeypatch.setattr(quick_kernel, "HAS_VNNI", False)
+    else:
+        monkeypatch.setattr(quick_kernel, "compile_now", fail)
+    asyncio.run(served())
+    assert ("no compiler here" in caplog.text) == (lost == "the compiler" and quick_kernel.HAS_VNNI)
 
 
 def test_a_text_that_begins_as_another_did_is_read_for_drafts_from_there(

@@ -3,7 +3,8 @@
 For drafts, which may be wrong. A pass of few tokens is bound by reading the weights and by the number of
 small operations: large matrices have 8 bits, norms' gains are worked out beforehand, query, key and value
 share a matrix, so do output map and codebook, and all but the products is numpy, whose operations on a row
-of 384 numbers take 1 us where torch's take 3. Longer stretches go through `Block.forward`, over the same
+of 384 numbers take 1 us where torch's take 3. Many texts are stepped by their ends, in one compiled function
+(tails.py, quick_kernel.py). Longer stretches go through `Block.forward`, over the same
 cache.
 
 Shapes as in layers.py, plus N blocks, M texts, R new positions of all texts in a row and W taps of a
@@ -205,7 +206,8 @@ class _Product:
         self.parts: list[tuple[Tensor, Tensor]] = []
         weights = [torch.cat([linear.weight for linear in one]) for one in zip(*linears, strict=True)]
         self.small_NED: Array | None = None
-        if weights[0].numel() <= SMALL_MATRIX:
+        # The kernel for one row reads 16 inputs at a time, also beyond the end: it crashed with 136.
+        if weights[0].numel() <= SMALL_MATRIX or weights[0].shape[1] % 16:
             self.small_NED = torch.stack(weights).float().contiguous().numpy()
             weights = []
         for weight in weights:
@@ -402,15 +404,6 @@ class QuickBlocks:
         """The end of what the cache holds."""
         return self.tails.put(cache.rooms, cache.length)
 
-    def first(self, count: int) -> QuickBlocks:
-        """The first blocks alone, over the same matrices, with caches of their own."""
-        if count == len(self.blocks):
-            return self
-        part = self._of(slice(0, count))
-        part.chosen, part.shapes = slice(None), [(count, *shape[1:]) for shape in self.shapes]
-        part.layer_arrays = self.layer_arrays.of(slice(0, count))
-        return part
-
     def _of(self, blocks: slice) -> QuickBlocks:
         part = copy.copy(self)
         for name in ("leading", "layer_arrays", "tails"):
@@ -468,8 +461,11 @@ class QuickBlocks:
         slot_M, start_M = np.array([tail.slot for tail in tails]), np.array(starts)
         frequency_J, norm = self.frequency_K[len(self.frequency_K) // 2 :], self.out_norm
 
+        # These and no others, should the second thread begin late.
+        all_layers, all_arrays = self.layer_arrays, self.tails.arrays
+
         def run(blocks: slice) -> None:
-            layers, arrays = self.layer_arrays.of(blocks), self.tails.arrays.of(blocks)
+            layers, arrays = all_layers.of(blocks), all_arrays.of(blocks)
             gain_ND, shift_ND = norm.gain_N1D[blocks, 0], norm.shift_N1D[blocks, 0]
             x = x_NMD[blocks]
             quick_kernel.step(x, slot_M, at_M, start_M, frequency_J, layers, arrays, gain_ND, shift_ND)
@@ -477,9 +473,11 @@ class QuickBlocks:
         # Blocks need nothing of one another, and the kernel holds no lock.
         half = len(self.blocks) // 2
         other = _second_thread().submit(run, slice(0, half)) if half else None
-        run(slice(half, None))
-        if other is not None:
-            other.result()
+        try:
+            run(slice(half, None))
+        finally:
+            if other is not None:
+                other.result()
         return self._logits(x_NMD)
 
     def _pass(self, tokens: Sequence[int], positions: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
@@ -534,10 +532,6 @@ class PlainBlocks:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], cache: PlainCache) -> None:
         self._run(tokens, [cache], [len(tokens)])
-
-    def first(self, count: int) -> PlainBlocks:
-        """The first blocks alone, with caches of their own."""
-        return self if count == len(self.blocks) else PlainBlocks(self.blocks[:count], self.codebook)
 
     def _run(
         self, tokens: Sequence[int], caches: Sequence[PlainCache], lengths: list[int]

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
-# quick_kernel.py is compiled with these numbers. What numba keeps on disk is made again when that file
-# changes, and not when this one does: change both.
 TAIL = 128
 """Positions of a text that a draft for many sees at most."""
 ROWS, LANES, VECTORS = 8, 16, 2
@@ -107,8 +105,8 @@ class Tails:
     """Room for the ends of many texts, a slot for each, so that one operation reads or writes those of all.
 
     A draft for many texts sees TAIL positions of each at most, keys and values in 8 bits: 7 MB for eight
-    texts in three blocks of width 384. All that they have cached of 200 positions each takes 44 MB, and
-    reading it took most of a step.
+    texts in three blocks of width 384, and 28 MB of convolutions' inputs, of which a step reads the last few.
+    All keys and values of 200 positions of each took 44 MB, and reading them most of a step.
     """
 
     def __init__(self, heads: int, head_width: int, layers: LayerArrays) -> None:

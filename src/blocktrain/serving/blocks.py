@@ -52,8 +52,6 @@ class RoughBlocks(Protocol):
 
     def extend(self, tokens: Sequence[int], cache: Any) -> None: ...
 
-    def first(self, count: int) -> RoughBlocks: ...
-
 
 class WeighedRows(NamedTuple):
     """The asked blocks' rows [R, V] as one, or what a part of a serial model hands on."""

@@ -100,7 +100,7 @@ class DraftLength:
     """Drafts of a fixed length, and the questions that every policy answers."""
 
     patience_seconds = 0.0
-    """So long a draft waits for those of other requests to begin with, where the gateway is busy."""
+    """So long a draft waits for those of other requests to begin with, where it `gathers`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -279,10 +279,8 @@ class Load:
             return 0.0
         # Not the mean without drafts: it is from a trial that is over, often at the start, when prompts were
         # read, and beside it rows looked half as dear as they were.
-        more = drafted.traversal_seconds - min(plain.least_seconds, drafted.traversal_seconds)
-        if not math.isfinite(plain.least_seconds):
-            more = drafted.traversal_seconds - least
-        return max(0.0, more / (drafted.rows - 1))
+        known = plain.least_seconds if math.isfinite(plain.least_seconds) else least
+        return max(0.0, (drafted.traversal_seconds - known) / (drafted.rows - 1))
 
 
 class AdaptiveLength(DraftLength):
@@ -294,10 +292,10 @@ class AdaptiveLength(DraftLength):
     So drafts are long where the network is slow or the text is easy, and short where processors are busy.
 
     All blocks held here draft, or the first one alone where they are stepped one by one and the gateway is
-    busy. Costs are kept apart by how
-    many requests are under way, in powers of two: what a burst of 64 taught says nothing about the one
-    request after it. And a cost that nobody measured lately is believed less and less: before, one burst of
-    32 ended drafting until the gateway was started again. Whether to draft at all is left to a `Comparison`.
+    busy. Costs are kept apart by how many requests are under way, in powers of two: what a burst of 64 taught
+    says nothing about the one request after it. And a cost that nobody measured lately is believed less and
+    less: before, one burst of 32 ended drafting until the gateway was started again. Whether to draft at all
+    is left to a `Comparison`.
     """
 
     # Traversals of eight requests on loopback take 20 to 40 ms.

@@ -9,6 +9,7 @@ ahead, and the others read its guesses at once. A wrong draft costs time, never 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -35,6 +36,8 @@ from blocktrain.model.tails import TAIL, Tail
 from blocktrain.serving.batching import Batcher
 from blocktrain.serving.blocks import RoughBlocks
 from blocktrain.serving.engine.draft_length import FEW_REQUESTS, DraftLength, Traversed, most_flights
+
+log = logging.getLogger(__name__)
 
 STEPS_AT_MOST = 4
 """Tokens the cache is behind by that are taken one by one; more go through one pass of the block."""
@@ -124,7 +127,7 @@ class ReadText:
         """Whether it is drafted for by its tail."""
         # A tail stays where requests come and go: to make it costs a pass over the text.
         least = FEW_REQUESTS if self.tail is None else FEW_REQUESTS // 2
-        return self.drafting.num_open > least
+        return self.drafting.has_tails and self.drafting.num_open > least
 
     def reach(self, length: int, start: int) -> int:
         """Up to where what is held can be gone on from, in a text of so many tokens, whose window begins at
@@ -267,20 +270,31 @@ class Drafting:
         self._steps: dict[int, RoughBlocks] = {}
         self.at_once = bool(self.blocks) and batcher.held.is_quick(self.blocks)
         """Whether the blocks are stepped together, and guess on past their context."""
+        self.has_tails = False
+        """Whether many texts are drafted for by their tails; see `prepare`."""
 
     def steps(self, count: int) -> RoughBlocks:
         """The first so many blocks held here."""
         # Made at the first draft: not every engine is asked for one.
         if count not in self._steps:
-            self._steps[count] = self.batcher.held.steps(tuple(self.blocks)).first(count)
+            self._steps[count] = self.batcher.held.steps(tuple(self.blocks[:count]))
         return self._steps[count]
 
     def prepare(self) -> None:
         """Have what drafts for many be compiled, before anybody waits for a draft."""
-        if self.at_once:
-            from blocktrain.model.quick_kernel import compile_now
+        blocks = self.steps(len(self.blocks)) if self.at_once else None
+        if not isinstance(blocks, QuickBlocks):
+            return
+        try:
+            from blocktrain.model import quick_kernel
 
-            compile_now()
+            if quick_kernel.HAS_VNNI:
+                quick_kernel.compile_now()
+                _ = blocks.tails  # rounds and packs the matrices
+                self.has_tails = True
+        except Exception as error:
+            # Without a compiler drafts for many take longer, and all else goes on.
+            log.warning("drafts not compiled reason=%r", f"{type(error).__name__}: {error}")
 
     def own_shares(self, weights: Row, count: int) -> Row:
         """The share of each of the first blocks held here. One of weight 0 may be the only one here; it still

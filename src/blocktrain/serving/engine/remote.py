@@ -121,8 +121,10 @@ class RemoteEngine(TextEngine):
         for link in self.links:
             link.start()
         prepared = asyncio.get_running_loop().run_in_executor(self.batcher.executor, self.drafting.prepare)
-        await self._connect()
-        await prepared
+        try:
+            await self._connect()
+        finally:
+            await prepared
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
