@@ -271,16 +271,16 @@ class Load:
         other = self.step_seconds.get(blocks != 1, FIRST_BLOCK_SECONDS * (held if blocks == 1 else 1))
         return other / held if blocks == 1 else other * held
 
-    def row_seconds(self, least: float) -> float:
-        """By how much one more row of every request makes traversals longer; none at any load took less than
-        `least` of late."""
+    @property
+    def row_seconds(self) -> float:
+        """By how much one more row of every request makes traversals longer, where that was measured."""
         plain, drafted = self.costs[False], self.costs[True]
         if drafted.rows < LEAST_ROWS:
             return 0.0
         # Not the mean without drafts: it is from a trial that is over, often at the start, when prompts were
         # read, and beside it rows looked half as dear as they were.
-        known = plain.least_seconds if math.isfinite(plain.least_seconds) else least
-        return max(0.0, (drafted.traversal_seconds - known) / (drafted.rows - 1))
+        more = drafted.traversal_seconds - min(plain.least_seconds, drafted.traversal_seconds)
+        return more / (drafted.rows - 1)
 
 
 class AdaptiveLength(DraftLength):
@@ -349,7 +349,7 @@ class AdaptiveLength(DraftLength):
         # One block costs a part of what several do and is wrong more often. Which writes more depends on the
         # stages: where their passes are mostly bookkeeping, a long draft costs them little.
         plain, speeds = load.costs[False].traversal_seconds, []
-        row = load.row_seconds(self.least_seconds)
+        row = load.row_seconds
         if plain and load.comparison.is_new:
             for blocks, alone in ((1, True), (held, False)):
                 chance = sum(self.hits[alone]) / sum(self.tries[alone])
@@ -392,7 +392,7 @@ class AdaptiveLength(DraftLength):
         # tokens wait longer to be sent than a traversal takes.
         idle = flying and requests == 1 and unsent * step_seconds < alone
         # The gateway drafts for some while stages verify for others, so the longer of both counts.
-        cost = rate * max(requests * step_seconds, load.row_seconds(self.least_seconds))
+        cost = rate * max(requests * step_seconds, load.row_seconds)
         return gain > (min(cost, LEAST_CHANCE) if idle else cost)
 
     def stepped(
