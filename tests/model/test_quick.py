@@ -10,7 +10,7 @@ from blocktrain.model import quick as quick_module
 from blocktrain.model.block import Block
 from blocktrain.model.generation import window_start
 from blocktrain.model.quick import PlainBlocks, QuickBlocks, is_quickenable
-from blocktrain.model.tails import TAIL
+from blocktrain.model.tails import FIRST_SLOTS, TAIL
 from tests.tiny import adaptive, shaken, some_tokens, tiny_codebook, tiny_objective
 
 LENGTH = 24
@@ -206,8 +206,9 @@ def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
     del tails[1]
     assert quick.tail_of(quick.new_cache()).slot == 1
     # After a busy moment its memory goes.
-    tails = [quick.tail_of(quick.new_cache()) for _ in range(20)]
-    assert len(quick.tails.arrays.positions) >= 20
+    tails = [quick.tail_of(quick.new_cache()) for _ in range(FIRST_SLOTS + 1)]
+    assert len(quick.tails.arrays.positions) > FIRST_SLOTS
     tails.clear()
     assert quick.tail_of(quick.new_cache()).slot == 0
-    assert len(quick.tails.arrays.positions) < 20
+    assert len(quick.tails.arrays.positions) == FIRST_SLOTS
+    assert quick.tails.num_used == 1

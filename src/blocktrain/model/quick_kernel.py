@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from blocktrain.model.tails import (
     ALIGNED,
+    INPUTS,
     LANES,
     MIDDLE,
     OUTPUTS,
@@ -35,7 +36,7 @@ from blocktrain.model.tails import (
     packed,
 )
 
-MADE_FOR = "8cab9171c60d1e5b"
+MADE_FOR = "f3b84b2eac7167c5"
 """Which tails.py this was compiled for: what numba keeps on disk is made again when this file changes, and
 not when that one does. A test says what belongs here."""
 
@@ -158,14 +159,14 @@ def _convolved(y_MD: Any, room_STD: Any, slot_M: Any, at_M: Any, weight_WD: Any)
     for m in range(len(slot_M)):
         own_TD, at = room_STD[slot_M[m]], at_M[m]
         for d in range(width):
-            own_TD[at % TAIL, d] = y_MD[m, d]
+            own_TD[at % INPUTS, d] = y_MD[m, d]
             y_MD[m, d] = 0
         for tap in range(taps):
             position = at - taps + 1 + tap
             # Zeros where the text has not begun.
             if position >= 0:
                 for d in range(width):
-                    y_MD[m, d] += weight_WD[tap, d] * own_TD[position % TAIL, d]
+                    y_MD[m, d] += weight_WD[tap, d] * own_TD[position % INPUTS, d]
 
 
 @_compiled

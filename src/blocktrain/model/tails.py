@@ -24,7 +24,10 @@ OUTPUTS = LANES * VECTORS
 ALIGNED = 64
 MIDDLE = 128
 """What is added to the numbers of a matrix, which the instruction wants without a sign."""
-FIRST_SLOTS = 8
+INPUTS = 64
+"""Positions whose inputs of the convolutions are held: as far as a wrong draft is cut back, and some."""
+FIRST_SLOTS, FEW_SLOTS = 64, 8
+"""Slots to begin with, which take memory when a text gets them; and so many used that nobody minds."""
 
 
 class Packed(NamedTuple):
@@ -80,7 +83,7 @@ class TailArrays(NamedTuple):
     scales: Array
     """Of each of them [N, L, S, 2, H, TAIL]."""
     inputs: Array
-    """Of the convolutions before attention and before feed-forward [N, L, 2, S, TAIL, D]."""
+    """Of the convolutions before attention and before feed-forward [N, L, 2, S, INPUTS, D]."""
     positions: NDArray[np.int64]
     """Which position of the text was last written to each place of each slot [S, TAIL]; -1 for none."""
 
@@ -105,7 +108,7 @@ class Tails:
     """Room for the ends of many texts, a slot for each, so that one operation reads or writes those of all.
 
     A draft for many texts sees TAIL positions of each at most, keys and values in 8 bits: 7 MB for eight
-    texts in three blocks of width 384, and 28 MB of convolutions' inputs, of which a step reads the last few.
+    texts in three blocks of width 384, and 14 MB of convolutions' inputs, of which a step reads the last few.
     All keys and values of 200 positions of each took 44 MB, and reading them most of a step.
     """
 
@@ -114,15 +117,17 @@ class Tails:
         """By slot. A tail that nobody holds any more leaves its slot free."""
         blocks, depth, taps, width = layers.attention_taps.shape
         self._sizes = (
-            (blocks, depth, 0, 2, heads, TAIL, head_width),
-            (blocks, depth, 0, 2, heads, TAIL),
-            (blocks, depth, 2, 0, TAIL if taps else 0, width),
-            (0, TAIL),
+            (blocks, depth, FIRST_SLOTS, 2, heads, TAIL, head_width),
+            (blocks, depth, FIRST_SLOTS, 2, heads, TAIL),
+            (blocks, depth, 2, FIRST_SLOTS, INPUTS if taps else 0, width),
+            (FIRST_SLOTS, TAIL),
         )
         self._clear()
 
     def _clear(self) -> None:
         room, scales, inputs, positions = self._sizes
+        self.num_used = 0
+        """The first slots that texts had so far."""
         self.arrays = TailArrays(
             np.zeros(room, np.int8),
             np.zeros(scales, np.float32),
@@ -133,19 +138,19 @@ class Tails:
     def put(self, rooms: Sequence[Sequence[Array]], length: int) -> Tail:
         """The end of a text of so many positions, in the lowest free slot; `rooms` are those of its cache."""
         # Nobody is here any more: the memory of the busiest moment goes.
-        if not self.texts and len(self.arrays.positions) > FIRST_SLOTS:
+        if not self.texts and self.num_used > FEW_SLOTS:
             self._clear()
         slots = len(self.arrays.positions)
         slot = next(i for i in range(slots + 1) if i not in self.texts)
         if slot == slots:
-            more = max(FIRST_SLOTS, slots)
             before = self.arrays
             self.arrays = TailArrays(
-                _longer(before.keys_values, more, 2),
-                _longer(before.scales, more, 2),
-                _longer(before.inputs, more, 3),
-                _longer(before.positions, more, 0),
+                _twice(before.keys_values, 2),
+                _twice(before.scales, 2),
+                _twice(before.inputs, 3),
+                _twice(before.positions, 0),
             )
+        self.num_used = max(self.num_used, slot + 1)
         arrays, positions = self.arrays, np.arange(max(0, length - TAIL), length)
         places = positions % TAIL
         for i, (keys, values, *inputs) in enumerate(rooms):
@@ -155,14 +160,17 @@ class Tails:
                 arrays.keys_values[:, i, slot, which][..., places, :] = np.round(end / scale[..., None])
                 arrays.scales[:, i, slot, which][..., places] = scale
             for which, part in enumerate(inputs):
-                arrays.inputs[:, i, which, slot][:, places] = part[:, positions]
+                last = positions[-INPUTS:]
+                arrays.inputs[:, i, which, slot][:, last % INPUTS] = part[:, last]
         arrays.positions[slot] = -1
         arrays.positions[slot, places] = positions
         self.texts[slot] = tail = Tail(slot, length)
         return tail
 
 
-def _longer(room: NDArray[Any], more: int, axis: int) -> NDArray[Any]:
+def _twice(room: NDArray[Any], axis: int) -> NDArray[Any]:
     shape = list(room.shape)
-    shape[axis] = more
-    return np.concatenate([room, np.zeros(shape, room.dtype)], axis=axis)
+    shape[axis] *= 2
+    larger = np.zeros(shape, room.dtype)
+    larger[(slice(None),) * axis + (slice(0, room.shape[axis]),)] = room
+    return larger
