@@ -198,6 +198,13 @@ def test_where_the_window_slides_steps_go_on_with_what_it_shows() -> None:
     assert is_near(several, expected)
 
 
+def test_one_row_of_a_width_that_is_no_multiple_of_16_is_multiplied_in_fp32() -> None:
+    # The kernel of 8 bits for one row ended the process: it read beyond the row.
+    linear, x = nn.Linear(136, 600, bias=False).requires_grad_(False), torch.randn(1, 1, 136)
+    found = quick_module._Product([linear])(x.numpy())
+    assert torch.allclose(torch.from_numpy(found), linear(x), atol=1e-4)
+
+
 def test_a_slot_is_free_when_nobody_holds_its_text_any_more() -> None:
     blocks, codebook = two_blocks()
     quick = QuickBlocks([adaptive(block) for block in blocks], codebook)
