@@ -1,6 +1,6 @@
 """What frozen blocks upstream cost: device memory, host memory and time of one block's training, by kind.
 
-    python benchmarks/frozen.py [--device cuda] [--width 384 --layers 3 --blocks 4 --batch 64 --context 512]
+    python benchmarks/frozen.py [--device cuda]
     python benchmarks/frozen.py --quick           # CPU, a batch of 4
 
 The last block of each kind trains on random bytes beside frozen first weights, for one round. Memory is what
@@ -29,6 +29,7 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 
 VOCABULARY = 256
 KINDS = ("denoise", "chain")
+SHAPE = {"width": 384, "heads": 6, "layers_per_block": 3, "blocks": 4, "context": 512}
 MAX_MEMORY, MAX_COMPUTE = 1.1, 2.2
 
 
@@ -40,18 +41,6 @@ class Cost:
     flops: int
     seconds: float
     """Seconds of a step, without the first round, which compiles."""
-
-
-def recipe_of(arguments: argparse.Namespace, kind: str) -> Recipe:
-    model = {
-        "width": arguments.width,
-        "heads": max(1, arguments.width // 64),
-        "layers_per_block": arguments.layers,
-        "blocks": arguments.blocks,
-        "context": arguments.context,
-    }
-    training = {"batch": arguments.batch, "frozen_host_bytes": arguments.host_bytes}
-    return resolve_recipe({"model": model, "training": training, "objective": {"kind": kind}})
 
 
 def trainer_of(recipe: Recipe, device: torch.device) -> BlockTrainer:
@@ -91,41 +80,29 @@ def flops_of(trainer: BlockTrainer) -> int:
     return training_flops(forward[0], sum(forward[1:]), 1)
 
 
-def measure(arguments: argparse.Namespace, kind: str) -> Cost:
-    trainer = trainer_of(recipe_of(arguments, kind), arguments.device)
-    timed_round(trainer, 0, arguments.warmup)
-    memory = PeakMemory(arguments.device)
+def measure(kind: str, device: torch.device, batch: int, warmup: int, steps: int) -> Cost:
+    training = {"batch": batch, "frozen_host_bytes": 1 << 30}
+    recipe = resolve_recipe({"model": SHAPE, "training": training, "objective": {"kind": kind}})
+    trainer = trainer_of(recipe, device)
+    timed_round(trainer, 0, warmup)
+    memory = PeakMemory(device)
     memory.reset()
-    seconds, held = timed_round(trainer, arguments.warmup, arguments.steps)
+    seconds, held = timed_round(trainer, warmup, steps)
     with memory.count_activations():
-        timed_round(trainer, arguments.warmup + arguments.steps, 1)
+        timed_round(trainer, warmup + steps, 1)
     memory.count_state(trainer.block, trainer.optimizer)
     return Cost(kind, memory.peak_bytes, held, flops_of(trainer), seconds)
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--host-bytes", type=int, default=1 << 30)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.batch, arguments.warmup, arguments.steps = 4, 1, 4
-    return arguments
-
-
-def main() -> int:
-    arguments = parse()
-    found = [measure(arguments, kind) for kind in KINDS]
+    batch, warmup, steps = (4, 1, 4) if arguments.quick else (64, 10, 30)
+    found = [measure(kind, arguments.device, batch, warmup, steps) for kind in KINDS]
     plain = found[0]
     print("| kind | device memory | times `denoise` | host memory | ms per step | time | compute |")
     print("|---|---|---|---|---|---|---|")

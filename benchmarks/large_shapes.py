@@ -288,11 +288,9 @@ def check_against_one_process(folder: Path, shape: Shape, served: NDArray[np.flo
     return difference
 
 
-def run_shape(
-    shape: Shape, device: str, network_seconds: float, most_seconds: float, graphs: bool
-) -> dict[str, Any]:
+def run_shape(shape: Shape, device: str, most_seconds: float, graphs: bool) -> dict[str, Any]:
     """Any error, and TimeoutError after `most_seconds`, leaves no process behind."""
-    began, hop_seconds = time.monotonic(), network_seconds / NUM_HOPS
+    began, hop_seconds = time.monotonic(), NETWORK_SECONDS / NUM_HOPS
 
     def spent() -> float:
         return time.monotonic() - began
@@ -387,7 +385,6 @@ def run_table(
     only: str | None,
     most_seconds: float,
     graphs: bool,
-    network_seconds: float = NETWORK_SECONDS,
 ) -> None:
     names = only.split(",") if only is not None else []
     offered = (*TABLE, *QUICK) if names else QUICK if quick else TABLE
@@ -402,7 +399,7 @@ def run_table(
     print(HEADING, flush=True)
     for shape in shapes:
         try:
-            rows.append(run_shape(shape, "cpu" if quick else "cuda", network_seconds, most_seconds, graphs))
+            rows.append(run_shape(shape, "cpu" if quick else "cuda", most_seconds, graphs))
         except Exception as error:
             # The other shapes still count: a run on a lent machine is not repeated lightly.
             failed.append(f"{shape.name} failed: {type(error).__name__}: {error}")

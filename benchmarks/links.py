@@ -45,7 +45,7 @@ class Wan:
     """A gateway namespace and `num_hosts` others, each one link away."""
 
     def __init__(self, num_hosts: int, *, rate_mbit: float) -> None:
-        self.num_hosts, self.rate_mbit = num_hosts, rate_mbit
+        self.rate_mbit = rate_mbit
         self.gateway = f"bt-gateway-{os.getpid()}"
         self.hosts = [f"bt-host-{os.getpid()}-{i}" for i in range(num_hosts)]
         self._relay: subprocess.Popen[str] | None = None

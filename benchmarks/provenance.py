@@ -35,7 +35,7 @@ class Provenance:
     date: str
 
 
-def provenance(kind: str, seeds: Sequence[int] = (), *, now: datetime.datetime | None = None) -> Provenance:
+def provenance(kind: str, seeds: Sequence[int] = ()) -> Provenance:
     described = source_commit() or ""
     return Provenance(
         kind=kind,
@@ -45,7 +45,7 @@ def provenance(kind: str, seeds: Sequence[int] = (), *, now: datetime.datetime |
         hardware=hardware(),
         versions=library_versions(),
         seeds=list(seeds),
-        date=(now or datetime.datetime.now(datetime.UTC)).date().isoformat(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
 
 

@@ -33,8 +33,7 @@ CALLED_BY = {
 
 
 class Module:
-    def __init__(self, file: str, source: str) -> None:
-        self.file = file
+    def __init__(self, source: str) -> None:
         self.parts: dict[str, list[ast.AST]] = defaultdict(list)
         self.imports: dict[str, tuple[str, str | None]] = {}
         self.members: dict[str, set[str]] = {}
@@ -102,9 +101,9 @@ class Module:
 
 
 @cache
-def parsed(file: str, source: bytes) -> Module:
+def parsed(source: bytes) -> Module:
     """Most files are the same in most commits."""
-    return Module(file, source.decode())
+    return Module(source.decode())
 
 
 class Tree:
@@ -120,7 +119,7 @@ class Tree:
 
     def module(self, file: str) -> Module:
         if file not in self.modules:
-            self.modules[file] = parsed(file, self.files[file])
+            self.modules[file] = parsed(self.files[file])
         return self.modules[file]
 
     def file_of(self, dotted: str) -> str | None:

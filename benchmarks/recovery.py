@@ -18,14 +18,14 @@ from pathlib import Path
 from swarm_bench import Program, block_parameters, ending, recipe_text, start, until
 
 WIDTH, LAYERS, CONTEXT, BATCH = 512, 5, 64, 2
-STEPS_PER_ROUND = 4
+STEPS_PER_ROUND, CODEC = 4, "sparse:64"
 PASS_SECONDS = 12.0
 ACCEPTED = r"train block=0 (?:.*\n)+?.*outcome=accepted"
 
 
-def worker_of(url: str, folder: Path, number: int, threads: int) -> Program:
+def worker_of(url: str, folder: Path, number: int) -> Program:
     arguments = ["worker", "--coordinator", url, "--data-dir", str(folder / "worker"), "--device", "cpu"]
-    return start(arguments, folder / f"worker-{number}.log", threads=threads)
+    return start(arguments, folder / f"worker-{number}.log", threads=1)
 
 
 def kill_mid_round(worker: Program) -> None:
@@ -46,7 +46,7 @@ def kill_mid_round(worker: Program) -> None:
     worker.kill()
 
 
-def measure(options: argparse.Namespace, folder: Path) -> list[float]:
+def measure(repeats: int, folder: Path) -> list[float]:
     recipe = folder / "recipe.toml"
     recipe.write_text(
         recipe_text(
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[float]:
             layers=LAYERS,
             context=CONTEXT,
             batch=BATCH,
-            codec=options.codec,
+            codec=CODEC,
             steps_per_round=STEPS_PER_ROUND,
             rounds=100_000,
         )
@@ -63,15 +63,15 @@ def measure(options: argparse.Namespace, folder: Path) -> list[float]:
     coordinator = start(arguments, folder / "coordinator.log", threads=1)
     found = []
     with ending(coordinator):
-        url = coordinator.line(r"coordinator ready url=(\S+)", 120).group(1)
-        worker = worker_of(url, folder, 0, options.threads)
-        for number in range(1, 1 + options.repeats):
+        url = coordinator.line(r"coordinator ready url=(\S+)").group(1)
+        worker = worker_of(url, folder, 0)
+        for number in range(1, 1 + repeats):
             with ending(worker):
                 kill_mid_round(worker)
             started = time.monotonic()
-            worker = worker_of(url, folder, number, options.threads)
-            with ending(*([] if number < options.repeats else [worker])):
-                worker.line(ACCEPTED, 120)
+            worker = worker_of(url, folder, number)
+            with ending(*([] if number < repeats else [worker])):
+                worker.line(ACCEPTED)
                 found.append(time.monotonic() - started)
                 cpu = worker.cpu_seconds()
             print(f"restart {number}: accepted after {found[-1]:.1f} s ({cpu:.1f} s of one core)", flush=True)
@@ -81,14 +81,12 @@ def measure(options: argparse.Namespace, folder: Path) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--codec", default="sparse:64")
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     size = 4 * block_parameters(WIDTH, LAYERS, CONTEXT) / 1e6
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options, Path(folder))
+        found = measure(options.repeats, Path(folder))
     passed = max(found) <= PASS_SECONDS
-    print(f"block of {size:.0f} MB, codec {options.codec}, {STEPS_PER_ROUND} steps per round")
+    print(f"block of {size:.0f} MB, codec {CODEC}, {STEPS_PER_ROUND} steps per round")
     print(f"slowest restart {max(found):.1f} s ({'pass' if passed else 'FAIL'}: at most {PASS_SECONDS:g} s)")
     raise SystemExit(0 if passed else 1)
 

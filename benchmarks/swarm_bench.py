@@ -74,8 +74,8 @@ class Program:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def line(self, pattern: str, seconds: float) -> re.Match[str]:
-        return until(pattern, lambda: re.search(pattern, self.text()), seconds, self)
+    def line(self, pattern: str) -> re.Match[str]:
+        return until(pattern, lambda: re.search(pattern, self.text()), 120, self)
 
     def kill(self) -> None:
         self.process.kill()

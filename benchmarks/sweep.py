@@ -58,6 +58,7 @@ MIN_GAIN = 1.0
 """Nats per byte by the judge."""
 SHARPER = (1.5, 2.0)
 """Exponents on the probabilities that the Euler steps move towards."""
+JUDGE_SEED = 1000
 JUDGE_LAYERS_PER_BLOCK = 2
 """The judge has this many layers for each of the recipe's blocks: 8 in all for four blocks."""
 QUICK = (
@@ -72,9 +73,9 @@ Bytes = NDArray[np.uint8]
 class Setting:
     corpus: Corpus
     device: torch.device
-    num_prompts: int
-    prompt_bytes: int
-    new_bytes: int
+    num_prompts: int = 64
+    prompt_bytes: int = 128
+    new_bytes: int = 256
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Prompts and their human continuations, spread over the held-out text."""
@@ -189,8 +190,8 @@ def write_by_frequency(corpus: Corpus, prompts_NP: Tensor, count: int) -> Tensor
     return torch.from_numpy(drawn).to(prompts_NP.device)
 
 
-def repeat_the_prompt(prompts_NP: Tensor, count: int, period: int = 16) -> Tensor:
-    return prompts_NP[:, -period:].repeat(1, -(-count // period))[:, :count]
+def repeat_the_prompt(prompts_NP: Tensor, count: int) -> Tensor:
+    return prompts_NP[:, -16:].repeat(1, -(-count // 16))[:, :count]
 
 
 # ---- measuring --------------------------------------------------------------------------------------------
@@ -274,28 +275,17 @@ def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--corpus", default="builtin")
     parser.add_argument("--checkpoint", type=Path, help="trained with objective.sweep_probability")
     parser.add_argument("--out", type=Path, help="keep the trained blocks here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--judge-seed", type=int, default=1000)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-bytes", type=int, default=128)
-    parser.add_argument("--new-bytes", type=int, default=256)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.prompts, arguments.prompt_bytes, arguments.new_bytes = 8, 32, 64
-    return arguments
-
-
-def main() -> int:
-    arguments = parse()
     device = torch.device(arguments.device)
     sizes = QUICK if arguments.quick else (f"training.steps={arguments.steps}",)
     overrides = [f"data.corpus={arguments.corpus}", *sizes, *arguments.set]
@@ -307,14 +297,14 @@ def main() -> int:
         model = train_blocks(recipe, corpus, device)
     if arguments.out is not None:
         save_checkpoint(arguments.out, recipe, corpus.sha256, model.blocks, model.codebook_VD, model.pooling)
-    judge_sizes = (f"seed={arguments.judge_seed}", f"model.layers_per_block={JUDGE_LAYERS_PER_BLOCK}")
+    judge_sizes = (f"seed={JUDGE_SEED}", f"model.layers_per_block={JUDGE_LAYERS_PER_BLOCK}")
     judge = train_judge(load_recipe(RECIPE, [*overrides, *judge_sizes]), corpus, device)
-    setting = Setting(corpus, device, arguments.prompts, arguments.prompt_bytes, arguments.new_bytes)
+    setting = Setting(corpus, device, 8, 32, 64) if arguments.quick else Setting(corpus, device)
     rows = measure(model, judge, setting)
     for row in rows:
         print(f"\n--- {row['text']}\n{row['sample']}")
-    numbers = {"recipe": model.recipe.to_dict(), "prompts": arguments.prompts, "rows": rows}
-    write_report(arguments.json, "sweep", numbers, [recipe.seed, arguments.judge_seed])
+    numbers = {"recipe": model.recipe.to_dict(), "prompts": setting.num_prompts, "rows": rows}
+    write_report(arguments.json, "sweep", numbers, [recipe.seed, JUDGE_SEED])
     return 0 if arguments.quick else check_claims(claims_of(rows))
 
 

@@ -28,6 +28,8 @@ from blocktrain.model.objective import Objective
 from blocktrain.training.inner import BlockTrainer, build_codebook
 
 WIDTH, LAYERS, CONTEXT, BATCH = 512, 8, 64, 2
+COMPUTE_SECONDS = 60.0
+MEGABITS, ROUND_TRIP_MS = 100.0, 100.0
 CALIBRATION_STEPS = 6
 PORT = 8420
 PASS_SHARE = 0.99
@@ -59,15 +61,15 @@ def seconds_per_step(text: str) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     shape = {"width": WIDTH, "layers": LAYERS, "context": CONTEXT, "batch": BATCH, "codec": options.codec}
     step = seconds_per_step(recipe_text(**shape, steps_per_round=1, rounds=1))
-    steps = max(1, round(options.compute_seconds / step))
+    steps = max(1, round(COMPUTE_SECONDS / step))
     recipe = folder / "recipe.toml"
     recipe.write_text(recipe_text(**shape, steps_per_round=steps, rounds=1000))
     print(f"{step:.3f} s per step alone, so {steps} steps per round", flush=True)
-    with Wan(1, rate_mbit=options.megabits) as wan:
-        wan.set_rtt(1000 * options.round_trip)
+    with Wan(1, rate_mbit=MEGABITS) as wan:
+        wan.set_rtt(ROUND_TRIP_MS)
         data_dir = str(folder / "coordinator")
         coordinator = start(
             ["coordinator", str(recipe), "--data-dir", data_dir, "--host", "0.0.0.0", "--port", str(PORT)],
@@ -76,16 +78,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
             prefix=wan.inside(wan.gateway, []),
         )
         with ending(coordinator):
-            coordinator.line("coordinator ready", 120)
+            coordinator.line("coordinator ready")
             url = f"http://{gateway_ip(0)}:{PORT}"
             worker = start(
                 ["worker", "--coordinator", url, "--data-dir", str(folder / "worker"), "--device", "cpu"],
                 folder / "worker.log",
-                threads=options.threads,
+                threads=1,
                 prefix=wan.inside(wan.hosts[0], []),
             )
             with ending(worker):
-                limit = 4 * options.compute_seconds * (options.rounds + 2) + 120
+                limit = 4 * COMPUTE_SECONDS * (options.rounds + 2) + 120
 
                 def merged() -> bool:
                     return len(re.findall("rebase block=0", worker.text())) >= int(options.rounds)
@@ -102,7 +104,7 @@ def show(result: dict[str, object], options: argparse.Namespace) -> bool:
     share = steady["computing"] / (steady["computing"] + steady["waiting"])
     parameters = block_parameters(WIDTH, LAYERS, CONTEXT)
     print(f"block                  {parameters / 1e6:.1f} M parameters, codec {options.codec}")
-    print(f"link                   {options.megabits:g} Mbit/s, {options.round_trip * 1e3:g} ms round trip")
+    print(f"link                   {MEGABITS:g} Mbit/s, {ROUND_TRIP_MS:g} ms round trip")
     print(f"computing              {steady['computing']:.2f} s")
     print(f"waiting                {steady['waiting']:.2f} s (assignments, copies, rebasing)")
     print(f"transferring beside    {steady['transferring']:.2f} s")
@@ -114,11 +116,7 @@ def show(result: dict[str, object], options: argparse.Namespace) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compute-seconds", type=float, default=60.0)
-    parser.add_argument("--megabits", type=float, default=100.0)
-    parser.add_argument("--round-trip", type=float, default=0.1)
     parser.add_argument("--codec", default="sparse:64")
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         passed = show(measure(options, Path(folder)), options)
