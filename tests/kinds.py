@@ -23,7 +23,7 @@ def held_out_text(kind: int) -> bytes:
     return KINDS[kind](12_000, seed=1000)
 
 
-def two_kinds(folder: Path, shard_bytes: int = 20_000) -> Dataset:
+def two_kinds(folder: Path) -> Dataset:
     """Two training shards of each kind, and a pooling and a held-out shard of each."""
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -38,9 +38,7 @@ def two_kinds(folder: Path, shard_bytes: int = 20_000) -> Dataset:
         separator=BYTE_SEPARATOR,
         clusters=2,
         left_out=0,
-        training=tuple(
-            entry(f"train-{n:05d}.bin", KINDS[n % 2](shard_bytes, seed=n), n % 2) for n in range(4)
-        ),
+        training=tuple(entry(f"train-{n:05d}.bin", KINDS[n % 2](20_000, seed=n), n % 2) for n in range(4)),
         pooling=tuple(entry(f"pool-{n:05d}.bin", KINDS[n](6_000, seed=500), n) for n in range(2)),
         held_out=tuple(entry(f"held-{n:05d}.bin", held_out_text(n), n) for n in range(2)),
     )

@@ -37,11 +37,12 @@ from blocktrain.client.coordinator import CoordinatorClient
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Snapshots
 from blocktrain.client.traffic import Traffic
+from blocktrain.codec_spec import CHUNK_VALUES
 from blocktrain.coordinator.storage.ledger import signed_bytes
 from blocktrain.errors import WireError
 from blocktrain.judge.ledger_check import verify_place
 from blocktrain.training.setup import Setup
-from blocktrain.wire.codec import CHUNK_VALUES, Schema, frame_length
+from blocktrain.wire.codec import Schema, frame_length
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity, load_or_create
 from blocktrain.wire.messages import Assignment, Receipt, Verdict

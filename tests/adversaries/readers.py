@@ -22,6 +22,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import Recipe, resolve_recipe
 from blocktrain.coordinator.http.downloads import byte_range
 from blocktrain.coordinator.http.signed_requests import invalid_message
@@ -31,7 +32,7 @@ from blocktrain.errors import DataError, RecipeError
 from blocktrain.serving.gateway import openai_messages, responses
 from blocktrain.training.snapshot import SnapshotError, from_safetensors, to_safetensors
 from blocktrain.wire import frame_metadata, frames, messages
-from blocktrain.wire.codec import CodecSpec, FrameError, Schema, decode, encode, frame_length
+from blocktrain.wire.codec import FrameError, Schema, decode, encode, frame_length
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.signing import SignatureError, body_digest, sign_request, verify_request
 from blocktrain.wire.tokens import is_stamp, make_invite, read_invite

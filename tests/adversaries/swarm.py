@@ -23,9 +23,8 @@ import torch
 
 from blocktrain.config import DataConfig, Recipe, find_recipe, load_recipe
 from blocktrain.data.corpora import load_corpus
-from blocktrain.training.snapshot import Tensors
 from blocktrain.training.update import Weights
-from blocktrain.wire.codec import decode, encode
+from blocktrain.wire.codec import Tensors, decode, encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, BlockAnswer, Outcome, Verdict, WorkersAnswer, WorkerSummary

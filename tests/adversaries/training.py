@@ -23,9 +23,10 @@ from blocktrain.model.block import Block
 from blocktrain.model.objective import Objective
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.inner import BlockTrainer, build_codebook
-from blocktrain.training.snapshot import Tensors, load_into, snapshot_hash, tensors_of
+from blocktrain.training.snapshot import load_into, tensors_of
 from blocktrain.training.update import Weights, difference
-from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.codec import Tensors
+from blocktrain.wire.hashing import content_hash, snapshot_hash
 
 _known: dict[tuple[object, ...], Weights] = {}
 KNOWN_VALUES = 1 << 26

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from blocktrain.training.checkpoint import load_checkpoint
-from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from blocktrain.training.snapshot import tensors_of
+from blocktrain.wire.hashing import snapshot_hash
 from tests.cli.program import run_main
 from tests.coordinator.conftest import Running, served, tiny_recipe
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter
 
-from blocktrain.training.snapshot import from_safetensors, snapshot_hash
-from blocktrain.wire.codec import CodecSpec, Schema, encode
-from blocktrain.wire.hashing import content_hash
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.training.snapshot import from_safetensors
+from blocktrain.wire.codec import Schema, encode
+from blocktrain.wire.hashing import content_hash, snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (
     Assignment,
@@ -44,7 +45,6 @@ class Refused(Exception):
         self.status = response.status_code
         error = response.json()["error"]
         self.reason, self.message = error["reason"], error["message"]
-        self.remedy, self.server_time = error.get("remedy"), error.get("server_time")
 
 
 def an_assignment(**changes: Any) -> Assignment:
@@ -211,8 +211,8 @@ class Peer:
         assert snapshot_hash(tensors) == wanted
         return tensors
 
-    def payload(self, block: int, seed: int = 0, scale: float = 0.01) -> bytes:
-        return encode(self.codec, self.schema(block), self.tensors(block, seed, scale))
+    def payload(self, block: int, seed: int = 0) -> bytes:
+        return encode(self.codec, self.schema(block), self.tensors(block, seed))
 
     def tensors(self, block: int, seed: int = 0, scale: float = 0.01) -> Weights:
         generator = np.random.default_rng(seed)

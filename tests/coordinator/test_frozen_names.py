@@ -17,9 +17,9 @@ from tests.coordinator.peer import Peer
 KEYS = {"assignment_id", "worker_id", "block", "round", "shard", "base_version", "base_hash"}
 
 
-def recipe_of(kind: Any, blocks: int = 3, **swarm: Any) -> Recipe:
-    objective = ObjectiveConfig(kind=kind, hint_probability=0.0)
-    return replace(tiny_recipe(blocks=blocks, **swarm), objective=objective)
+def chain_of_three(**swarm: Any) -> Recipe:
+    objective = ObjectiveConfig(kind="chain", hint_probability=0.0)
+    return replace(tiny_recipe(blocks=3, **swarm), objective=objective)
 
 
 def entries_of(running: Running) -> list[LedgerEntry]:
@@ -36,11 +36,11 @@ def heads(running: Running, *blocks: int) -> list[tuple[int, int, str]]:
     return [(one.block, one.head_version, one.head_hash) for one in answers]
 
 
-def seated(running: Running, blocks: int) -> tuple[list[Peer], list[Assignment]]:
+def seated(running: Running) -> tuple[list[Peer], list[Assignment]]:
     """One worker on each block, in order."""
-    peers = [running.peer() for _ in range(blocks)]
+    peers = [running.peer() for _ in range(3)]
     lent = [peer.lend() for peer in peers]
-    assert [one.block for one in lent] == list(range(blocks))
+    assert [one.block for one in lent] == list(range(3))
     return peers, lent
 
 
@@ -52,8 +52,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 def test_an_assignment_names_the_heads_of_its_time_and_keeps_them(place: Place) -> None:
     clock = Clock()
-    with place.serve(recipe_of("chain"), clock) as running:
-        peers, lent = seated(running, 3)
+    with place.serve(chain_of_three(), clock) as running:
+        peers, lent = seated(running)
         assert [names(one) for one in lent] == [[], heads(running, 0), heads(running, 0, 1)]
         before = names(lent[2])
         peers[0].deliver(lent[0])
@@ -63,14 +63,14 @@ def test_an_assignment_names_the_heads_of_its_time_and_keeps_them(place: Place) 
         running.wait_for_version(1, 1)
         assert names(peers[1].lend(after=lent[1].assignment_id)) == heads(running, 0)
         identity = peers[2].identity
-    with place.serve(recipe_of("chain"), clock) as running:
+    with place.serve(chain_of_three(), clock) as running:
         again = running.peer(identity, join=False)
         assert names(again.lend()) == before, "also after a restart of the coordinator"
 
 
 def test_verification_names_an_assignment_whose_snapshot_was_not_there(local: Place) -> None:
-    with local.serve(recipe_of("chain")) as running:
-        peers, lent = seated(running, 3)
+    with local.serve(chain_of_three()) as running:
+        peers, lent = seated(running)
         peers[0].deliver(lent[0])
         running.wait_for_version(0, 1)
         entries = entries_of(running)

@@ -7,9 +7,8 @@ import pytest
 
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.training.merge import assembled, replay_merge
-from blocktrain.training.snapshot import snapshot_hash
 from blocktrain.wire.codec import decode, held
-from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.hashing import content_hash, snapshot_hash
 from blocktrain.wire.messages import Finished, LedgerAnswer, Outcome, VerdictReason, Wait
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer, Refused

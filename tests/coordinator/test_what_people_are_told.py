@@ -22,15 +22,16 @@ from blocktrain.coordinator.storage.store import MIGRATIONS, Store
 from blocktrain.local.status_view import status_tables, verdict_counts
 from blocktrain.local.swarm import shown
 from blocktrain.training.checkpoint import load_checkpoint
-from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from blocktrain.training.snapshot import tensors_of
+from blocktrain.wire.hashing import snapshot_hash
 from blocktrain.wire.messages import Outcome, VerdictReason, WorkersAnswer, verdict_word
 from blocktrain.wording import counted, duration
 from tests.coordinator.conftest import Place, Running, tiny_recipe
 from tests.coordinator.peer import Peer
 
 
-def nonsense(peer: Peer, block: int = 0) -> bytes:
-    return b"\xff" * peer.run.blocks[block].payload_bytes
+def nonsense(peer: Peer) -> bytes:
+    return b"\xff" * peer.run.blocks[0].payload_bytes
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> Recipe:
+def dashboard_recipe(text: Path, judge: str = "off") -> Recipe:
     """Two blocks; a round takes about a second. A worker may be silent for minutes and is still live."""
     return tiny_recipe(
         text,
@@ -117,7 +117,7 @@ def dashboard_recipe(text: Path, rounds: int = 100_000, judge: str = "off") -> R
         swarm={
             "codec": "sign",
             "steps_per_round": 15,
-            "rounds": rounds,
+            "rounds": 100_000,
             "evaluate_every_seconds": 0.5,
             "lease_seconds": 600.0,
         },

@@ -35,21 +35,19 @@ from tests.tiny import tiny_recipe
 CPU = torch.device("cpu")
 
 
-def write_dataset(folder: Path, shards: int = 5, tokens: int = 400, vocabulary: int = 2000) -> Dataset:
+def write_dataset(folder: Path, vocabulary: int = 2000) -> Dataset:
     """Training shard n holds 100 n, 100 n + 1, … so that a window says where it is from."""
     dtype = "<u2" if vocabulary <= 1 << 16 else "<u4"
 
     def entry(name: str, first: int, cluster: int = 0) -> ShardEntry:
-        content = np.arange(first, first + tokens).astype(dtype).tobytes()
+        content = np.arange(first, first + 400).astype(dtype).tobytes()
         (folder / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
-        return ShardEntry(
-            name=name, sha256=sha256, tokens=tokens, documents=1, bytes=3 * tokens, cluster=cluster
-        )
+        return ShardEntry(name=name, sha256=sha256, tokens=400, documents=1, bytes=1200, cluster=cluster)
 
     manifest = Manifest(
         tokenizer="ab" * 32, vocabulary=vocabulary, separator=(0,), clusters=2, left_out=0,
-        training=tuple(entry(f"train-{n:05d}.bin", 100 * n, n % 2) for n in range(shards)),
+        training=tuple(entry(f"train-{n:05d}.bin", 100 * n, n % 2) for n in range(5)),
         pooling=(entry("pool-00000.bin", 1501),),
         held_out=(entry("held-00000.bin", 1502),),
     )  # fmt: skip

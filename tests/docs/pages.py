@@ -28,7 +28,6 @@ FENCE = re.compile(
 )
 READY = re.compile(r"(ready (url|listen)=|^serving .* at http)")
 READY_SECONDS = 60
-DOCUMENTED_PORTS = (8420, 8000)
 
 
 @dataclass(frozen=True)

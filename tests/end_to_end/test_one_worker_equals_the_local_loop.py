@@ -10,7 +10,8 @@ import torch
 
 from blocktrain.config import Recipe
 from blocktrain.training.local import LocalRun, Silent
-from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from blocktrain.training.snapshot import tensors_of
+from blocktrain.wire.hashing import snapshot_hash
 from tests.end_to_end.http_proxy import Plug, PlugProxy
 from tests.end_to_end.swarm_kit import Coordinator, Kit, tiny_recipe
 from tests.waiting import until

@@ -36,7 +36,8 @@ from blocktrain.data.dataset import Dataset, shard_files
 from blocktrain.errors import StorageError, WireError
 from blocktrain.local.assembly import save_model
 from blocktrain.training.checkpoint import load_checkpoint
-from blocktrain.training.snapshot import snapshot_hash, tensors_of
+from blocktrain.training.snapshot import tensors_of
+from blocktrain.wire.hashing import snapshot_hash
 from blocktrain.wire.identity import Identity
 from tests.end_to_end.http_proxy import StallProxy
 from tests.end_to_end.swarm_kit import Coordinator, Kit, Program, tiny_recipe
@@ -49,10 +50,10 @@ def with_dataset(dataset: Dataset) -> Recipe:
     return tiny_recipe(Path("builtin"), data={"dataset": str(dataset.folder)})
 
 
-def join(kit: Kit, url: str, name: str = "worker") -> Program:
+def join(kit: Kit, url: str) -> Program:
     """One command, no text: an address is all."""
-    options = ["--data-dir", str(kit.folder / name), "--device", "cpu"]
-    return kit.start(name, ["worker", "--coordinator", url, *options], {OTHER_BUILTIN: "1"})
+    options = ["--data-dir", str(kit.folder / "worker"), "--device", "cpu"]
+    return kit.start("worker", ["worker", "--coordinator", url, *options], {OTHER_BUILTIN: "1"})
 
 
 @contextmanager

@@ -26,8 +26,8 @@ def block_and_codebook(*overrides: str) -> tuple[AdaptiveBlock, Tensor]:
     return adaptive(shaken(objective.build(0, seed=0))), tiny_codebook(objective)
 
 
-def some_hint(batch: int, width: int = 32) -> Hint:
-    return Hint(some_noise(batch, LENGTH, width), torch.linspace(1, 10, batch))
+def some_hint() -> Hint:
+    return Hint(some_noise(2, LENGTH, 32), torch.linspace(1, 10, 2))
 
 
 def changed_positions(before_BTV: Tensor, after_BTV: Tensor) -> list[int]:
@@ -41,7 +41,7 @@ def changed_positions(before_BTV: Tensor, after_BTV: Tensor) -> list[int]:
 def test_a_token_changes_no_logit_before_it(shape: str, hinted: bool) -> None:
     block, codebook = block_and_codebook(shape)
     tokens = some_tokens(2, LENGTH)
-    hint = some_hint(2) if hinted else None
+    hint = some_hint() if hinted else None
     before = block(tokens, codebook, hint).logits_BTV
     for t in (0, 7, LENGTH - 1):
         altered = tokens.clone()
@@ -55,7 +55,7 @@ def test_a_token_changes_no_logit_before_it(shape: str, hinted: bool) -> None:
 @torch.no_grad()
 def test_a_hint_changes_only_positions_from_its_own_on(shape: str) -> None:
     block, codebook = block_and_codebook(shape)
-    tokens, hint = some_tokens(2, LENGTH), some_hint(2)
+    tokens, hint = some_tokens(2, LENGTH), some_hint()
     before = block(tokens, codebook, hint).logits_BTV
     for t in (0, 7, LENGTH - 1):
         z = hint.z_PTD.clone()
@@ -78,7 +78,7 @@ def test_an_mlp_block_sees_only_its_own_token() -> None:
 @torch.no_grad()
 def test_a_block_reads_its_hint_and_its_noise_level() -> None:
     block, codebook = block_and_codebook()
-    tokens, hint = some_tokens(2, LENGTH), some_hint(2)
+    tokens, hint = some_tokens(2, LENGTH), some_hint()
     plain = block(tokens, codebook).logits_BTV
     hinted = block(tokens, codebook, hint).logits_BTV
     louder = block(tokens, codebook, Hint(hint.z_PTD, 2 * hint.sigma_P)).logits_BTV
@@ -89,7 +89,7 @@ def test_a_block_reads_its_hint_and_its_noise_level() -> None:
 @torch.no_grad()
 def test_sequences_of_a_batch_do_not_see_one_another_hinted_or_not() -> None:
     block, codebook = block_and_codebook()
-    tokens, hint = some_tokens(3, LENGTH), some_hint(2)
+    tokens, hint = some_tokens(3, LENGTH), some_hint()
     together = block(tokens, codebook, hint).logits_BTV
     for i in range(2):
         alone = block(tokens[i : i + 1], codebook, Hint(hint.z_PTD[i : i + 1], hint.sigma_P[i : i + 1]))
@@ -114,7 +114,7 @@ def test_the_null_hint_is_the_limit_of_infinite_noise() -> None:
 def test_the_denoised_target_is_the_preconditioned_sum() -> None:
     """z_hat = c_out F + c_skip z, with F read off by feeding the same network a different skip."""
     block, codebook = block_and_codebook()
-    tokens, hint = some_tokens(2, LENGTH), some_hint(2)
+    tokens, hint = some_tokens(2, LENGTH), some_hint()
     c = precondition(hint.sigma_P, 0.5)
     output = block(tokens, codebook, hint)
     c_BC = block.condition(c.c_noise)
@@ -126,7 +126,7 @@ def test_the_denoised_target_is_the_preconditioned_sum() -> None:
 @torch.no_grad()
 def test_logits_are_the_scaled_products_with_the_codebook() -> None:
     block, codebook = block_and_codebook()
-    output = block(some_tokens(2, LENGTH), codebook, some_hint(2))
+    output = block(some_tokens(2, LENGTH), codebook, some_hint())
     expected = block.logit_scale * output.z_hat_BTD @ codebook.T
     torch.testing.assert_close(output.logits_BTV, expected)
 

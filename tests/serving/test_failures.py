@@ -52,9 +52,9 @@ async def write(c: Cluster | RemoteEngine, **settings: object) -> tuple[list[int
 
 
 async def write_disturbed(
-    engine: RemoteEngine, disturb: Callable[[], None], *, after: int = 3
+    engine: RemoteEngine, disturb: Callable[[], None]
 ) -> tuple[list[int], GenerationStats]:
-    """The same text, with something happening after a few traversals."""
+    """The same text, with something happening after the third traversal."""
     request = GenerationRequest(list(PROMPTS[0]), LENGTH, seed=9, draft_tokens=2, deadline_seconds=HOUR)
     generation = engine.generate(request)
     tokens: list[int] = []
@@ -62,7 +62,7 @@ async def write_disturbed(
     async for chunk in generation:
         tokens += chunk.tokens
         traversals += 1
-        if traversals == after:
+        if traversals == 3:
             disturb()
     return tokens, generation.stats
 

@@ -111,7 +111,6 @@ def test_a_stage_that_closes_reports_no_errors_of_its_own(checkpoint: Path) -> N
     assert asyncio.run(served()) == []
 
 
-NOT_AN_ASK = Failure(FailureCode.BUSY, "")
 BAD: dict[str, Callable[[], Any]] = {
     "unknown block": lambda: ask(TRAVERSE, [1], blocks=[7]),
     "no block": lambda: ask(TRAVERSE, [1], blocks=[]),

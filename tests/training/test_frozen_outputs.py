@@ -51,8 +51,8 @@ def trainer(*CHAIN: str, index: int = 2, device: torch.device = CPU) -> BlockTra
     return BlockTrainer(recipe, objective, block, index, shards, codebook, frozen=frozen)
 
 
-def losses(trainer: BlockTrainer, steps: int = STEPS) -> list[float]:
-    return [float(trainer.step(step, shard=0)) for step in range(steps)]
+def losses(trainer: BlockTrainer) -> list[float]:
+    return [float(trainer.step(step, shard=0)) for step in range(STEPS)]
 
 
 def same_weights(first: Block, second: Block) -> bool:

@@ -24,12 +24,12 @@ from blocktrain.training.snapshot import (
     load_into,
     max_snapshot_bytes,
     schema_of,
-    snapshot_hash,
     tensors_of,
     to_safetensors,
 )
 from blocktrain.wire.byte_source import FileBytes
 from blocktrain.wire.codec import Schema, held
+from blocktrain.wire.hashing import snapshot_hash
 
 MODEL = ModelConfig(width=16, heads=2, blocks=1, layers_per_block=1, context=8, condition_width=4)
 

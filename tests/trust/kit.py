@@ -40,7 +40,7 @@ class Trainer:
     """Does what a worker does with an assignment, without error feedback."""
 
     def __init__(self, running: Running, recipe: Recipe, peer: Peer | None = None) -> None:
-        self.running, self.recipe = running, recipe
+        self.running = running
         self.peer = peer or running.peer()
         self._training = Training(recipe, corpus())
 

@@ -10,10 +10,10 @@ import pytest
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.codec import encode
 from blocktrain.wire.messages import LedgerEntry, Outcome, VerdictReason, WorkerAnswer
+from tests.adversaries.training import noise_like
 from tests.coordinator.peer import Peer
 from tests.coordinator.test_life_of_an_update import ledger_of
 from tests.trust.kit import Trainer, flipped, judged, judged_recipe
-from tests.validation.kit import noise_like
 
 
 def verified(peer: Peer, folder: Path) -> None:

@@ -33,9 +33,10 @@ from blocktrain.wire.messages import (
     VerdictReason,
     verdict_word,
 )
+from tests.adversaries.training import noise_like
 from tests.coordinator.conftest import Clock
 from tests.trust.kit import Trainer, judged, judged_recipe
-from tests.validation.kit import corpus, noise_like
+from tests.validation.kit import corpus
 from tests.waiting import until
 
 GOOD = report_of(Evidence(Gain(0.1, 0.01, 30), Gain(0.1, 0.01, 30), Gain(0.05, 0.01, 30), 1000))

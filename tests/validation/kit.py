@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import DataConfig, EvaluationConfig, ModelConfig, Recipe, SwarmConfig, TrainingConfig
 from blocktrain.data.corpora import Corpus, load_corpus
 from blocktrain.data.shards import Shards
@@ -20,21 +21,7 @@ from blocktrain.training.inner import BlockTrainer, build_codebook
 from blocktrain.training.snapshot import schema_of, tensors_of
 from blocktrain.training.update import difference
 from blocktrain.validation.scorer import Scorer, Work
-from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
-from tests.adversaries.training import noise_like, partly_moved
-
-__all__ = [
-    "RECIPE",
-    "Honest",
-    "Weights",
-    "applied",
-    "coded",
-    "corpus",
-    "honest",
-    "noise_like",
-    "partly_moved",
-    "scorer",
-]
+from blocktrain.wire.codec import Schema, decode, encode
 
 torch.set_num_threads(1)
 
@@ -94,5 +81,5 @@ def coded(one: Honest, codec: str = "sparse:64") -> Weights:
     return decode(spec, one.schema, encode(spec, one.schema, one.delta))
 
 
-def applied(base: Weights, delta: Weights, scale: float = 1.0) -> Weights:
-    return {name: np.asarray(base[name] - np.float32(scale) * delta[name]) for name in base}
+def applied(base: Weights, delta: Weights) -> Weights:
+    return {name: np.asarray(base[name] - delta[name]) for name in base}

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from blocktrain.codec_spec import CodecSpec
 from blocktrain.validation.duplicates import SKETCH_VALUES, Sketch, likeness, most_alike, sketch_of
-from tests.validation.kit import coded, honest, partly_moved
+from tests.adversaries.training import partly_moved
+from tests.validation.kit import coded, honest
 
 CODECS = ("sparse:64", "sign", "bits:4", "dense")
 SPARSE, DENSE = CodecSpec.parse("sparse:64"), CodecSpec.parse("dense")

@@ -26,8 +26,8 @@ from blocktrain.wire.messages import VerdictReason
 from tests.validation.kit import RECIPE, Weights, applied, coded, corpus, honest, scorer
 
 
-def evidence(delta: Weights, shard: int = 0, seed: int = 1) -> Evidence:
-    one = honest(shard)
+def evidence(delta: Weights, seed: int = 1) -> Evidence:
+    one = honest(0)
     return scorer().evidence(0, one.base, applied(one.base, delta), one.work, seed)
 
 

@@ -137,8 +137,8 @@ def test_norms_may_shrink_with_the_learning_rate() -> None:
     assert norm_ruling(0.05, 1.0, TrustConfig(), fading=last) is None
 
 
-def evidence_of(mean: float, error: float = 0.01) -> Evidence:
-    gain = Gain(mean, error, 30)
+def evidence_of(mean: float) -> Evidence:
+    gain = Gain(mean, 0.01, 30)
     return Evidence(gain, gain, gain, 1000)
 
 

@@ -19,19 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.errors import RecipeError, WireError
 from blocktrain.wire import codec as codec_module
 from blocktrain.wire.byte_source import FileBytes
-from blocktrain.wire.codec import (
-    CodecSpec,
-    FrameError,
-    FrameReason,
-    Schema,
-    UpdateFrame,
-    decode,
-    encode,
-    frame_length,
-)
+from blocktrain.wire.chunks import FrameReason
+from blocktrain.wire.codec import FrameError, Schema, UpdateFrame, decode, encode, frame_length
 from blocktrain.wire.hashing import content_hash
 
 SPARSE, SIGN, DENSE = CodecSpec("sparse"), CodecSpec("sign"), CodecSpec("dense")

@@ -9,9 +9,10 @@ import pytest
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import SwarmConfig
 from blocktrain.training.update import Weights, decoded_delta
-from blocktrain.wire.codec import CodecSpec, Schema, decode, frame_length
+from blocktrain.wire.codec import Schema, decode, frame_length
 from blocktrain.wire.messages import Outcome, VerdictReason
 from blocktrain.worker.block_progress import (
     NEXT_STATES,

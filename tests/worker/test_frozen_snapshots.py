@@ -22,7 +22,7 @@ from blocktrain.coordinator.storage.blobs import payload_key, snapshot_key
 from blocktrain.errors import WireError
 from blocktrain.threads import Threads
 from blocktrain.training.setup import Setup
-from blocktrain.training.snapshot import snapshot_hash
+from blocktrain.wire.hashing import snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import Assignment, FrozenSnapshot, JoinRequest
 from blocktrain.worker.asking import Asking, FrozenSnapshots

@@ -8,13 +8,15 @@ import torch
 
 from blocktrain.client.run import Layout
 from blocktrain.client.snapshots import Base
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import Recipe
 from blocktrain.data.shards import Shards
 from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.training.inner import BlockTrainer
 from blocktrain.training.setup import Setup
-from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of
-from blocktrain.wire.codec import CodecSpec, frame_length
+from blocktrain.training.snapshot import schema_of, tensors_of
+from blocktrain.wire.codec import frame_length
+from blocktrain.wire.hashing import snapshot_hash
 from blocktrain.wire.messages import StandIn
 from blocktrain.worker.block_progress import BlockProgress, PendingUpdate
 from blocktrain.worker.training import LocalTraining
