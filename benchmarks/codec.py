@@ -23,7 +23,8 @@ import typer
 from numpy.typing import NDArray
 from provenance import check_claims
 
-from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.wire.codec import Schema, decode, encode
 
 Floats = NDArray[np.float32]
 Quantiser = Callable[[Floats], tuple[Floats, float]]

@@ -44,13 +44,14 @@ from provenance import check_claims, write_report
 from pydantic import BaseModel, TypeAdapter
 from sqlalchemy import func, select, text
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.connections import max_connections
 from blocktrain.coordinator.decisions.rounds import quantile
 from blocktrain.coordinator.operator_notes import KEY_FILE
 from blocktrain.coordinator.service import DATABASE_FILE
 from blocktrain.coordinator.states import COUNTED
 from blocktrain.coordinator.storage.store import Store, Table, UpdateRow
-from blocktrain.wire.codec import CodecSpec, Schema, encode
+from blocktrain.wire.codec import Schema, encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import (

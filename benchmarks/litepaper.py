@@ -47,16 +47,16 @@ from numpy.typing import NDArray
 from provenance import Provenance, check_claims, provenance, write_report
 from rich.console import Console
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import find_recipe, load_recipe
 from blocktrain.local.swarm import SwarmOptions, run_swarm
 from blocktrain.simulation.networks import NETWORKS, Network
 from blocktrain.simulation.run import Policy, Scenario, Simulation
 from blocktrain.training.device import find_device
 from blocktrain.training.local import LocalRun, Silent
-from blocktrain.training.snapshot import Tensors
 from blocktrain.training.source import source_commit
 from blocktrain.training.update import decoded_delta, difference, encode_update
-from blocktrain.wire.codec import CodecSpec, Schema
+from blocktrain.wire.codec import Schema, Tensors
 
 Table = tuple[list[str], dict[str, bool]]
 """Lines to print, and what they claim."""

@@ -29,7 +29,8 @@ import numpy as np
 from provenance import check_claims, write_report
 
 from blocktrain.client.coordinator import CoordinatorClient, public_client
-from blocktrain.wire.codec import CodecSpec, Schema, encode
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.wire.codec import Schema, encode
 from blocktrain.wire.hashing import content_hash
 from blocktrain.wire.messages import (
     Assignment,

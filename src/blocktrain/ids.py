@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import NewType
 
-BlockId = NewType("BlockId", int)
 CorpusHash = NewType("CorpusHash", str)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from blocktrain.training.merge import MergeInput, clip_scales, merge_updates, update_norm
-from blocktrain.training.snapshot import snapshot_hash
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.training.merge import MergeInput, assembled, clip_scales, merged_bands, update_norm
 from blocktrain.wire import codec as codec_module
-from blocktrain.wire.codec import CodecSpec, Schema, held
+from blocktrain.wire.codec import Schema, held
+from blocktrain.wire.hashing import snapshot_hash
 
 SPARSE, DENSE = CodecSpec.parse("sparse:64"), CodecSpec.parse("dense")
 SHAPES = {"a.weight": (70, 65), "b": (), "c.bias": (5,)}
@@ -22,12 +24,9 @@ SHAPES = {"a.weight": (70, 65), "b": (), "c.bias": (5,)}
 Weights = dict[str, NDArray[np.float32]]
 
 
-def weights(seed: int, scale: float = 1.0) -> Weights:
+def weights(seed: int) -> Weights:
     generator = np.random.default_rng(seed)
-    return {
-        name: np.asarray(scale * generator.standard_normal(shape), np.float32)
-        for name, shape in SHAPES.items()
-    }
+    return {name: np.asarray(generator.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
 
 
 def inputs(count: int, **changes: Any) -> list[MergeInput]:
@@ -39,12 +38,23 @@ def inputs(count: int, **changes: Any) -> list[MergeInput]:
     ]
 
 
+def merge(
+    codec: CodecSpec,
+    base: Weights,
+    inputs: Sequence[MergeInput],
+    alpha: float,
+    executor: Executor | None = None,
+) -> Weights:
+    schema = Schema.of(base)
+    return assembled(schema, merged_bands(codec, schema, held(base), inputs, alpha, executor))
+
+
 def bits(tensors: Weights) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
 def test_the_merge_is_the_base_minus_alpha_times_the_mean() -> None:
-    found = merge_updates(SPARSE, weights(0), inputs(3), 0.7)
+    found = merge(SPARSE, weights(0), inputs(3), 0.7)
     for name, base in weights(0).items():
         mean = sum(weights(i)[name] for i in (1, 2, 3)) / 3
         np.testing.assert_allclose(found[name], base - 0.7 * mean, rtol=1e-4, atol=1e-6)
@@ -56,7 +66,7 @@ def test_weights_and_scales_multiply_and_the_mean_stays_one_over_r() -> None:
         MergeInput(update_id="01", weight=1.0, scale=0.5, values=one.values),
         MergeInput(update_id="02", weight=0.25, scale=1.0, values=two.values),
     ]
-    found = merge_updates(SPARSE, weights(0), pair, 1.0)
+    found = merge(SPARSE, weights(0), pair, 1.0)
     for name, base in weights(0).items():
         expected = base - (0.5 * weights(1)[name] + 0.25 * weights(2)[name]) / 2
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6)
@@ -64,10 +74,10 @@ def test_weights_and_scales_multiply_and_the_mean_stays_one_over_r() -> None:
 
 @pytest.mark.parametrize("codec", [SPARSE, DENSE])
 def test_threads_and_chunks_do_not_change_a_bit(codec: CodecSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = merge_updates(codec, weights(0), inputs(4), 1.3)
+    plain = merge(codec, weights(0), inputs(4), 1.3)
     monkeypatch.setattr(codec_module, "BAND_VALUES", 7)
     with ThreadPoolExecutor(3) as threads:
-        cut = merge_updates(codec, weights(0), inputs(4), 1.3, threads)
+        cut = merge(codec, weights(0), inputs(4), 1.3, threads)
     assert bits(plain) == bits(cut)
 
 
@@ -78,8 +88,8 @@ def test_the_merge_has_the_same_hash_on_every_machine() -> None:
         MergeInput(update_id=str(i), weight=1 / i, scale=0.3, values=held({"w": np.sqrt(base["w"] + i)}))
         for i in (1, 2, 3)
     ]
-    assert snapshot_hash(merge_updates(SPARSE, base, parts, 1.7))[:16] == "0bd8ece79b800fce"
-    assert snapshot_hash(merge_updates(DENSE, base, parts, 1.7))[:16] == "111d69630ebfae2c"
+    assert snapshot_hash(merge(SPARSE, base, parts, 1.7))[:16] == "0bd8ece79b800fce"
+    assert snapshot_hash(merge(DENSE, base, parts, 1.7))[:16] == "111d69630ebfae2c"
     assert update_norm(Schema.of(base), parts[0].values, None).hex() == "0x1.2ce2ced5f0a56p+11"
 
 
@@ -88,7 +98,7 @@ def test_one_dense_update_at_alpha_one_is_the_result_bit_for_bit(local: float, b
     """Also where local is so much smaller than base that base - (base - local) is not local."""
     sent = {"w": np.array([local, -0.0, base], np.float32)}
     one = [MergeInput(update_id="1", weight=1.0, scale=1.0, values=held(sent))]
-    found = merge_updates(DENSE, {"w": np.full(3, base, np.float32)}, one, 1.0)
+    found = merge(DENSE, {"w": np.full(3, base, np.float32)}, one, 1.0)
     assert bits(found) == bits(sent)
 
 
@@ -98,7 +108,7 @@ def test_late_dense_updates_count_from_their_own_base() -> None:
         MergeInput(update_id="1", weight=0.5, scale=1.0, values=held(local), base=held(old)),
         MergeInput(update_id="2", weight=1.0, scale=1.0, values=held(fresh)),
     ]
-    found = merge_updates(DENSE, base, parts, 1.0)
+    found = merge(DENSE, base, parts, 1.0)
     for name in SHAPES:
         step = (0.5 * (old[name] - local[name]) + (base[name] - fresh[name])) / 2
         np.testing.assert_allclose(found[name], base[name] - step, rtol=1e-4, atol=1e-5)
@@ -106,7 +116,7 @@ def test_late_dense_updates_count_from_their_own_base() -> None:
 
 def test_inputs_out_of_order_are_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
-        merge_updates(SPARSE, weights(0), inputs(2)[::-1], 1.0)
+        merge(SPARSE, weights(0), inputs(2)[::-1], 1.0)
 
 
 def test_norms_are_clipped_to_the_median_and_three_running_medians() -> None:

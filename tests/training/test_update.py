@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from blocktrain.training.merge import MergeInput, merge_updates
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.training.merge import MergeInput, assembled, merged_bands
 from blocktrain.training.ranks import ALONE
 from blocktrain.training.snapshot import schema_of, tensors_of
 from blocktrain.training.update import (
@@ -18,7 +19,7 @@ from blocktrain.training.update import (
     fold_back,
     moved,
 )
-from blocktrain.wire.codec import CodecSpec, decode, held
+from blocktrain.wire.codec import decode, held
 
 
 def small_block(seed: int = 0) -> nn.Module:
@@ -28,10 +29,10 @@ def small_block(seed: int = 0) -> nn.Module:
     return block
 
 
-def changed(weights: Weights, seed: int, size: float = 0.01) -> Weights:
+def changed(weights: Weights, seed: int) -> Weights:
     generator = np.random.default_rng(seed)
     return {
-        name: np.asarray(value + size * generator.standard_normal(value.shape), dtype=np.float32)
+        name: np.asarray(value + 0.01 * generator.standard_normal(value.shape), dtype=np.float32)
         for name, value in weights.items()
     }
 
@@ -70,9 +71,8 @@ def test_dense_update_of_one_worker_gives_back_its_weights_bit_for_bit() -> None
     encoded = encode_update(dense, schema, base=base, origin=base, local=local, feedback=None, beta=0.95)
     assert encoded.feedback is None
     arrived = decode(dense, schema, encoded.payload)
-    merged = merge_updates(
-        dense, base, [MergeInput(update_id="a", weight=1.0, scale=1.0, values=held(arrived))], 1.0
-    )
+    inputs = [MergeInput(update_id="a", weight=1.0, scale=1.0, values=held(arrived))]
+    merged = assembled(schema, merged_bands(dense, schema, held(base), inputs, 1.0))
     for name in base:
         assert merged[name].tobytes() == local[name].tobytes()
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import resolve_recipe
 from blocktrain.data.corpora import load_corpus
 from blocktrain.data.dataset import MANIFEST, Dataset, RunText
 from blocktrain.errors import DataError, RecipeError
 from blocktrain.training.setup import Setup
-from blocktrain.wire.codec import CodecSpec, Schema
+from blocktrain.wire.codec import Schema
 from blocktrain.wire.messages import BlockLayout, RunAnswer
 
 

@@ -23,13 +23,12 @@ from blocktrain.training.snapshot import (
     SnapshotError,
     from_safetensors,
     max_snapshot_bytes,
-    snapshot_hash,
     tensors_of,
     to_safetensors,
 )
 from blocktrain.training.update import Weights
 from blocktrain.wire.codec import FrameError, Schema, UpdateFrame, held
-from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.hashing import content_hash, snapshot_hash
 from blocktrain.wire.messages import MergeRecord
 
 DOWNLOAD_ATTEMPTS = 3

@@ -37,11 +37,11 @@ from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, Worke
 from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
-from blocktrain.training.snapshot import Tensors
 from blocktrain.validation.evidence import Cost, evidence_of, evidence_seed, report_of, training_tokens
 from blocktrain.validation.reputation import comparison
 from blocktrain.validation.ruling import evidence_ruling, judged_ruling, probation_ruling
 from blocktrain.validation.scorer import Scorer
+from blocktrain.wire.codec import Tensors
 from blocktrain.wire.messages import (
     ErrorReason,
     EvidenceReport,

@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from torch import nn
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import (
     CHANGEABLE,
     Recipe,
@@ -37,9 +38,9 @@ from blocktrain.ids import CorpusHash
 from blocktrain.model.objective import Objective
 from blocktrain.training.memory import block_needs
 from blocktrain.training.setup import Setup
-from blocktrain.training.snapshot import schema_of, snapshot_hash, tensors_of, to_safetensors
-from blocktrain.wire.codec import CodecSpec, Schema, frame_length
-from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, content_hash
+from blocktrain.training.snapshot import schema_of, tensors_of, to_safetensors
+from blocktrain.wire.codec import Schema, frame_length
+from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, content_hash, snapshot_hash
 from blocktrain.wire.identity import Identity
 from blocktrain.wire.messages import BlockLayout, ErrorReason, Receipt, TensorShape
 

@@ -57,7 +57,8 @@ from blocktrain.validation.ruling import (
     reveal_ruling,
 )
 from blocktrain.wire.byte_source import ByteSource
-from blocktrain.wire.codec import FrameError, FrameReason, UpdateFrame, Values, decode, held
+from blocktrain.wire.chunks import FrameReason
+from blocktrain.wire.codec import FrameError, UpdateFrame, Values, decode, held
 from blocktrain.wire.hashing import canonical_json, content_hash
 from blocktrain.wire.identity import WorkerId
 from blocktrain.wire.messages import (

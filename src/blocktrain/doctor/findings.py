@@ -74,7 +74,6 @@ class Device:
     """As `--device` takes it."""
     description: str = ""
     free_bytes: int | None = None
-    total_bytes: int | None = None
     problem: str | None = None
     """Why it cannot be used."""
 

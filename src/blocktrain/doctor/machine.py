@@ -34,10 +34,11 @@ def read_device(name: str) -> Device:
     try:
         device = find_device(name)
     except DeviceError as error:
-        return Device(name, "", None, None, problem=str(error))
+        return Device(name, problem=str(error))
     on_gpu = device.type == "cuda"
     cores = f"{os.cpu_count()} cores, {platform.machine()}"
-    return Device(str(device), torch.cuda.get_device_name(device) if on_gpu else cores, *free_memory(device))
+    free, _ = free_memory(device)
+    return Device(str(device), torch.cuda.get_device_name(device) if on_gpu else cores, free)
 
 
 def _line(path: Path) -> str | None:

@@ -22,11 +22,12 @@ from blocktrain.client.texts import FetchedText
 from blocktrain.data.dataset import RunText
 from blocktrain.errors import DataError
 from blocktrain.training.setup import Setup
-from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes, snapshot_hash
+from blocktrain.training.snapshot import from_safetensors, max_snapshot_bytes
 from blocktrain.training.update import Weights
 from blocktrain.validation.evidence import report_of
 from blocktrain.validation.scorer import Scorer
 from blocktrain.wire.codec import decode
+from blocktrain.wire.hashing import snapshot_hash
 from blocktrain.wire.messages import JudgeTask, RunAnswer
 
 KEPT_SNAPSHOTS = 4

@@ -23,7 +23,8 @@ from blocktrain.model.pooling import Pooling
 from blocktrain.training.checkpoint import save_checkpoint, write_checkpoint
 from blocktrain.training.evaluation import Evaluator
 from blocktrain.training.setup import Setup, with_swarm_schedule
-from blocktrain.training.snapshot import from_safetensors, load_into, schema_of, snapshot_hash
+from blocktrain.training.snapshot import from_safetensors, load_into, schema_of
+from blocktrain.wire.hashing import snapshot_hash
 
 
 @dataclass(frozen=True)

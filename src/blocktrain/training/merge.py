@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.training.snapshot import Tensors
-from blocktrain.wire.codec import CodecSpec, Schema, Values, held
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.wire.codec import Schema, Values
 
 if TYPE_CHECKING:
     from blocktrain.wire.messages import MergeRecord
@@ -108,18 +108,6 @@ def merged_bands(
     finally:
         for future in pending:
             future.cancel()
-
-
-def merge_updates(
-    codec: CodecSpec,
-    base: Tensors,
-    inputs: Sequence[MergeInput],
-    alpha: float,
-    executor: Executor | None = None,
-) -> dict[str, NDArray[np.float32]]:
-    """The next snapshot in memory."""
-    schema = Schema.of(base)
-    return assembled(schema, merged_bands(codec, schema, held(base), inputs, alpha, executor))
 
 
 def assembled(schema: Schema, bands: Iterator[MergedBand]) -> dict[str, NDArray[np.float32]]:

@@ -25,23 +25,7 @@ from torch import nn
 from blocktrain.errors import WireError
 from blocktrain.wire.byte_source import ByteSource
 from blocktrain.wire.codec import Schema, Tensors, Values
-from blocktrain.wire.hashing import SnapshotHasher, snapshot_hash
-
-__all__ = [
-    "SnapshotError",
-    "SnapshotFile",
-    "Tensors",
-    "banded_hash",
-    "check_names",
-    "file_layout",
-    "from_safetensors",
-    "load_into",
-    "max_snapshot_bytes",
-    "schema_of",
-    "snapshot_hash",
-    "tensors_of",
-    "to_safetensors",
-]
+from blocktrain.wire.hashing import SnapshotHasher
 
 HEADER_BYTES_PER_TENSOR = 512
 """Room for one tensor's name, shape and offsets in a safetensors header; names are shorter than 256."""

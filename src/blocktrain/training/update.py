@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.training.snapshot import Tensors
-from blocktrain.wire.codec import CodecSpec, Schema, decode, encode
+from blocktrain.codec_spec import CodecSpec
+from blocktrain.wire.codec import Schema, Tensors, decode, encode
 
 Weights = dict[str, NDArray[np.float32]]
 """Tensors by name; every value an array, also the scalars (numpy's arithmetic turns those into numbers)."""

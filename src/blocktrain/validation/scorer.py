@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.config import Recipe
 from blocktrain.data.batches import Drawing
 from blocktrain.data.corpora import read_text
@@ -26,7 +27,7 @@ from blocktrain.ids import derive_seed
 from blocktrain.model.block import Block
 from blocktrain.training.frozen import upstream_features
 from blocktrain.training.setup import Setup
-from blocktrain.training.snapshot import Tensors, load_into
+from blocktrain.training.snapshot import load_into
 from blocktrain.training.update import delta_of
 from blocktrain.validation.evidence import (
     Budget,
@@ -37,7 +38,7 @@ from blocktrain.validation.evidence import (
     window_losses,
     with_hints,
 )
-from blocktrain.wire.codec import CodecSpec, Schema
+from blocktrain.wire.codec import Schema, Tensors
 from blocktrain.wire.messages import JudgeTask
 
 

@@ -48,23 +48,6 @@ from blocktrain.wire.chunks import (
     SparseChunks,
 )
 
-__all__ = [
-    "CHUNK_VALUES",
-    "MAX_HALF",
-    "TILE_SIDE",
-    "CodecSpec",
-    "UpdateFrame",
-    "FrameError",
-    "FrameReason",
-    "Schema",
-    "Tensors",
-    "Values",
-    "decode",
-    "encode",
-    "frame_length",
-    "held",
-]
-
 _HALF_EXPONENT: Final = 0x7C00
 _BATCH_CHUNKS: Final = 256
 """Chunks worked on at once: 4 MB of fp32, which stays in cache and bounds what decoding allocates."""

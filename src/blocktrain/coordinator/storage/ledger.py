@@ -21,12 +21,13 @@ import numpy as np
 from sqlalchemy import bindparam, insert, select, update
 from sqlalchemy.orm import Session
 
+from blocktrain.codec_spec import CodecSpec
 from blocktrain.coordinator.storage.store import LedgerRow, Prepared, RunRow, message_of, must_last
 from blocktrain.errors import BlocktrainError
 from blocktrain.training.merge import assembled, replay_merge
-from blocktrain.training.snapshot import Tensors, from_safetensors, snapshot_hash
-from blocktrain.wire.codec import CodecSpec, Schema, UpdateFrame, held
-from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, chain_hash, content_hash
+from blocktrain.training.snapshot import from_safetensors
+from blocktrain.wire.codec import Schema, Tensors, UpdateFrame, held
+from blocktrain.wire.hashing import GENESIS_HASH, canonical_json, chain_hash, content_hash, snapshot_hash
 from blocktrain.wire.identity import Identity, verify
 from blocktrain.wire.messages import BlockLayout, LedgerEntry, MergeRecord, Outcome, Receipt
 

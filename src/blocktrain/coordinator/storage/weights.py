@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.storage.blobs import Blobs, payload_key, snapshot_key
 from blocktrain.errors import StorageError
-from blocktrain.training.snapshot import SnapshotFile, from_safetensors, snapshot_hash
+from blocktrain.training.snapshot import SnapshotFile, from_safetensors
 from blocktrain.wire.codec import UpdateFrame, Values, held
-from blocktrain.wire.hashing import content_hash
+from blocktrain.wire.hashing import content_hash, snapshot_hash
 
 Weights = dict[str, NDArray[float32]]
 
