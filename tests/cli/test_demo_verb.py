@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.errors import UserError
 from blocktrain.local.attacker import Fate
 from blocktrain.local.demo import MARKER, clear_earlier_demo, summary_rows, thinned
 from tests.cli.program import run_main
@@ -70,12 +69,6 @@ def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None
     (tmp_path / "notes.txt").write_text("mine")
     clear_earlier_demo(tmp_path, "demo")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_folder_that_is_not_a_demo_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds no demo"):
-        clear_earlier_demo(tmp_path, "demo")
 
 
 def test_the_attackers_fate_is_told_in_a_sentence() -> None:

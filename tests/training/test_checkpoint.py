@@ -267,8 +267,3 @@ def test_a_damaged_checkpoint_is_refused_by_name(copy: Path, damage: str) -> Non
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint folder"):
         load_checkpoint(tmp_path / "absent", CPU)
-
-
-def test_the_folder_above_a_checkpoint_gets_a_hint(original: Path) -> None:
-    with pytest.raises(CheckpointError, match="did you mean its folder checkpoint/"):
-        load_checkpoint(original.parent, CPU)

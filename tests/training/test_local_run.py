@@ -300,29 +300,6 @@ def test_the_loss_curve_has_some_two_hundred_points_stopped_or_not(text: Path, t
     assert points == curve[: len(points)]
 
 
-def test_resuming_what_was_never_started_is_refused(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing to resume"):
-        local_run(text, tmp_path / "new").train(resume=True)
-    assert not (tmp_path / "new").exists()
-
-
-def test_starting_over_a_run_is_refused(text: Path, tmp_path: Path) -> None:
-    local_run(text, tmp_path, *SHORT).train(resume=False)
-    before = files_of(tmp_path)
-    with pytest.raises(UserError, match="already holds a run; add --resume"):
-        local_run(text, tmp_path, *SHORT).train(resume=False)
-    assert files_of(tmp_path) == before
-
-
-@pytest.mark.parametrize(("override", "named"), [("seed=5", "seed"), ("training.batch=8", "training.batch")])
-def test_resuming_under_another_recipe_names_what_changed(
-    text: Path, tmp_path: Path, override: str, named: str
-) -> None:
-    local_run(text, tmp_path, *SHORT).train(resume=False)
-    with pytest.raises(UserError, match=rf"other settings \({named}\)"):
-        local_run(text, tmp_path, *SHORT, override).train(resume=True)
-
-
 def test_resuming_on_changed_text_is_refused(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_bytes(prose(12_000, seed=1))
