@@ -44,7 +44,7 @@ import noise_tables
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from provenance import Provenance, check_claims, provenance, write_report
+from provenance import check_claims, provenance, write_report
 from rich.console import Console
 
 from blocktrain.codec_spec import CodecSpec
@@ -599,13 +599,11 @@ def main() -> int:
     options = parse(sys.argv[1:])
     options.out.mkdir(parents=True, exist_ok=True)
     lines, claims = TABLES[options.table](options)
-    print("\n".join(["", *lines, "", _made_by(provenance(options.table.lower()))]))
+    made = provenance(options.table.lower())
+    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
+    by = f"`{made.command}`; {made.hardware}; {versions}; commit {made.commit}; {made.date}."
+    print("\n".join(["", *lines, "", by]))
     return 0 if options.quick else check_claims(claims)
-
-
-def _made_by(found: Provenance) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    return f"`{found.command}`; {found.hardware}; {versions}; commit {found.commit}; {found.date}."
 
 
 if __name__ == "__main__":

@@ -72,16 +72,13 @@ SIGMAS = {
 }
 
 
-def _sigma(low: float, high: float) -> tuple[str, ...]:
-    return (f"objective.sigma_min={low}", f"objective.sigma_max={high}")
-
-
 def _cut(blocks: int, layers: int) -> tuple[str, ...]:
     return (f"model.blocks={blocks}", f"model.layers_per_block={layers}")
 
 
 T1 = tuple(
-    Row(f"{low:g} to {high:g}", (*MLP, *_sigma(low, high)), theirs) for (low, high), theirs in SIGMAS.items()
+    Row(f"{low:g} to {high:g}", (*MLP, f"objective.sigma_min={low}", f"objective.sigma_max={high}"), theirs)
+    for (low, high), theirs in SIGMAS.items()
 )
 T2 = (
     Row("denoiser, MSE, MLP blocks", (*MLP, "objective.loss=mse"), 3.243),

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,14 @@ class Advisories:
         self.newest = ""
 
     def touching(self, package: str, version: Version) -> list[Advisory]:
-        found = self._of(package)
+        folder = self._folders.get(canonicalize_name(package))
+        files = sorted(folder.glob("*.yaml")) if folder else []
+        found: list[Advisory] = [yaml.safe_load(file.read_text()) for file in files]
         with self._lock:
             self.asked += 1
             self.read += len(found)
             self.newest = max([self.newest, *(str(one.get("modified", "")) for one in found)])
         return [_plain(one) for one in found if touches(one, package, version)]
-
-    def _of(self, package: str) -> list[Advisory]:
-        folder = self._folders.get(canonicalize_name(package))
-        files = sorted(folder.glob("*.yaml")) if folder else []
-        return [yaml.safe_load(file.read_text()) for file in files]
 
 
 def touches(advisory: Advisory, package: str, version: Version) -> bool:
@@ -57,13 +54,10 @@ def touches(advisory: Advisory, package: str, version: Version) -> bool:
             continue
         if version in {_version(one) for one in affected.get("versions", ())}:
             return True
-        if any(_within(one["events"], version) for one in _ranges(affected)):
+        ranges = (one for one in affected.get("ranges", ()) if one["type"] == "ECOSYSTEM")
+        if any(_within(one["events"], version) for one in ranges):
             return True
     return False
-
-
-def _ranges(affected: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    return (one for one in affected.get("ranges", ()) if one["type"] == "ECOSYSTEM")
 
 
 def _within(events: Sequence[Mapping[str, Any]], version: Version) -> bool:

@@ -56,19 +56,11 @@ def show_recipe(recipe: RecipeArgument, all_: AllOption = False, set_: SetOption
 @recipe_verbs.command("copy")
 def copy_recipe(
     recipe: RecipeArgument,
-    to: Annotated[Path | None, typer.Option("--to", help="File to write (needed); must be new.")] = None,
-    # As it was written before `--to`, which every verb that copies something has.
-    target: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    to: Annotated[Path, typer.Option("--to", help="File to write; must be new.")],
     all_: AllOption = False,
     set_: SetOption = [],  # noqa: B006
 ) -> None:
     """Write a recipe to a file of yours, under the file's name, to be changed and used like a shipped one."""
-    if (to is None) == (target is None):
-        raise UserError(
-            f"name one file to write, for instance: blocktrain recipe copy {recipe} --to mine.toml"
-        )
-    to = to or target
-    assert to is not None
     if to.exists():
         raise UserError(f"{to} already exists; choose another name, or remove it")
     try:

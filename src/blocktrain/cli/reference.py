@@ -90,15 +90,12 @@ def verb_of(name: str, callback: Callable[..., Any]) -> Verb:
     hints = typing.get_type_hints(callback, include_extras=True)
     signature = inspect.signature(callback).parameters
     parameters = (_parameter(key, hints[key], signature[key].default) for key in signature)
-    return Verb(name, inspect.cleandoc(callback.__doc__ or ""), tuple(filter(None, parameters)))
+    return Verb(name, inspect.cleandoc(callback.__doc__ or ""), tuple(parameters))
 
 
-def _parameter(key: str, hint: Any, default: Any) -> Parameter | None:
-    """None where it is hidden: another spelling that still works."""
+def _parameter(key: str, hint: Any, default: Any) -> Parameter:
     kind, *notes = typing.get_args(hint)
     info = next(note for note in notes if isinstance(note, (OptionInfo, ArgumentInfo)))
-    if info.hidden:
-        return None
     dashed = key.strip("_").replace("_", "-")
     if isinstance(info, ArgumentInfo):
         name = dashed.upper()
