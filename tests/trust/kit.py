@@ -47,7 +47,6 @@ class Trainer:
     def train(
         self,
         assignment: Assignment,
-        steps: int | None = None,
         frozen: Mapping[int, Weights] | None = None,
     ) -> Weights:
         """Beside the frozen snapshots that the assignment names, or beside others."""
@@ -57,7 +56,7 @@ class Trainer:
             base,
             assignment.shard,
             assignment.first_step,
-            steps or assignment.steps,
+            assignment.steps,
             frozen=self.named(assignment) if frozen is None else frozen,
         )
 
