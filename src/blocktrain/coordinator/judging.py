@@ -125,17 +125,13 @@ class Judging:
             row.judge, row.judge_until = judge, now + run.recipe.trust.judge_lease_seconds
             assignment = session.get(AssignmentRow, row.assignment_id)
             assert assignment is not None
-            # Judged as it will be merged: alone, clipped to the running median, and with less weight where a
-            # serial run has begun to diverge.
-            losses = held_out_losses(session) if run.objective.is_serial else ()
-            weight = merging_weight(run.swarm.outer_lr, losses)
-            median = running_median(session, row.block)
-            clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
+            block = block_row(session, row.block)
+            row.judge_step = self._step(session, row)
             return message_of(
                 JudgeTask,
                 row,
-                head_hash=block_row(session, row.block).head_hash,
-                step=weight * clip,
+                head_hash=block.head_hash,
+                step=row.judge_step,
                 shard=assignment.shard,
                 first_step=assignment.round * run.swarm.steps_per_round,
                 steps=run.swarm.steps_per_round,
@@ -143,6 +139,16 @@ class Judging:
                 lease_seconds=run.recipe.trust.judge_lease_seconds,
                 frozen=frozen_of(assignment),
             )
+
+    def _step(self, session: Session, row: UpdateRow) -> float:
+        """How far the judge goes along the update: as far as the merge is expected to go."""
+        run = self._resources.run
+        # Clipped to the running median, and with less weight where a serial run has begun to diverge.
+        losses = held_out_losses(session) if run.objective.is_serial else ()
+        weight = merging_weight(run.swarm.outer_lr, losses)
+        median = running_median(session, row.block)
+        clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
+        return weight * clip
 
     def _seed(self, session: Session, row: UpdateRow) -> int:
         """From the commit: the worker cannot choose an update to fit it. 53 bits survive JSON."""
@@ -180,7 +186,8 @@ class Judging:
             # The ledger speaks of clusters only where blocks have some.
             absent = {name for name in ("own", "rest") if getattr(found, name) is None}
             recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
-            recorded["seed"] = self._seed(session, row)
+            # With these anybody who has the held-out text can repeat it.
+            recorded["seed"], recorded["step"] = self._seed(session, row), row.judge_step
             row.evidence = json.dumps(recorded)
             # A newcomer's update is scored and not merged while others on the block are established. Its mark
             # is that of an update that counted, which is how it gets off probation.
