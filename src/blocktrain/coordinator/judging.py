@@ -18,6 +18,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.decisions.merging import merging_weight
+from blocktrain.coordinator.decisions.rounds import expected_updates
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.resources import Resources
@@ -33,7 +34,7 @@ from blocktrain.coordinator.storage.queries import (
     running_median,
     tries_in_vain,
 )
-from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow, message_of
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
@@ -126,7 +127,7 @@ class Judging:
             assignment = session.get(AssignmentRow, row.assignment_id)
             assert assignment is not None
             block = block_row(session, row.block)
-            row.judge_step = self._step(session, row)
+            row.judge_step = self._step(session, row, block, now)
             return message_of(
                 JudgeTask,
                 row,
@@ -140,15 +141,16 @@ class Judging:
                 frozen=frozen_of(assignment),
             )
 
-    def _step(self, session: Session, row: UpdateRow) -> float:
+    def _step(self, session: Session, row: UpdateRow, block: BlockRow, now: float) -> float:
         """How far the judge goes along the update: as far as the merge is expected to go."""
-        run = self._resources.run
+        resources, run = self._resources, self._resources.run
         # Clipped to the running median, and with less weight where a serial run has begun to diverge.
         losses = held_out_losses(session) if run.objective.is_serial else ()
         weight = merging_weight(run.swarm.outer_lr, losses)
         median = running_median(session, row.block)
         clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
-        return weight * clip
+        facts = resources.open_rounds.facts(session, block, now)
+        return weight * clip / expected_updates(facts, run.recipe.trust)
 
     def _seed(self, session: Session, row: UpdateRow) -> int:
         """From the commit: the worker cannot choose an update to fit it. 53 bits survive JSON."""
