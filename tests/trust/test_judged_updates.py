@@ -228,6 +228,26 @@ def test_an_update_is_judged_at_its_part_of_the_merge_whatever_newcomers_there_a
         assert [entry.body["evidence"]["step"] for entry in entries] == [recipe.swarm.outer_lr / 3] * 3
 
 
+def test_a_late_update_is_judged_at_its_full_length(tmp_path: Path) -> None:
+    recipe = judged_recipe({"max_deadline_seconds": 100.0})
+    with judged(tmp_path, recipe) as running:
+        slow, *others = [Trainer(running, recipe) for _ in range(3)]
+        establish(running, *(worker.peer for worker in (slow, *others)))
+        lease, *leases = [worker.peer.lend() for worker in (slow, *others)]
+        payload = encode(slow.peer.codec, slow.peer.schema(0), slow.train(lease))
+        committed = slow.peer.commit(lease, payload)
+        for worker, lent in zip(others, leases, strict=True):
+            worker.send(lent, worker.train(lent))
+        running.advance(101)
+        running.wait_for_version(0, 1)
+        for worker in others:
+            worker.peer.lend()
+        slow.peer.reveal(committed, payload)
+        slow.wait(payload)
+        *_, late = (entry.body for entry in ledger_of(slow.peer).entries if entry.kind == "verdict")
+        assert late["evidence"]["step"] == recipe.swarm.outer_lr
+
+
 def test_what_helps_only_as_a_part_of_a_merge_is_left_out_where_it_is_all_of_one(tmp_path: Path) -> None:
     """Six times an honest update passes as one of three; of the other two nothing comes."""
     recipe = judged_recipe({"max_deadline_seconds": 100.0})
