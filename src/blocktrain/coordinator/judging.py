@@ -18,6 +18,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.decisions.merging import merging_weight
+from blocktrain.coordinator.decisions.rounds import expected_updates
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.resources import Resources
@@ -33,7 +34,7 @@ from blocktrain.coordinator.storage.queries import (
     running_median,
     tries_in_vain,
 )
-from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow, message_of
+from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
@@ -49,6 +50,7 @@ from blocktrain.wire.messages import (
     JudgeTask,
     JudgeWait,
     OperatorAnswer,
+    Outcome,
 )
 
 log = logging.getLogger(__name__)
@@ -125,17 +127,13 @@ class Judging:
             row.judge, row.judge_until = judge, now + run.recipe.trust.judge_lease_seconds
             assignment = session.get(AssignmentRow, row.assignment_id)
             assert assignment is not None
-            # Judged as it will be merged: alone, clipped to the running median, and with less weight where a
-            # serial run has begun to diverge.
-            losses = held_out_losses(session) if run.objective.is_serial else ()
-            weight = merging_weight(run.swarm.outer_lr, losses)
-            median = running_median(session, row.block)
-            clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
+            block = block_row(session, row.block)
+            row.judge_step = self._step(session, row, block, now)
             return message_of(
                 JudgeTask,
                 row,
-                head_hash=block_row(session, row.block).head_hash,
-                step=weight * clip,
+                head_hash=block.head_hash,
+                step=row.judge_step,
                 shard=assignment.shard,
                 first_step=assignment.round * run.swarm.steps_per_round,
                 steps=run.swarm.steps_per_round,
@@ -143,6 +141,22 @@ class Judging:
                 lease_seconds=run.recipe.trust.judge_lease_seconds,
                 frozen=frozen_of(assignment),
             )
+
+    def _step(self, session: Session, row: UpdateRow, block: BlockRow, now: float) -> float:
+        """How far the judge goes along the update: as far as the merge is expected to go."""
+        resources, run = self._resources, self._resources.run
+        # Clipped to the running median, and with less weight where a serial run has begun to diverge.
+        losses = held_out_losses(session) if run.objective.is_serial else ()
+        weight = merging_weight(run.swarm.outer_lr, losses)
+        median = running_median(session, row.block)
+        clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
+        # A late update takes a whole place in the mean and points where an older snapshot was to go: it must
+        # help at its full length. At a third of it three of five passed that are a round late on purpose, and
+        # the loss rose by 0.023 (attack 8).
+        if ruling_by_age(block, row, run.swarm).outcome is not Outcome.ACCEPTED:
+            return weight * clip
+        facts = resources.open_rounds.facts(session, block, now)
+        return weight * clip / expected_updates(facts, run.recipe.trust)
 
     def _seed(self, session: Session, row: UpdateRow) -> int:
         """From the commit: the worker cannot choose an update to fit it. 53 bits survive JSON."""
@@ -180,7 +194,8 @@ class Judging:
             # The ledger speaks of clusters only where blocks have some.
             absent = {name for name in ("own", "rest") if getattr(found, name) is None}
             recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
-            recorded["seed"] = self._seed(session, row)
+            # With these anybody who has the held-out text can repeat it.
+            recorded["seed"], recorded["step"] = self._seed(session, row), row.judge_step
             row.evidence = json.dumps(recorded)
             # A newcomer's update is scored and not merged while others on the block are established. Its mark
             # is that of an update that counted, which is how it gets off probation.

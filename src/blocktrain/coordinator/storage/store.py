@@ -230,6 +230,8 @@ class UpdateRow(Table):
     gain: Mapped[float | None]
     judge: Mapped[str | None] = mapped_column(Hex32)
     judge_until: Mapped[float | None]
+    judge_step: Mapped[float | None]
+    """How far along the update its judge was asked to go."""
     __table_args__ = (
         Index("updates_of_block", "block", "state", "base_version"),
         Index("updates_by_arrival", "block", "revealed"),
