@@ -16,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -179,7 +180,7 @@ KINDS: Mapping[str, Kind] = {
         {"gap": NUMBER, "end_to_end": NUMBER},
     ),
     "micro-batches": Kind(
-        "micro-batches.json",
+        "micro-batches*.json",
         ("benchmarks/micro_batches.py:measure",),
         (*TRAINING, "benchmarks/micro_batches.py"),
         {"trained": str, "at_once": int, "peak_bytes": int, "device": str},
@@ -280,13 +281,18 @@ def changed_since(commit: str, kind: Kind) -> list[str] | None:
         return None
     if any(program.partition(":")[0] not in before.files for program in kind.programs):
         return ["programs of another name"]
-    recipes = [path for path in kind.paths if before.files.get(path) != now.files.get(path)]
+    recipes = [path for path in kind.paths if path.endswith(".toml") and path in now.files]
     return [
-        *(path for path in recipes if not path.endswith(".py") and path in now.files),
+        *(path for path in recipes if settings(before.files.get(path)) != settings(now.files[path])),
         *reach.changed(
             reach.reached(commit, kind.programs), reach.reached("HEAD", kind.programs), kind.paths
         ),
     ]
+
+
+def settings(recipe: bytes | None) -> dict[str, Any] | None:
+    """What a recipe says, without its comments and its layout; None for one that is not there."""
+    return None if recipe is None else tomllib.loads(recipe.decode())
 
 
 def state_of(report: Any, kind: Kind) -> str:

@@ -20,13 +20,13 @@ from blocktrain.planning.cut import Plan, plan_run, recipe_of_size
 from blocktrain.planning.machines import CARDS, SUSTAINED_SHARE, MachineGroup
 
 VOCABULARY = 32_768
-TOKENS_PER_PARAMETER = 20
 REQUEST_SECONDS = 0.0313
 """Processor time of a coordinator for all requests of an update (benchmarks/fleet.py, d335207)."""
-MERGE_SECONDS = 20.06 / (4 * 1.047e9)
-"""Processor time for one value of one update, `sign` (benchmarks/merge.py, four updates of 1.05 B)."""
-MERGE_WALL_SECONDS = 10.86 / (4 * 1.047e9)
-"""From the last verdict to the snapshot, on two cores."""
+MERGE_SECONDS = 14.8 / (4 * 1.047e9)
+"""Processor time for one value of one update, `sign` (benchmarks/merge.py, four updates of 1.05 B, 91a05f7,
+docs/history/2026-11-16.md)."""
+MERGE_WALL_SECONDS = 11.1 / (4 * 1.047e9)
+"""From the start of the last reveal to the snapshot, on two cores, in the same run."""
 JUDGE_SHARE = 0.099
 """Of the compute that is judged, the most in the suite of attacks (docs/experiments.md)."""
 EGRESS_DOLLARS_PER_GB = 0.09
@@ -64,7 +64,7 @@ CASES = (
 def row(case: Case, plan: Plan) -> dict[str, Any]:
     swarm, cut, workers = plan.recipe.swarm, plan.cut, plan.num_workers
     updates_per_second = workers / plan.round_seconds
-    days = TOKENS_PER_PARAMETER * cut.blocks * cut.block_parameters / plan.tokens_per_day
+    days = plan.days_to_learn
     egress_gb = plan.traffic.down * workers * plan.rounds_per_day * days / 1e9
     return {
         "billions": case.billions,
@@ -74,11 +74,14 @@ def row(case: Case, plan: Plan) -> dict[str, Any]:
         "memory_gb": plan.times[0].fit.memory_bytes / 1e9,
         "codec": swarm.codec,
         "steps_per_round": swarm.steps_per_round,
+        "batch": plan.recipe.training.batch,
         "round_seconds": plan.round_seconds,
         "up_gb": plan.traffic.up / 1e9,
         "down_gb": plan.traffic.down / 1e9,
         "tokens_per_day_billions": plan.tokens_per_day / 1e9,
+        "block_tokens_per_day_billions": plan.block_tokens_per_day / 1e9,
         "days": days,
+        "days_per_block_parameter": days / cut.blocks,
         "egress_tb": egress_gb / 1e3,
         "updates_per_second": updates_per_second,
         "request_cores": updates_per_second * REQUEST_SECONDS,

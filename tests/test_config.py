@@ -15,6 +15,7 @@ from blocktrain.config import Recipe, changed_settings, load_recipe, resolve_rec
 from blocktrain.errors import RecipeError
 from tests.tiny import tiny_recipe
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 
 
@@ -48,6 +49,20 @@ def test_the_wikitext_recipe_is_the_one_the_numbers_are_given_for() -> None:
     assert (recipe.model.width, recipe.model.blocks, recipe.model.layers_per_block) == (384, 4, 3)
     assert recipe.training.steps == 1000
     assert recipe.training.batch * recipe.model.context == 32_768
+
+
+def test_the_wikitext_recipe_has_the_rates_that_its_search_found() -> None:
+    training = shipped("wikitext-2").training
+    report = json.loads((RESULTS / "gap-wikitext-2.json").read_text(encoding="utf-8"))
+    best = {
+        side: min((one for one in report["trials"] if one["side"] == side), key=lambda one: one["ce"])
+        for side in ("block", "reference")
+    }
+    pairs = {side: (one["matrix_lr"], one["other_lr"]) for side, one in best.items()}
+    assert pairs == {
+        "block": (training.matrix_lr, training.other_lr),
+        "reference": (training.reference_matrix_lr, training.reference_other_lr),
+    }
 
 
 def test_the_demo_needs_nothing_but_python_itself() -> None:

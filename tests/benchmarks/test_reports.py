@@ -145,6 +145,7 @@ def test_a_report_is_fresh_until_the_code_it_measures_changes(
         return reports.state_of(report, kind)
 
     assert state_after("benchmarks/code.py", '"""Said."""\na = 1  # still\nb = 2\n').startswith("fresh")
+    assert state_after("recipes/a.toml", "# Why one.\nsteps  =  1  # a comment\n").startswith("fresh")
     assert state_after("benchmarks/code.py", "a = 2\n").endswith("another a")
     # A run of both commits gave the same numbers: fresh until more changes.
     monkeypatch.setattr(reports, "SAME", tmp_path / "same.json")

@@ -19,6 +19,7 @@ from blocktrain.client.texts import fetched_manifest
 from blocktrain.doctor.findings import Device, Disk
 from blocktrain.doctor.plan import joining_plan
 from blocktrain.errors import DeviceError, UserError
+from blocktrain.local import crew
 from blocktrain.local.crew import Crew, Member, folder_names, named_devices, restart_after
 from blocktrain.wording import size
 from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution, Shifts, Terms
@@ -94,6 +95,23 @@ def test_one_that_crashes_comes_back_and_what_each_gave_is_summed_up(tmp_path: P
     for one in (crash, fine):
         assert one.child is not None
         one.child.kill()  # closes its stdin
+
+
+def test_a_log_is_bounded_and_every_line_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "MAX_LOG_BYTES", 1000)
+    one, told = member(tmp_path), list[str]()
+    with one.log.open("ab", buffering=0) as held_by_the_worker:
+        for number in range(200):
+            held_by_the_worker.write(b"line %d of a worker that runs for years\n" % number)
+            told += one.lines()
+            assert one.log.stat().st_size <= 1000
+    assert told == [f"line {number} of a worker that runs for years" for number in range(200)]
+    assert one.older_log.stat().st_size < 1100
+    kept = (one.older_log.read_text() + one.log.read_text()).splitlines()
+    assert kept == told[-len(kept) :]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker.log", "worker.log.old"]
 
 
 @pytest.fixture

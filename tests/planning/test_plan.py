@@ -172,6 +172,24 @@ def test_more_machines_give_more_tokens_and_a_day_adds_up() -> None:
     )
 
 
+def test_days_are_for_what_each_block_reads_of_tokens_per_parameter_of_the_whole_model() -> None:
+    """Four blocks read a quarter of all tokens each, and must read as much as one block that is the model."""
+    fixed = ("model.blocks", "swarm.steps_per_round", "swarm.codec")
+    model = one_billion().model
+    cut_models = [replace(model, blocks=blocks, layers_per_block=16 // blocks) for blocks in (1, 4)]
+    plans = [
+        plan_run(replace(one_billion(), model=one), [machines(8, 80)], VOCABULARY, fixed)
+        for one in cut_models
+    ]
+    for plan in plans:
+        blocks, parameters = plan.cut.blocks, plan.cut.block_parameters
+        assert plan.block_tokens_per_day == pytest.approx(plan.tokens_per_day / blocks)
+        assert plan.days_to_learn * plan.block_tokens_per_day == pytest.approx(20 * blocks * parameters)
+        assert plan.to_dict()["days_to_learn"] == plan.days_to_learn
+    # The blocks' own embeddings aside, as many operations as one block that is the whole model.
+    assert plans[1].days_to_learn == pytest.approx(plans[0].days_to_learn, rel=0.5)
+
+
 @pytest.mark.parametrize("billions", [0.124, 7.0])
 def test_a_size_becomes_a_model_of_about_that_size(billions: float) -> None:
     recipe = recipe_of_size(1e9 * billions, VOCABULARY)

@@ -137,11 +137,11 @@ def show(plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from blocktrain.planning.cut import TOKENS_PER_PARAMETER
+
     console = Console(highlight=False, soft_wrap=True)
     model, swarm, cut = plan.recipe.model, plan.recipe.swarm, plan.cut
     up, down, per_day = plan.traffic.up, plan.traffic.down, plan.rounds_per_day
-    # What compute-optimal training takes by the usual rule, 20 tokens for a parameter.
-    days = 20 * cut.block_parameters * model.blocks / plan.tokens_per_day
     console.print(
         f"{plan.recipe.name}: {model.blocks * cut.block_parameters / 1e9:.2f} B parameters, "
         f"{model.blocks * model.layers_per_block} layers of width {model.width}, context {model.context}"
@@ -157,7 +157,15 @@ def show(plan: Plan) -> None:
         ("round", f"{plan.round_seconds:,.0f} s, {per_day:,.1f} a day"),
         ("traffic of a worker", f"{up / 1e6:,.1f} MB up and {down / 1e6:,.1f} MB down a round"),
         ("", f"{up * per_day / 1e9:,.2f} GB up and {down * per_day / 1e9:,.2f} GB down a day"),
-        ("tokens a day", f"{plan.tokens_per_day / 1e9:,.3f} B; 20 for a parameter take {days:,.1f} days"),
+        (
+            "tokens a day",
+            f"{plan.block_tokens_per_day / 1e9:,.3f} B that each block reads "
+            f"({plan.tokens_per_day / 1e9:,.3f} B in all)",
+        ),
+        (
+            "days",
+            f"{plan.days_to_learn:,.1f} until each block has read {TOKENS_PER_PARAMETER} per model parameter",
+        ),
     ):
         table.add_row(name, value)
     console.print(table)

@@ -2,7 +2,8 @@
 
 Every request has time-outs and is tried again, with jittered backoff, until the coordinator answers or the
 program stops: a restart of the coordinator, a lost connection or a suspended laptop look the same from here.
-Every route is safe to repeat. What the coordinator declines comes out as `RequestRefused`.
+Every route is safe to repeat. What the coordinator declines comes out as `RequestRefused`, and a place that
+it may not send us to (`places`) as `ForbiddenPlace`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.client.address import RunLink, port_of
+from blocktrain.client.places import Places
 from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
 from blocktrain.errors import BlocktrainError, UserError, WireError
 from blocktrain.threads import Stopped
@@ -132,6 +134,7 @@ class CoordinatorClient:
         if link.pin is not None:
             place = urlsplit(link.url)
             self._pin = Pin(place.hostname or "", port_of(place), link.pin)
+        self._places = Places()
         self.attempts = attempts
         """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report
@@ -146,7 +149,7 @@ class CoordinatorClient:
 
     def _open(self) -> httpx2.Client:
         return httpx2.Client(
-            transport=CountingTransport(self.traffic, MAX_CONNECTIONS, self._pin),
+            transport=CountingTransport(self.traffic, MAX_CONNECTIONS, self._places, self._pin),
             timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             follow_redirects=True,
             headers={"user-agent": "blocktrain"},
@@ -387,6 +390,11 @@ class CoordinatorClient:
                         if not response.is_success:
                             raise _failure(response, content)
                 break
+            except (httpx2.InvalidURL, httpx2.UnsupportedProtocol, httpx2.TooManyRedirects) as error:
+                raise WireError(
+                    f"the coordinator sent this machine to an address that it cannot use ({error}); tell the "
+                    "run's host"
+                ) from None
             except (httpx2.TransportError, httpx2.StreamError, RuntimeError, _TryAgain) as error:
                 # RuntimeError: `reconnect` closed the client that this request was using.
                 attempt += 1

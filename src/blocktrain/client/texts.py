@@ -15,6 +15,7 @@ from pathlib import Path
 
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import CoordinatorClient
+from blocktrain.client.places import ForbiddenPlace
 from blocktrain.client.run import run_setup
 from blocktrain.client.traffic import Kind
 from blocktrain.data.bpe import MAX_TOKENIZER_BYTES
@@ -121,6 +122,10 @@ class FetchedText(RunText):
                             where = f"{mirror.rstrip('/')}/{published}"
                             try:
                                 self._client.download_from_mirror(where, target, max_bytes)
+                            except ForbiddenPlace as error:
+                                self._report(f"not asking mirror {mirror} ({error})")
+                                self._mirrors.remove(mirror)
+                                continue
                             except WireError as error:
                                 self._report(f"cannot use a mirror ({error}); asking elsewhere")
                                 continue

@@ -21,6 +21,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
+from blocktrain.client.places import Places
 from blocktrain.errors import WireError
 from blocktrain.wire.messages import Account, ByteCounts
 
@@ -204,8 +205,8 @@ class CountingStream(httpcore2.NetworkStream):
 
 
 class CountingBackend(httpcore2.SyncBackend):
-    def __init__(self, traffic: Traffic, pin: Pin | None) -> None:
-        self._traffic, self._pin = traffic, pin
+    def __init__(self, traffic: Traffic, places: Places, pin: Pin | None) -> None:
+        self._traffic, self._places, self._pin = traffic, places, pin
 
     def connect_tcp(
         self,
@@ -215,23 +216,30 @@ class CountingBackend(httpcore2.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
-        stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
+        def connect(address: str) -> httpcore2.NetworkStream:
+            return httpcore2.SyncBackend.connect_tcp(
+                self, address, port, timeout, local_address, socket_options
+            )
+
+        stream = self._places.connected(host, port, connect)
         pin = self._pin
         pinned = pin.sha256 if pin is not None and (host, port) == (pin.host, pin.port) else None
         return CountingStream(stream, self._traffic, pinned)
 
 
 class CountingTransport(httpx2.HTTPTransport):
-    """httpx2's own transport over a pool whose sockets are counted."""
+    """httpx2's own transport over a pool whose sockets are counted, and lead only where they may."""
 
-    def __init__(self, traffic: Traffic, max_connections: int, pin: Pin | None = None) -> None:
+    def __init__(
+        self, traffic: Traffic, max_connections: int, places: Places, pin: Pin | None = None
+    ) -> None:
         context = httpx2.create_ssl_context()
-        # httpx2 has no public way to count on the socket, so the pool is replaced and all the rest stays its
-        # own.
+        # httpx2 has no public way to count on the socket, or to choose its address, so the pool is replaced
+        # and all the rest stays its own.
         super().__init__(verify=context)
         self._pool = httpcore2.ConnectionPool(
             ssl_context=context,
             max_connections=max_connections,
             keepalive_expiry=KEEPALIVE_SECONDS,
-            network_backend=CountingBackend(traffic, pin),
+            network_backend=CountingBackend(traffic, places, pin),
         )

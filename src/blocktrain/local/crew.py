@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -25,6 +27,9 @@ from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution
 POLL_SECONDS = 0.2
 ENDING_SECONDS = 30.0
 """A worker hands its assignment back and keeps its state; a transfer under way may take 5 s."""
+MAX_LOG_BYTES = 4_000_000
+"""Of a worker's log: then it begins anew, and the one before is kept beside it. A line for each update of a
+round is some 100 bytes, so this holds weeks."""
 ENDED_BY_ITSELF = (0, UserError.exit_code, StoppedError.exit_code)
 
 
@@ -87,13 +92,37 @@ class Member:
     def log(self) -> Path:
         return self.folder / "worker.log"
 
+    @property
+    def older_log(self) -> Path:
+        return self.folder / "worker.log.old"
+
     def start(self, now: float) -> None:
         if self.child is None:
-            self.log.unlink(missing_ok=True)  # that of an earlier command
+            for log in (self.log, self.older_log):  # those of an earlier command
+                log.unlink(missing_ok=True)
         else:
             self.child.kill()  # a dead one: this collects it
         self.child = start_child(self.name, self.verb, self.log, self.environment)
         self.started, self.due = now, None
+
+    def lines(self) -> list[str]:
+        """What the log has had since the last call, in whole lines: the rest of one comes with the next. A
+        log that is full begins anew."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self.told_bytes)
+            told, newline, _ = file.read().rpartition(b"\n")
+        self.told_bytes += len(told) + len(newline)
+        if self.told_bytes > MAX_LOG_BYTES:
+            # The worker holds the file open and appends, so the file stays and is emptied. What it writes
+            # between copy and emptying is lost; it writes a few lines a minute.
+            shutil.copyfile(self.log, self.older_log)
+            os.truncate(self.log, 0)
+            self.told_bytes = 0
+            if self.child is not None:
+                self.child.log_start = 0
+        return told.decode(errors="replace").splitlines()
 
     def collect(self) -> None:
         """Add what a process that has ended gave; one that crashed has left no word of it."""
@@ -163,12 +192,5 @@ class Crew:
         return not all(member.ended for member in self.members)
 
     def _pass_on(self, member: Member) -> None:
-        """Whole lines only: the rest of one comes with the next look."""
-        if not member.log.exists():
-            return
-        with member.log.open("rb") as file:
-            file.seek(member.told_bytes)
-            lines, newline, _ = file.read().rpartition(b"\n")
-        member.told_bytes += len(lines) + len(newline)
-        for line in lines.decode(errors="replace").splitlines():
+        for line in member.lines():
             self.say(f"{member.name}: {line}")

@@ -39,7 +39,7 @@ MOST_WAITING = 0.05
 MOST_IDLE = 0.5
 CODECS = ("bits:4", "sign", "sparse:64")
 """By their loss, best first: at 12 rounds of 300 steps `sign` ended 0.013 nats above uncompressed and
-`sparse:64` 0.188 (docs/experiments.md, T7); `bits:4` 0.001 above in lockstep (T4)."""
+`sparse:64` 0.188 (docs/history/2026-11-15.md, T7); `bits:4` with it in lockstep (docs/experiments.md, T4)."""
 ROUND_STEPS = (30, 60, 100, 200, 300, 500)
 """30 are those of SparseLoCo and of Covenant-72B. Longer rounds wait less, and merge what has drifted further
 apart."""
@@ -47,6 +47,8 @@ LATENCY_SECONDS = 0.1
 MAX_LAYERS = 2048
 """A recipe may come from a stranger's coordinator, and each layer takes memory and time to look at."""
 DAY_SECONDS = 86_400.0
+TOKENS_PER_PARAMETER = 20
+"""What compute-optimal training takes by the usual rule."""
 RECOMPUTE_FACTOR = (2 + BACKWARD_OVER_FORWARD) / (1 + BACKWARD_OVER_FORWARD)
 """The forward pass runs twice."""
 
@@ -122,13 +124,28 @@ class Plan:
 
     @property
     def tokens_per_day(self) -> float:
-        """Who is faster than the round waits for it; who is slower misses some."""
+        """Over all blocks. A machine that is faster than the round waits for it; a slower one misses some."""
         per_update = (
             self.recipe.swarm.steps_per_round * self.recipe.training.batch * self.recipe.model.context
         )
         period = self.round_seconds
         updates = sum(one.fit.group.count * min(1.0, period / one.period_seconds) for one in self.times)
         return updates * per_update * DAY_SECONDS / period
+
+    @property
+    def block_tokens_per_day(self) -> float:
+        """What each block reads, with all its replicas: blocks learn nothing from what others read."""
+        return self.tokens_per_day / self.cut.blocks
+
+    @property
+    def days_to_learn(self) -> float:
+        """Until each block has read TOKENS_PER_PARAMETER tokens for each parameter of the whole model.
+
+        That is what the same layers end to end would read, for as many operations. Per parameter of a block
+        it would be fewer days by the number of blocks, and no comparison with any model of this size.
+        """
+        parameters = self.cut.blocks * self.cut.block_parameters
+        return TOKENS_PER_PARAMETER * parameters / self.block_tokens_per_day
 
     @property
     def num_workers(self) -> int:
@@ -167,6 +184,8 @@ class Plan:
                 "sent": down * per_day * self.num_workers,
             },
             "tokens_per_day": self.tokens_per_day,
+            "block_tokens_per_day": self.block_tokens_per_day,
+            "days_to_learn": self.days_to_learn,
             "cuts": [
                 {
                     "blocks": cut.blocks,
@@ -316,8 +335,9 @@ def possible_cuts(
 
 def choose_cut(cuts: Sequence[Cut], groups: Sequence[MachineGroup]) -> tuple[Cut, list[str]]:
     """As few blocks as most of the machines' speed can be used for."""
-    # Independent blocks are pooled, not stacked: four of 3 layers ended 0.016 nats behind 12 layers end to
-    # end at equal operations, and each has an embedding and an output map of its own (docs/experiments.md).
+    # Independent blocks are pooled, not stacked: on WikiText-2 four of 3 layers ended 0.019 nats behind 12
+    # layers end to end at equal operations (docs/results/gap-wikitext-2.json), and each has an embedding and
+    # an output map of its own.
     held = [cut for cut in cuts if cut.holders]
     if not held:
         largest = max(groups, key=lambda group: group.memory_gb)

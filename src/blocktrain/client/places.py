@@ -1,0 +1,152 @@
+"""Where a coordinator may send this machine: no nearer than the place where the coordinator itself is.
+
+A coordinator names other places: object storage for uploads and downloads, mirrors of the text, redirects.
+One on the public network must not make a volunteer's machine talk to its router, to its own ports, or to the
+metadata of its cloud. Every connection is checked here, whatever named its address.
+
+Covered: addresses in digits, names, redirects, IPv4 inside IPv6, a name that has one address when it is
+checked and another when it is used (the address that was checked is connected to), a coordinator's own name
+that moves nearer. Not covered: a person who types the address of something that is no coordinator, and
+neighbours that have public addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeVar
+
+import httpcore2
+
+from blocktrain.errors import UserError, WireError
+
+Connection = TypeVar("Connection")
+
+PRIVATE_NETWORKS = [
+    ipaddress.ip_network(network)
+    # 100.64.0.0/10 is what providers and private networks over the Internet (Tailscale) hand out.
+    for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+]
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class Nearness(IntEnum):
+    """How near an address is; a coordinator may send us to its own nearness and to what is farther off."""
+
+    PUBLIC = 0
+    PRIVATE = 1
+    SPECIAL = 2
+    """Link-local, where clouds keep a machine's credentials, and whatever else is not global."""
+    LOOPBACK = 3
+
+    @property
+    def named(self) -> str:
+        return {0: "a public", 1: "a private", 2: "a link-local or reserved", 3: "a loopback"}[
+            self
+        ] + " address"
+
+
+def nearness_of(text: str) -> Nearness:
+    address = ipaddress.ip_address(text)
+    found = _nearness(address)
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped
+        if inner is not None:
+            return _nearness(inner)
+        inner = address.sixtofour
+        if address in NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            # A gateway may unwrap it, so the nearer one counts.
+            found = max(found if address not in NAT64 else Nearness.PUBLIC, _nearness(inner))
+    return found
+
+
+def _nearness(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Nearness:
+    # The unspecified address (0.0.0.0) leads to this machine; so may the rest of 0.0.0.0/8.
+    zero = isinstance(address, ipaddress.IPv4Address) and int(address) >> 24 == 0
+    if address.is_loopback or address.is_unspecified or zero:
+        return Nearness.LOOPBACK
+    if any(address in network for network in PRIVATE_NETWORKS if network.version == address.version):
+        return Nearness.PRIVATE
+    site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    special = address.is_link_local or address.is_multicast or address.is_reserved or site_local
+    return Nearness.SPECIAL if special or not address.is_global else Nearness.PUBLIC
+
+
+class ForbiddenPlace(WireError):
+    """A place that this run's coordinator may not send us to: nothing was sent there."""
+
+    exit_code = UserError.exit_code
+    """The same command meets it again, so systemd does not repeat it."""
+
+
+class MovedNearer(WireError):
+    """The coordinator's own name leads nearer than before. A restart may mend it: exit code 1."""
+
+
+class Places:
+    """Which addresses may be connected to. The coordinator's own, which a person typed, sets the bound."""
+
+    def __init__(self) -> None:
+        self._own: tuple[str, int] | None = None
+        """What is asked first is the coordinator: nothing else can have been named before it answers."""
+        self._bound = Nearness.LOOPBACK
+        self._lock = threading.Lock()
+
+    def connected(self, host: str, port: int, connect: Callable[[str], Connection]) -> Connection:
+        """What `connect` makes of the first address of the host that may be reached and can be."""
+        with self._lock:
+            self._own = self._own or (host, port)
+            is_own = self._own == (host, port)
+        allowed, forbidden = list[str](), list[str]()
+        for address in addresses_of(host, port):
+            (allowed if nearness_of(address) <= self._bound else forbidden).append(address)
+        failure: Exception | None = None
+        for address in allowed:
+            try:
+                connection = connect(address)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+                failure = error
+                continue
+            if is_own:
+                with self._lock:
+                    # Only ever farther off: a name could lead to this machine first and to its owner later.
+                    self._bound = min(self._bound, nearness_of(address))
+            return connection
+        if failure is None and forbidden:
+            raise self._refusal(host, port, forbidden[0], is_own)
+        raise failure or httpcore2.ConnectError(f"{host} has no address")
+
+    def _refusal(self, host: str, port: int, address: str, is_own: bool) -> WireError:
+        there = f"{host}:{port}"
+        leads = f"leads to {address}, " if address != host else "is "
+        found = f"{there} {leads}{nearness_of(address).named}"
+        if is_own:
+            return MovedNearer(
+                f"the coordinator's own name {found}, and led to {self._bound.named} before; start again if "
+                "you are in its network now"
+            )
+        return ForbiddenPlace(
+            f"the coordinator sends this machine to {found}, and is itself at {self._bound.named}; nothing "
+            "was sent there. If you and the run's storage are in one network, join by the coordinator's "
+            "address in that network; otherwise ask the run's host for storage with an address as public as "
+            "the coordinator's"
+        )
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """In digits, in the order in which they should be tried."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise httpcore2.ConnectError(str(error)) from error
+    addresses = dict[str, None]()
+    for *_, place in found:
+        # A link-local address needs its interface, which Python keeps beside it.
+        scope = f"%{place[3]}" if len(place) == 4 and place[3] else ""
+        addresses[f"{place[0]}{scope}"] = None
+    return list(addresses)
