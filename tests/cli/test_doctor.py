@@ -136,7 +136,7 @@ def test_a_trouble_has_its_severity_its_cause_and_a_remedy(case: str) -> None:
 def test_some_blocks_fitting_is_enough_where_no_run_asks_for_more() -> None:
     finding = findings.about_blocks(DEVICE, [Need("small", GB // 2), Need("large", 2 * GB)])
     assert finding.severity is Severity.OK
-    assert "fits: small (500 MB); does not: large (2.0 GB)" in finding.found
+    assert "fits: small (500.0 MB); does not: large (2.0 GB)" in finding.found
 
 
 def test_a_slow_line_does_not_make_a_right_clock_wrong() -> None:

@@ -214,9 +214,9 @@ class Peer:
     def payload(self, block: int, seed: int = 0) -> bytes:
         return encode(self.codec, self.schema(block), self.tensors(block, seed))
 
-    def tensors(self, block: int, seed: int = 0, scale: float = 0.01) -> Weights:
+    def tensors(self, block: int, seed: int = 0) -> Weights:
         generator = np.random.default_rng(seed)
         return {
-            name: (scale * generator.standard_normal(shape)).astype(np.float32)
+            name: (0.01 * generator.standard_normal(shape)).astype(np.float32)
             for name, shape in self.schema(block).tensors
         }

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Literal
 
 from blocktrain.wire.signing import DEFAULT_WINDOW_SECONDS
+from blocktrain.wording import size
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 11), (2, 14)
@@ -173,28 +174,26 @@ def about_device(reading: Device) -> Finding:
     if reading.problem is not None:
         return Finding("device", Severity.ERROR, f"{reading.name} cannot be used", reading.problem,
                        "use --device cpu, or mend the driver and try again")  # fmt: skip
-    free = "" if reading.free_bytes is None else f", {gigabytes(reading.free_bytes)} of memory free"
+    free = "" if reading.free_bytes is None else f", {size(reading.free_bytes)} of memory free"
     return _ok("device", f"{reading.name}: {reading.description}{free}")
 
 
 def about_blocks(device: Device, needs: Sequence[Need], *, of_run: bool = False) -> Finding:
     """Which blocks fit. `of_run`: the needs are those of the run to join, and must be met."""
-    listed = ", ".join(f"{need.recipe} {gigabytes(need.num_bytes)}" for need in needs)
+    listed = ", ".join(f"{need.recipe} {size(need.num_bytes)}" for need in needs)
     if device.free_bytes is None:
         return _ok("blocks", f"one block needs at most: {listed}; free memory is not known here")
     missing = [need for need in needs if need.num_bytes > device.free_bytes]
-    fitting = ", ".join(
-        f"{need.recipe} ({gigabytes(need.num_bytes)})" for need in needs if need not in missing
-    )
+    fitting = ", ".join(f"{need.recipe} ({size(need.num_bytes)})" for need in needs if need not in missing)
     if not missing:
-        return _ok("blocks", f"{gigabytes(device.free_bytes)} free; training one block fits: {fitting}")
-    lacking = ", ".join(f"{need.recipe} ({gigabytes(need.num_bytes)})" for need in missing)
+        return _ok("blocks", f"{size(device.free_bytes)} free; training one block fits: {fitting}")
+    lacking = ", ".join(f"{need.recipe} ({size(need.num_bytes)})" for need in missing)
     severity = Severity.ERROR if of_run else Severity.WARNING if not fitting else Severity.OK
     found = f"fits: {fitting or 'none'}; does not: {lacking}"
     if severity is Severity.OK:
         return _ok("blocks", found)
     return Finding(
-        "blocks", severity, found, f"{device.name} has {gigabytes(device.free_bytes)} of free memory",
+        "blocks", severity, found, f"{device.name} has {size(device.free_bytes)} of free memory",
         "close other programs, use another machine, or train fewer layers per block, a smaller "
         "model.width or training.batch",
     )  # fmt: skip
@@ -207,7 +206,7 @@ def about_disk(reading: Disk) -> Finding:
                        "name another folder with --data-dir")  # fmt: skip
     if reading.free_bytes is None:
         return _ok("disk", f"{reading.folder}: free space is not known here")
-    found = f"{gigabytes(reading.free_bytes)} free at {reading.folder}"
+    found = f"{size(reading.free_bytes)} free at {reading.folder}"
     if reading.free_bytes >= COMFORTABLE_DISK_BYTES:
         return _ok("disk", found)
     severity = Severity.ERROR if reading.free_bytes < MIN_FREE_DISK_BYTES else Severity.WARNING
@@ -374,7 +373,3 @@ def about_stage(reading: StageProbe) -> Finding:
     }  # fmt: skip
     cause, remedy = causes[reading.outcome]
     return Finding(topic, Severity.ERROR, f"{address}: {reading.sentence}", cause, remedy)
-
-
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
