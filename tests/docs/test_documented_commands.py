@@ -115,6 +115,18 @@ def test_benchmarks_that_the_docs_name_exist_with_their_options() -> None:
     assert checked >= 5
 
 
+def test_a_reader_is_given_the_python_that_has_our_packages() -> None:
+    """`make demo` and `make test` make .venv: a bare `python` or `pip` is another one. Reports of what was
+    run (experiments, history, decisions) say it as it was."""
+    told = [path for path in pages() if path.parent.name not in ("history", "decisions")]
+    for path in told:
+        if path.name in ("README.md", "experiments.md"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        bare = re.findall(r"(?<!\.venv/bin/)\b(?:python benchmarks/\S+|pip install \S+)", text)
+        assert not bare, name_of(path)
+
+
 def test_links_of_the_docs_lead_somewhere() -> None:
     broken = []
     for path in pages():

@@ -26,8 +26,10 @@ import httpx2
 import pytest
 import torch
 
+from blocktrain.client import places
 from blocktrain.client.cache import BlobCache
 from blocktrain.client.coordinator import RequestRefused, public_client
+from blocktrain.client.places import Nearness
 from blocktrain.client.texts import FetchedText
 from blocktrain.config import Recipe
 from blocktrain.data.batches import Drawing
@@ -269,6 +271,25 @@ def test_mirrors_are_asked_first_and_one_that_serves_something_else_is_left(
         (good / manifest.training[0].name).unlink()
         again = FetchedText(client, client.run(), BlobCache(kit.folder / "other", 1 << 30), lines.append)
         assert again.tokens(manifest.training[0]).tobytes() == text.tokens(manifest.training[0]).tobytes()
+
+
+def test_a_mirror_that_is_nearer_than_the_coordinator_is_left_and_the_text_still_comes(
+    kit: Kit, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen_from_a_volunteer(address: str) -> Nearness:
+        return Nearness.PRIVATE if address == "127.0.0.2" else Nearness.PUBLIC
+
+    monkeypatch.setattr(places, "nearness_of", seen_from_a_volunteer)
+    data = {"dataset": str(dataset.folder), "mirrors": "http://127.0.0.2:1/admin"}
+    coordinator = Coordinator(kit, tiny_recipe(Path("builtin"), data=data)).start()
+    client, lines = coordinator.client(), list[str]()
+    text = FetchedText(client, client.run(), BlobCache(kit.folder / "cache", 1 << 30), lines.append)
+    for entry in dataset.manifest.training:
+        assert text.tokens(entry).tobytes() == (dataset.folder / entry.name).read_bytes()
+    (told,) = [line for line in lines if "mirror" in line]
+    assert told.startswith(
+        "not asking mirror http://127.0.0.2:1/admin (the coordinator sends this machine to"
+    )
 
 
 def test_a_full_disk_during_a_download_is_said_and_the_download_goes_on_later(

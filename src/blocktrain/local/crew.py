@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -118,7 +117,7 @@ class Member:
             # The worker holds the file open and appends, so the file stays and is emptied. What it writes
             # between copy and emptying is lost; it writes a few lines a minute.
             shutil.copyfile(self.log, self.older_log)
-            os.truncate(self.log, 0)
+            self.log.write_bytes(b"")
             self.told_bytes = 0
             if self.child is not None:
                 self.child.log_start = 0

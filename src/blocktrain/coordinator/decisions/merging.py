@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 DIVERGED = 0.02
 """Rise of the held-out loss, in nats per token, over the lowest so far. Chosen, not fitted: ten times
-the 0.002 by which refined parts ended apart from end to end (docs/experiments.md)."""
+the 0.0021 by which refined parts ended above end to end (docs/history/2026-11-16.md, refining without a
+network)."""
 LEAST_SHARE = 1 / 16
 """Below this a run does not learn; what is wrong with it then is the learning rate."""
 
