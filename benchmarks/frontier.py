@@ -121,7 +121,7 @@ def cost(cut: Cut, size: Size = FULL) -> tuple[int, float, int]:
 def large_rows() -> list[Row]:
     """Of the reports that a GPU made; those in history are of code that has changed since."""
     of_subjects, of_sizes, of_parts = (
-        "results/specialise-4000",
+        "results/specialise-equal-4000",
         "history/results/unequal",
         "history/results/refine",
     )
@@ -134,11 +134,13 @@ def large_rows() -> list[Row]:
         pool["ce_per_byte"]["valid"] for pool in sorted(weighed, key=lambda pool: pool["seed"])
     )
     four, llama = cost(Cut([3] * 4)), Cut([12], family="llama")
+    [steps] = {unit["steps"] for unit in specialise["units"] if unit["index"] is not None}
+    apart = cost(Cut([3] * 4), replace(FULL, steps=steps))
     pooled, mixed, _, of_one = losses_of_sizes([unequal])
     return [
         Row("end to end", "1", *cost(Cut([12])), whole, of_subjects),
         Row("four blocks of 3 layers, pooled", "4", *four, pooled, of_sizes),
-        Row("four blocks of 3 layers, each with its subject", "4", *four, specialists, of_subjects),
+        Row("four blocks of 3 layers, each with its subject", "4", *apart, specialists, of_subjects),
         Row(MIXED, "3 small, 1 large", *cost(Cut([3, 3, 3, 12])), mixed, of_sizes),
         Row("one block of 3 layers", "1", *cost(Cut([3])), of_one, of_sizes),
         Row("Llama end to end", "1", *cost(llama), (refine["end_to_end"],), of_parts),
@@ -247,14 +249,17 @@ def table(found: Sequence[Row], power: int) -> str:
 def draw(found: Sequence[Row]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), dpi=144, layout="constrained")
+    figure = Figure(figsize=(8.5, 4), dpi=144, layout="constrained")
     axes = figure.subplots()
-    for row in found:
-        loss = sum(row.losses) / len(row.losses)
-        axes.scatter(row.memory / 1e9, loss, s=30 + 8 * row.operations / 1e15, alpha=0.7)
-        axes.annotate(
-            row.name, (row.memory / 1e9, loss), xytext=(6, 5), textcoords="offset points", fontsize=7
-        )
+    named: list[tuple[float, float]] = []
+    dots = [(row, row.memory / 1e9, sum(row.losses) / len(row.losses)) for row in found]
+    for row, memory, loss in sorted(dots, key=lambda dot: -dot[2]):
+        axes.scatter(memory, loss, s=30 + 8 * row.operations / 1e15, alpha=0.7)
+        # A name is about a gigabyte long and 0.003 nats high: below its dot where another one lies beside it.
+        crowded = any(abs(memory - x) < 1 and abs(loss - y) < 0.003 for x, y in named)
+        named.append((memory, loss))
+        place = (6, -13) if crowded else (6, 5)
+        axes.annotate(row.name, (memory, loss), xytext=place, textcoords="offset points", fontsize=7)
     axes.set(xlabel="memory of the largest machine (GB)", ylabel="held-out loss (nats per byte)")
     axes.set_title("Lower left is better; a larger dot takes more operations in all", fontsize=9)
     axes.margins(x=0.3, y=0.12)

@@ -8,6 +8,9 @@ has for itself). A new option changes a program's code and none of its published
 to the last digit, that is written to docs/history/same-numbers.json, and `reports.py` calls a report of that
 kind and commit fresh as long as nothing has changed since HEAD. A CPU says nothing of what is done on a GPU
 only: it is refused where a line that mentions cuda, or one below it, is another.
+
+--but names what differs between two runs of one commit, as the bytes of requests over HTTP do; it is not
+compared, and `reports.py` says so.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ from provenance import provenance
 NOT_COMPARED = frozenset(("provenance", "commit", "commits", "seconds", "wall_seconds"))
 
 
-def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
+def differences(
+    before: Any, after: Any, where: str = "", but: frozenset[str] = NOT_COMPARED
+) -> Iterator[str]:
     """Places where the newer report lacks, or has otherwise, what the older one has."""
     if isinstance(before, dict) and isinstance(after, dict):
-        for key in before.keys() - NOT_COMPARED:
-            yield from differences(before[key], after.get(key), f"{where}.{key}")
+        for key in before.keys() - but:
+            yield from differences(before[key], after.get(key), f"{where}.{key}", but)
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from differences(one, other, f"{where}[{index}]")
+            yield from differences(one, other, f"{where}[{index}]", but)
     elif before != after:
         yield f"{where}: {before} and {after}"
 
@@ -83,6 +88,7 @@ def main() -> int:
     parser.add_argument(
         "--report", help="the file that the command writes, such as {own}/T1-one-process.json"
     )
+    parser.add_argument("--but", default="", help="keys that are not compared, with commas")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     before, after = (
@@ -100,10 +106,12 @@ def main() -> int:
         old, new = both.map(
             lambda commit: run_at(commit, options.command, options.report, Path(name)), (before, after)
         )
-    if wrong := list(differences(old, new)):
+    left_out = list(filter(None, options.but.split(",")))
+    if wrong := list(differences(old, new, but=NOT_COMPARED | frozenset(left_out))):
         print(f"{len(wrong)} numbers are others, as {wrong[0]}", file=sys.stderr)
         return 1
     entry = {"kind": options.kind, "before": before, "after": after, "changed": changed}
+    entry |= {"but": left_out} if left_out else {}
     made = asdict(provenance(options.kind))
     entry |= {key: made[key] for key in ("command", "hardware", "versions", "date")}
     known = json.loads(reports.SAME.read_text(encoding="utf-8")) if reports.SAME.exists() else []
