@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,6 +23,7 @@ from blocktrain.doctor.plan import joining_plan
 from blocktrain.errors import DeviceError, UserError
 from blocktrain.local import crew
 from blocktrain.local.crew import Crew, Member, folder_names, named_devices, restart_after
+from blocktrain.local.processes import Child
 from blocktrain.wording import size
 from blocktrain.worker.shifts import CONTRIBUTION_FILE, PAUSE_FILE, Contribution, Shifts, Terms
 from tests.cli.program import ENVIRONMENT, command, run_main
@@ -97,11 +100,18 @@ def test_one_that_crashes_comes_back_and_what_each_gave_is_summed_up(tmp_path: P
         one.child.kill()  # closes its stdin
 
 
-def test_a_log_is_bounded_and_every_line_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Member]:
+    """A member that runs, whose log a test writes and which is full at 1000 B."""
     monkeypatch.setattr(crew, "MAX_LOG_BYTES", 1000)
-    one, told = member(tmp_path), list[str]()
+    one = member(tmp_path)
+    one.child = Child("cpu", subprocess.Popen(["sleep", "600"]), one.log, 0)
+    yield one
+    one.child.kill()
+
+
+def test_a_log_is_bounded_and_every_line_is_passed_on(tmp_path: Path, logging: Member) -> None:
+    one, told = logging, list[str]()
     with one.log.open("ab", buffering=0) as held_by_the_worker:
         for number in range(200):
             held_by_the_worker.write(b"line %d of a worker that runs for years\n" % number)
@@ -112,6 +122,33 @@ def test_a_log_is_bounded_and_every_line_is_passed_on(
     kept = (one.older_log.read_text() + one.log.read_text()).splitlines()
     assert kept == told[-len(kept) :]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker.log", "worker.log.old"]
+
+
+def test_a_full_disk_costs_an_older_log_and_no_work(logging: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    logging.log.write_bytes(b"a line\n" * 200)
+    assert len(logging.lines()) == 200
+    assert logging.log.stat().st_size == 0
+
+
+def test_a_line_that_is_half_written_is_not_lost(logging: Member) -> None:
+    logging.log.write_bytes(b"a line\n" * 200 + b"half a ")
+    assert len(logging.lines()) == 200
+    with logging.log.open("ab") as file:
+        file.write(b"line\n")
+    assert logging.lines() == ["half a line"]
+    assert logging.log.stat().st_size == 0
+
+
+def test_the_last_lines_of_one_that_has_ended_stay_where_its_failure_looks(logging: Member) -> None:
+    assert logging.child is not None
+    logging.child.kill()
+    logging.log.write_bytes(b"a line\n" * 200 + b"blocktrain: the reason\n")
+    assert logging.lines()[-1] == "blocktrain: the reason"
+    assert str(logging.child.failure()).startswith("cpu: the reason")
 
 
 @pytest.fixture

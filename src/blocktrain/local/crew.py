@@ -111,16 +111,17 @@ class Member:
             return []
         with self.log.open("rb") as file:
             file.seek(self.told_bytes)
-            told, newline, _ = file.read().rpartition(b"\n")
+            told, newline, begun = file.read().rpartition(b"\n")
         self.told_bytes += len(told) + len(newline)
-        if self.told_bytes > MAX_LOG_BYTES:
+        child = self.child
+        # Not the log of one that has ended: its last lines say why. Nor one that ends within a line.
+        if self.told_bytes > MAX_LOG_BYTES and not begun and child is not None and child.running:
             # The worker holds the file open and appends, so the file stays and is emptied. What it writes
             # between copy and emptying is lost; it writes a few lines a minute.
-            shutil.copyfile(self.log, self.older_log)
+            with contextlib.suppress(OSError):  # a full disk must not end work because of a log
+                shutil.copyfile(self.log, self.older_log)
             self.log.write_bytes(b"")
-            self.told_bytes = 0
-            if self.child is not None:
-                self.child.log_start = 0
+            self.told_bytes = child.log_start = 0
         return told.decode(errors="replace").splitlines()
 
     def collect(self) -> None:
