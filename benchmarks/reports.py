@@ -66,9 +66,13 @@ class Kind:
     """Where the code lies that the numbers depend on."""
     schema: Mapping[str, type | tuple[type, ...]]
     """What a report (or each of its rows) must have."""
+    apart: tuple[str, ...] = ()
+    """How the names of definitions begin that are reached by name only and never run in these programs."""
 
 
 NUMBER = (int, float)
+WITHOUT_A_JUDGE = ("Judging.", "Rounds._guarded", "UpdateRow.judge_", "LayerCache.")
+"""The recipes of T6 and T7 turn the judge off, and training has no caches."""
 KINDS: Mapping[str, Kind] = {
     "data, throughput": Kind(
         "data-throughput.json",
@@ -121,6 +125,7 @@ KINDS: Mapping[str, Kind] = {
             (f"benchmarks/litepaper.py:{program}", *PROGRAMS_OF_A_SWARM),
             (*SWARM, f"recipes/swarm-{name}.toml"),
             {"row": str, "consensus": NUMBER, "seconds": NUMBER},
+            WITHOUT_A_JUDGE,
         )
         for name, program in (("t6", "six_workers"), ("t7", "over_http"))
     },
@@ -284,8 +289,12 @@ def changed_since(commit: str, kind: Kind) -> list[str] | None:
     recipes = [path for path in kind.paths if path.endswith(".toml") and path in now.files]
     return [
         *(path for path in recipes if settings(before.files.get(path)) != settings(now.files[path])),
-        *reach.changed(
-            reach.reached(commit, kind.programs), reach.reached("HEAD", kind.programs), kind.paths
+        *(
+            name
+            for name in reach.changed(
+                reach.reached(commit, kind.programs), reach.reached("HEAD", kind.programs), kind.paths
+            )
+            if not name.startswith(kind.apart)
         ),
     ]
 

@@ -15,6 +15,7 @@ import reports
 import same
 from provenance import check_claims, write_report
 
+from blocktrain.config import find_recipe, load_recipe
 from tests.docs.pages import name_of, pages
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,16 @@ def test_the_code_that_a_kind_measures_exists() -> None:
     assert [place for place in places if not (ROOT / place.partition(":")[0]).exists()] == []
     functions = [place.split(":") for place in places if ":" in place]
     assert [name for file, name in functions if f"def {name}(" not in (ROOT / file).read_text()] == []
+
+
+@pytest.mark.parametrize("table", ["t6", "t7"])
+def test_a_swarm_whose_reports_leave_the_judge_apart_has_none(table: str) -> None:
+    assert reports.KINDS[table].apart == reports.WITHOUT_A_JUDGE
+    assert load_recipe(find_recipe(f"swarm-{table}")).trust.judge == "off"
+    names = {name for _, name in reach.reached("HEAD", reports.KINDS[table].programs)}
+    assert [
+        start for start in reports.WITHOUT_A_JUDGE[:3] if not any(n.startswith(start) for n in names)
+    ] == []
 
 
 @pytest.mark.parametrize("kind", ["attacks", "long attacks"])
