@@ -30,7 +30,14 @@ PRIVATE_NETWORKS = [
     # 100.64.0.0/10 is what providers and private networks over the Internet (Tailscale) hand out.
     for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
-NAT64 = ipaddress.ip_network("64:ff9b::/96")
+METADATA_NETWORKS = [
+    ipaddress.ip_network(network)
+    # Oracle (and what else IETF keeps there), Azure, Alibaba, Amazon, Google: beside 169.254.169.254.
+    for network in (
+        "192.0.0.0/24", "168.63.129.16/32", "100.100.100.200/32", "fd00:ec2::254/128", "fd20:ce::254/128"
+    )
+]  # fmt: skip
+NAT64_NETWORKS = [ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")]
 
 
 class Nearness(IntEnum):
@@ -56,12 +63,11 @@ def nearness_of(text: str) -> Nearness:
         inner = address.ipv4_mapped
         if inner is not None:
             return _nearness(inner)
-        inner = address.sixtofour
-        if address in NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
+        if any(address in network for network in NAT64_NETWORKS):
+            return _nearness(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address.sixtofour is not None:
             # A gateway may unwrap it, so the nearer one counts.
-            found = max(found if address not in NAT64 else Nearness.PUBLIC, _nearness(inner))
+            found = max(found, _nearness(address.sixtofour))
     return found
 
 
@@ -70,7 +76,9 @@ def _nearness(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Nearnes
     zero = isinstance(address, ipaddress.IPv4Address) and int(address) >> 24 == 0
     if address.is_loopback or address.is_unspecified or zero:
         return Nearness.LOOPBACK
-    if any(address in network for network in PRIVATE_NETWORKS if network.version == address.version):
+    if any(address in network for network in METADATA_NETWORKS):
+        return Nearness.SPECIAL
+    if any(address in network for network in PRIVATE_NETWORKS):
         return Nearness.PRIVATE
     site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
     special = address.is_link_local or address.is_multicast or address.is_reserved or site_local
