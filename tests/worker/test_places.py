@@ -14,7 +14,7 @@ import pytest
 
 from blocktrain.client import coordinator as client_module
 from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.places import ForbiddenPlace, Nearness, nearness_of
+from blocktrain.client.places import ALLOWED_PLACES, ForbiddenPlace, Nearness, nearness_of
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.wire.identity import Identity
@@ -159,6 +159,7 @@ def test_a_redirect_leads_no_nearer_than_the_coordinator(
     place = f"store.example:9000, which leads to {there}," if named else f"{there}:9000, which is"
     assert f"the coordinator sends this machine to {place}" in str(refused.value)
     assert "join by the coordinator's address in that network" in str(refused.value)
+    assert f"set {ALLOWED_PLACES}={place.partition(',')[0]};" in str(refused.value)
 
 
 def test_a_name_that_leads_nearer_for_a_moment_ends_no_worker(
@@ -233,6 +234,35 @@ def test_an_address_of_ipv6_is_told_in_brackets(
     served.script = [redirect(f"http://{host}:9000/x")] * 2
     with pytest.raises(WireError, match=told):
         joined.fetch("/v1/snapshots/1")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "there", "may"),
+    [
+        ("store.example", "store.example:9000", True),
+        ("other.example, Store.example:9000", "store.example:9000", True),
+        ("store.example:9001", "store.example:9000", False),
+        ("example", "store.example:9000", False),
+        ("192.168.1.1:9000", "192.168.1.1:9000", True),
+        ("192.168.1.1:9000", "store.example:9000", False),
+        ("fd00::1", "[fd00::1]:9000", True),
+        ("[fd00::1]:9000", "[fd00::1]:9000", True),
+    ],
+)
+def test_a_person_may_allow_a_place_that_is_nearer(
+    served: Served, network: Network, monkeypatch: pytest.MonkeyPatch, allowed: str, there: str, may: bool
+) -> None:
+    network.names.update({"run.example": [PUBLIC], "store.example": [PRIVATE]})
+    monkeypatch.setenv(ALLOWED_PLACES, allowed)
+    served.script = [redirect(f"http://{there}/x"), fine if may else redirect(f"http://{there}/x")]
+    with CoordinatorClient(
+        "http://run.example", Identity.generate(), Traffic(), served.stop, served.lines.append, 2
+    ) as client:
+        if may:
+            assert client.fetch("/v1/snapshots/1") == BLOB
+        else:
+            with pytest.raises(WireError, match="nothing was sent there"):
+                client.fetch("/v1/snapshots/1")
 
 
 def test_of_several_addresses_of_a_name_only_those_far_enough_are_tried(
