@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import httpcore2
 import pytest
 
+from blocktrain.client import coordinator as client_module
 from blocktrain.client.coordinator import CoordinatorClient
-from blocktrain.client.places import ForbiddenPlace, MovedNearer, Nearness, nearness_of
+from blocktrain.client.places import ALLOWED_PLACES, ForbiddenPlace, Nearness, nearness_of
 from blocktrain.client.traffic import Traffic
 from blocktrain.errors import UserError, WireError
 from blocktrain.wire.identity import Identity
@@ -32,13 +34,20 @@ PUBLIC, PRIVATE, LINK_LOCAL, LOOPBACK = "8.8.8.8", "192.168.1.1", "169.254.169.2
         ("10.1.2.3", Nearness.PRIVATE),
         ("172.31.0.1", Nearness.PRIVATE),
         ("100.100.100.100", Nearness.PRIVATE),
-        ("fd00:ec2::254", Nearness.PRIVATE),
+        ("fd00:ec2::1", Nearness.PRIVATE),
         ("169.254.169.254", Nearness.SPECIAL),
         ("fe80::1%eth0", Nearness.SPECIAL),
         ("fec0::1", Nearness.SPECIAL),
         ("224.0.0.1", Nearness.SPECIAL),
         ("255.255.255.255", Nearness.SPECIAL),
         ("198.18.0.1", Nearness.SPECIAL),
+        # Where clouds keep credentials below the link-local: Oracle, Azure, Alibaba, Amazon, Google.
+        ("192.0.0.192", Nearness.SPECIAL),
+        ("168.63.129.16", Nearness.SPECIAL),
+        ("100.100.100.200", Nearness.SPECIAL),
+        ("fd00:ec2::254", Nearness.SPECIAL),
+        ("fd20:ce::254", Nearness.SPECIAL),
+        ("::ffff:168.63.129.16", Nearness.SPECIAL),
         ("127.8.8.8", Nearness.LOOPBACK),
         ("0.0.0.0", Nearness.LOOPBACK),
         ("::1", Nearness.LOOPBACK),
@@ -49,6 +58,8 @@ PUBLIC, PRIVATE, LINK_LOCAL, LOOPBACK = "8.8.8.8", "192.168.1.1", "169.254.169.2
         ("2002:c0a8:0101::1", Nearness.PRIVATE),
         ("64:ff9b::8.8.8.8", Nearness.PUBLIC),
         ("64:ff9b::127.0.0.1", Nearness.LOOPBACK),
+        ("64:ff9b:1::8.8.8.8", Nearness.PUBLIC),
+        ("64:ff9b:1:7::169.254.169.254", Nearness.SPECIAL),
     ],
 )
 def test_the_nearness_of_an_address(address: str, nearness: Nearness) -> None:
@@ -75,7 +86,7 @@ class Network:
 
         def connect_tcp(backend: Any, host: str, asked: int, *more: Any) -> httpcore2.NetworkStream:
             # Always digits: a name would be looked up again, after the check.
-            socket.inet_aton(host)
+            ipaddress.ip_address(host)
             if host in self.down:
                 raise httpcore2.ConnectError("down")
             self.reached.append(host)
@@ -133,17 +144,45 @@ def test_a_redirect_leads_no_nearer_than_the_coordinator(
     served: Served, network: Network, joined: CoordinatorClient, own: str, there: str, may: bool, named: bool
 ) -> None:
     network.names.update({"run.example": [own], "store.example": [there]})
-    served.script = [redirect(f"http://{'store.example' if named else there}:9000/x"), fine]
+    to = redirect(f"http://{'store.example' if named else there}:9000/x")
+    served.script = [to, fine if may else to]
     if may:
         assert joined.fetch("/v1/snapshots/1") == BLOB
         assert network.reached == [own, there]
-    else:
-        with pytest.raises(ForbiddenPlace, match="nothing was sent there") as refused:
-            joined.fetch("/v1/snapshots/1")
-        assert network.reached == [own]
-        assert there in str(refused.value)
-        assert "join by the coordinator's address in that network" in str(refused.value)
-        assert refused.value.exit_code == UserError.exit_code
+        return
+    with pytest.raises(WireError, match="nothing was sent there") as refused:
+        joined.fetch("/v1/snapshots/1")
+    # Digits stay what they are; a name may lead elsewhere tomorrow.
+    assert isinstance(refused.value, ForbiddenPlace) is not named
+    assert refused.value.exit_code == (WireError if named else UserError).exit_code
+    assert set(network.reached) == {own}
+    place = f"store.example:9000, which leads to {there}," if named else f"{there}:9000, which is"
+    assert f"the coordinator sends this machine to {place}" in str(refused.value)
+    assert "join by the coordinator's address in that network" in str(refused.value)
+    assert f"set {ALLOWED_PLACES}={place.partition(',')[0]};" in str(refused.value)
+
+
+def test_a_name_that_leads_nearer_for_a_moment_ends_no_worker(
+    served: Served, network: Network, joined: CoordinatorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a network that answers every name with its own page until somebody logs in."""
+    joined.attempts = None
+    moments: list[list[str]] = [[], [PRIVATE], [PRIVATE], ["1.1.1.1"]]
+
+    def next_moment(attempt: int, chance: float) -> float:
+        network.names["store.example"] = moments[min(attempt + 1, 3)]
+        return 0.0
+
+    monkeypatch.setattr(client_module, "backoff_seconds", next_moment)
+    for _ in range(2):
+        network.names["store.example"] = moments[0]
+        served.script = [redirect("http://store.example/x")] * 4 + [fine]
+        assert joined.fetch("/v1/snapshots/1") == BLOB
+        joined.reconnect()
+    assert set(network.reached) == {PUBLIC, "1.1.1.1"}
+    said = [line for line in served.lines if "trying again" in line]
+    assert ["has no address" in line for line in said] == [True, False] * 2
+    assert all("store.example:80, which leads to 192.168.1.1" in line for line in said[1::2])
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -156,7 +195,7 @@ def test_an_upload_goes_no_nearer_than_the_coordinator(
     parts = [store] if in_parts else []
     upload = {"url": store, "presigned": True, "expires_seconds": 60.0, "parts": parts, "part_bytes": 10}
     answer = CommitAnswer.model_construct(upload=Upload.model_validate(upload))
-    with pytest.raises(ForbiddenPlace, match="192.168.1.1:80 is a private address"):
+    with pytest.raises(ForbiddenPlace, match=r"192\.168\.1\.1:80, which is a private address"):
         joined.reveal("ab", b"payload", answer)
     assert network.reached == [PUBLIC]
 
@@ -167,9 +206,63 @@ def test_a_mirror_is_no_nearer_than_the_coordinator(
     served.script = [fine]
     joined.fetch("/v1/run")
     network.names["mirror.example"] = [LOOPBACK]
-    with pytest.raises(ForbiddenPlace, match=r"mirror\.example:80 leads to 127\.0\.0\.1, a loopback address"):
+    with pytest.raises(
+        WireError,
+        match=r"did not answer: .* mirror\.example:80, which leads to 127\.0\.0\.1, a loopback address",
+    ):
         joined.download_from_mirror("http://mirror.example/x", tmp_path / "x", len(BLOB))
+    with pytest.raises(ForbiddenPlace, match=r"127\.0\.0\.1:80, which is a loopback address"):
+        joined.download_from_mirror("http://127.0.0.1/x", tmp_path / "x", len(BLOB))
     assert network.reached == [PUBLIC]
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "told"),
+    [
+        ("[fd00::1]", "fd00::1", r"to \[fd00::1\]:9000, which is a private address"),
+        (
+            "store.example",
+            "fd00::1",
+            r"to store\.example:9000, which leads to \[fd00::1\], a private address",
+        ),
+    ],
+)
+def test_an_address_of_ipv6_is_told_in_brackets(
+    served: Served, network: Network, joined: CoordinatorClient, host: str, address: str, told: str
+) -> None:
+    network.names["store.example"] = [address]
+    served.script = [redirect(f"http://{host}:9000/x")] * 2
+    with pytest.raises(WireError, match=told):
+        joined.fetch("/v1/snapshots/1")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "there", "may"),
+    [
+        ("store.example", "store.example:9000", True),
+        ("other.example, Store.example:9000", "store.example:9000", True),
+        ("store.example:9001", "store.example:9000", False),
+        ("example", "store.example:9000", False),
+        ("192.168.1.1:9000", "192.168.1.1:9000", True),
+        ("192.168.1.1:9000", "store.example:9000", False),
+        ("fd00::1", "[fd00::1]:9000", True),
+        ("[fd00::1]:9000", "[fd00::1]:9000", True),
+    ],
+)
+def test_a_person_may_allow_a_place_that_is_nearer(
+    served: Served, network: Network, monkeypatch: pytest.MonkeyPatch, allowed: str, there: str, may: bool
+) -> None:
+    network.names.update({"run.example": [PUBLIC], "store.example": [PRIVATE]})
+    monkeypatch.setenv(ALLOWED_PLACES, allowed)
+    served.script = [redirect(f"http://{there}/x"), fine if may else redirect(f"http://{there}/x")]
+    with CoordinatorClient(
+        "http://run.example", Identity.generate(), Traffic(), served.stop, served.lines.append, 2
+    ) as client:
+        if may:
+            assert client.fetch("/v1/snapshots/1") == BLOB
+        else:
+            with pytest.raises(WireError, match="nothing was sent there"):
+                client.fetch("/v1/snapshots/1")
 
 
 def test_of_several_addresses_of_a_name_only_those_far_enough_are_tried(
@@ -189,9 +282,14 @@ def test_a_coordinators_name_that_moves_to_this_machine_is_refused(
     joined.fetch("/v1/run")
     joined.reconnect()  # as after a suspension
     network.names["run.example"] = [LOOPBACK]
-    with pytest.raises(MovedNearer, match="led to a public address before; start again"):
+    with pytest.raises(WireError, match=r"led to a public address before; .* now, start again") as silence:
         joined.fetch("/v1/run")
+    assert silence.value.exit_code == WireError.exit_code
+    assert "the coordinator's own name run.example:80 leads to 127.0.0.1" in served.lines[0]
     assert network.reached == [PUBLIC]
+    network.names["run.example"] = [PUBLIC]
+    served.script = [fine]
+    assert joined.fetch("/v1/run") == BLOB
 
 
 def test_a_name_that_led_nearer_first_opens_nothing_later(
@@ -206,6 +304,30 @@ def test_a_name_that_led_nearer_first_opens_nothing_later(
     with pytest.raises(ForbiddenPlace, match="is itself at a public address"):
         joined.fetch("/v1/snapshots/1")
     assert network.reached == [LOOPBACK, PUBLIC, PUBLIC]
+
+
+def test_a_redirect_to_another_port_of_the_coordinator_sets_the_bound_too(
+    served: Served, network: Network, joined: CoordinatorClient
+) -> None:
+    """Something on this machine answers http for the name, and sends to https, where it is public."""
+
+    def moved(handler: Handler) -> None:
+        network.names["run.example"] = [PUBLIC]
+        handler.answer(307, b"", Location="http://run.example:8443/x")
+
+    network.names["run.example"] = [LOOPBACK]
+    served.script = [moved, fine, redirect("http://127.0.0.1:22/x")]
+    joined.fetch("/v1/run")
+    with pytest.raises(ForbiddenPlace, match="is itself at a public address"):
+        joined.fetch("/v1/snapshots/1")
+    assert network.reached == [LOOPBACK, PUBLIC]
+
+
+def test_a_port_beyond_all_numbers_is_silence(served: Served) -> None:
+    served.client.attempts = 2
+    served.script = [redirect("http://127.0.0.1:99999999999999999999/x")] * 2
+    with pytest.raises(WireError, match="did not answer"):
+        served.client.fetch("/v1/snapshots/1")
 
 
 @pytest.mark.parametrize("to", ["ftp://store.example/x", "file:///etc/passwd"])

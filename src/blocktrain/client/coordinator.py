@@ -2,8 +2,8 @@
 
 Every request has time-outs and is tried again, with jittered backoff, until the coordinator answers or the
 program stops: a restart of the coordinator, a lost connection or a suspended laptop look the same from here.
-Every route is safe to repeat. What the coordinator declines comes out as `RequestRefused`, and a place that
-it may not send us to (`places`) as `ForbiddenPlace`.
+Every route is safe to repeat. What the coordinator declines comes out as `RequestRefused`, and an address in
+digits that it may not send us to (`places`) as `ForbiddenPlace`; a name that leads to one is tried again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.client.address import RunLink, port_of
-from blocktrain.client.places import Places
+from blocktrain.client.places import LeadsNearer, Places
 from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
 from blocktrain.errors import BlocktrainError, UserError, WireError
 from blocktrain.threads import Stopped
@@ -144,6 +144,8 @@ class CoordinatorClient:
         """What requests are signed by; a coordinator refuses a clock that is two minutes off."""
         self._silent_since: dict[str, float] = {}
         """Places that do not answer: the coordinator, or the storage it sends to."""
+        self._led_nearer: set[str] = set()
+        """Those of them whose name led nearer than it may, which was said."""
         self._may_hint = True
         self._http = self._open()
 
@@ -412,8 +414,12 @@ class CoordinatorClient:
                 if attempts is not None and attempt >= attempts:
                     hint = f"; {what_may_be_wrong(self.url, error)}" if self._may_hint else ""
                     raise WireError(f"{place} did not answer: {why}{hint}") from None
-                if place not in self._silent_since:
-                    self._silent_since[place] = time.monotonic()
+                # Said also where it was silent before for another reason, such as a network that comes back.
+                nearer = isinstance(error.__cause__, LeadsNearer) and place not in self._led_nearer
+                if nearer:
+                    self._led_nearer.add(place)
+                if nearer or place not in self._silent_since:
+                    self._silent_since.setdefault(place, time.monotonic())
                     self.report(f"no answer from {place} ({why}); trying again")
                 elif self._may_hint and time.monotonic() - self._silent_since[place] >= HINT_SECONDS:
                     self._may_hint = False
@@ -422,6 +428,7 @@ class CoordinatorClient:
                 self.stop.wait(asked if asked is not None else backoff_seconds(attempt - 1, random.random()))
         # One that has answered before is restarting or out of reach, not mistyped: no hints any more.
         self._may_hint = False
+        self._led_nearer.discard(place)
         since = self._silent_since.pop(place, None)
         if since is not None:
             self.report(f"{place} answers again after {time.monotonic() - since:.1f} s")
