@@ -317,9 +317,7 @@ def state_of(report: Any, kind: Kind) -> str:
         if (KINDS[same["kind"]], same["before"]) == (kind, commit) and changed_since(
             same["after"], kind
         ) == []:
-            but = f", but {', '.join(same['but'])}," if "but" in same else ""
-            told = f"with the same numbers{but} at {same['after'][:7]} (another {changed[0]})"
-            return f"fresh: {commit[:7]}, {told}"
+            return f"fresh: {commit[:7]}, with the same numbers at {same['after'][:7]} (another {changed[0]})"
     names = ", ".join(changed[:4])
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     return f"stale: since {commit[:7]} another {names}{more}"
