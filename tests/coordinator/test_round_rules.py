@@ -13,7 +13,6 @@ from blocktrain.config import SwarmConfig, TrustConfig
 from blocktrain.coordinator.decisions.rounds import (
     OpenRound,
     RoundFacts,
-    expected_updates,
     extra_steps,
     own_share,
     quantile,
@@ -143,30 +142,6 @@ def test_a_worker_that_delivered_and_moved_on_does_not_close_the_round_for_those
 def test_a_refused_worker_has_had_its_turn() -> None:
     assert state(live="abc", refused="a").wanted == 2
     assert state(live="abc", refused="abc").wanted == 1
-
-
-@given(
-    newcomers=st.sets(st.sampled_from("efghij")),
-    refused=st.sets(st.sampled_from("abcefghij")),
-    on_time=st.sets(st.sampled_from("abcefghij")),
-)
-def test_only_established_live_workers_are_expected_in_a_merge(
-    newcomers: set[str], refused: set[str], on_time: set[str]
-) -> None:
-    """Newcomers, what was refused and who came first change nothing: all of a round are judged alike."""
-    crowd: dict[str, Any] = {
-        "live": frozenset("abc") | newcomers,
-        "refused": frozenset(refused),
-        "on_time": frozenset(on_time),
-    }
-    assert expected_updates(facts(established=dict.fromkeys("abc", 9), **crowd), JUDGED) == 3
-    assert expected_updates(facts(**crowd), JUDGED) == 1, "nobody is established"
-
-
-def test_who_was_established_in_this_round_is_not_expected_in_its_merge() -> None:
-    good = {"a": 9, "b": 3}
-    assert expected_updates(facts(established=good, counted="b"), JUDGED) == 1
-    assert expected_updates(facts(established=good), JUDGED) == 2
 
 
 def test_without_a_judge_a_refused_worker_tries_again_and_is_awaited() -> None:

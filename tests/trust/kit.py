@@ -85,17 +85,6 @@ class Trainer:
         return self.send(assignment, self.train(assignment))
 
 
-def establish(running: Running, *peers: Peer) -> None:
-    """As if they had worked well for long."""
-    from blocktrain.coordinator.storage.store import WorkerRow
-
-    with running.coordinator.resources.store.write() as session:
-        for peer in peers:
-            row = session.get(WorkerRow, peer.identity.worker_id)
-            assert row is not None
-            row.standing, row.established = '{"good": 9.0, "good_verdicts": 9, "verdicts": 9}', True
-
-
 def flipped(delta: Weights) -> Weights:
     return {name: np.asarray(-value) for name, value in delta.items()}
 

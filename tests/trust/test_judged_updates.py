@@ -10,10 +10,10 @@ import pytest
 from blocktrain.coordinator.storage.ledger import verify_ledger
 from blocktrain.wire.codec import encode
 from blocktrain.wire.messages import LedgerEntry, Outcome, VerdictReason, WorkerAnswer
-from tests.adversaries.training import noise_like, scaled
+from tests.adversaries.training import noise_like
 from tests.coordinator.peer import Peer
 from tests.coordinator.test_life_of_an_update import ledger_of
-from tests.trust.kit import Trainer, establish, flipped, judged, judged_recipe
+from tests.trust.kit import Trainer, flipped, judged, judged_recipe
 
 
 def verified(peer: Peer, folder: Path) -> None:
@@ -203,64 +203,6 @@ def test_the_guard_holds_a_block_whose_merge_harms(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(running.coordinator.judging, "guard", lambda *args: [[-1.0, -1.1] * 15])
         worker = Trainer(running, recipe)
         worker.round()
-        shown = f"/v1/workers/{worker.peer.identity.worker_id}"
-        running.wait_for(lambda: worker.peer.get(shown).json()["verdicts"][0]["reason"] == "guard")
-        assert worker.peer.block(0).head_version == 0
-        verified(worker.peer, tmp_path)
-
-
-def test_an_update_is_judged_at_its_part_of_the_merge_whatever_newcomers_there_are(tmp_path: Path) -> None:
-    recipe = judged_recipe({"replicas": 2, "max_deadline_seconds": 100.0})
-    with judged(tmp_path, recipe) as running:
-        workers, crowd = [Trainer(running, recipe) for _ in range(3)], [running.peer() for _ in range(4)]
-        establish(running, *(worker.peer for worker in workers))
-        leases = [worker.peer.lend() for worker in workers]
-        for newcomer in crowd:
-            newcomer.lend()
-        verdict = workers[0].send(leases[0], workers[0].train(leases[0]))
-        assert verdict.outcome is Outcome.ACCEPTED, verdict.sentence
-        # Refused ones count all the same: the next update is judged as the first one was.
-        refused = workers[1].send(leases[1], flipped(workers[1].train(leases[1])))
-        assert refused.reason is VerdictReason.HARMFUL, refused.sentence
-        assert workers[2].send(leases[2], workers[2].train(leases[2])).outcome is Outcome.ACCEPTED
-        entries = [entry for entry in ledger_of(workers[0].peer).entries if entry.kind == "verdict"]
-        assert [entry.body["evidence"]["step"] for entry in entries] == [recipe.swarm.outer_lr / 3] * 3
-
-
-def test_a_late_update_is_judged_at_its_full_length(tmp_path: Path) -> None:
-    recipe = judged_recipe({"max_deadline_seconds": 100.0})
-    with judged(tmp_path, recipe) as running:
-        slow, *others = [Trainer(running, recipe) for _ in range(3)]
-        establish(running, *(worker.peer for worker in (slow, *others)))
-        lease, *leases = [worker.peer.lend() for worker in (slow, *others)]
-        payload = encode(slow.peer.codec, slow.peer.schema(0), slow.train(lease))
-        committed = slow.peer.commit(lease, payload)
-        for worker, lent in zip(others, leases, strict=True):
-            worker.send(lent, worker.train(lent))
-        running.advance(101)
-        running.wait_for_version(0, 1)
-        for worker in others:
-            worker.peer.lend()
-        slow.peer.reveal(committed, payload)
-        slow.wait(payload)
-        *_, late = (entry.body for entry in ledger_of(slow.peer).entries if entry.kind == "verdict")
-        assert late["evidence"]["step"] == recipe.swarm.outer_lr
-
-
-def test_what_helps_only_as_a_part_of_a_merge_is_left_out_where_it_is_all_of_one(tmp_path: Path) -> None:
-    """Six times an honest update passes as one of three; of the other two nothing comes."""
-    recipe = judged_recipe({"max_deadline_seconds": 100.0})
-    with judged(tmp_path, recipe) as running:
-        worker, silent = Trainer(running, recipe), [running.peer() for _ in range(2)]
-        establish(running, worker.peer, *silent)
-        lease = worker.peer.lend()
-        for peer in silent:
-            peer.lend()
-        payload = encode(worker.peer.codec, worker.peer.schema(0), scaled(worker.train(lease), 6.0))
-        worker.peer.reveal(worker.peer.commit(lease, payload), payload)
-        verdict = worker.wait(payload)
-        assert verdict.outcome is Outcome.ACCEPTED, verdict.sentence
-        running.advance(101)
         shown = f"/v1/workers/{worker.peer.identity.worker_id}"
         running.wait_for(lambda: worker.peer.get(shown).json()["verdicts"][0]["reason"] == "guard")
         assert worker.peer.block(0).head_version == 0

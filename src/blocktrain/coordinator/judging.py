@@ -18,7 +18,6 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from blocktrain.coordinator.decisions.merging import merging_weight
-from blocktrain.coordinator.decisions.rounds import expected_updates
 from blocktrain.coordinator.refusals import Refusal
 from blocktrain.coordinator.reputation_rows import standing_of
 from blocktrain.coordinator.resources import Resources
@@ -34,7 +33,7 @@ from blocktrain.coordinator.storage.queries import (
     running_median,
     tries_in_vain,
 )
-from blocktrain.coordinator.storage.store import AssignmentRow, BlockRow, UpdateRow, WorkerRow, message_of
+from blocktrain.coordinator.storage.store import AssignmentRow, UpdateRow, WorkerRow, message_of
 from blocktrain.coordinator.storage.weights import Weights
 from blocktrain.coordinator.verdicts import ruling_by_age, settle
 from blocktrain.training.merge import RUNNING_MEDIAN_FACTOR
@@ -50,8 +49,6 @@ from blocktrain.wire.messages import (
     JudgeTask,
     JudgeWait,
     OperatorAnswer,
-    Outcome,
-    Receipt,
 )
 
 log = logging.getLogger(__name__)
@@ -125,21 +122,20 @@ class Judging:
             ).first()
             if row is None:
                 return JudgeWait(seconds=WAIT_SECONDS)
+            row.judge, row.judge_until = judge, now + run.recipe.trust.judge_lease_seconds
             assignment = session.get(AssignmentRow, row.assignment_id)
             assert assignment is not None
-            block = block_row(session, row.block)
-            # What the same judge was asked before stays while it can: its evidence may be under way.
-            asked = judge, block.head_hash, self._is_late(block, row)
-            if (row.judge, row.judge_head, row.judge_late) != asked or row.judge_step is None:
-                row.judge, row.judge_head, row.judge_late = asked
-                row.judge_parts = self._parts(session, row, block, now)
-                row.judge_step = self._length(session, row) / row.judge_parts
-            row.judge_until = now + run.recipe.trust.judge_lease_seconds
+            # Judged as it will be merged: alone, clipped to the running median, and with less weight where a
+            # serial run has begun to diverge.
+            losses = held_out_losses(session) if run.objective.is_serial else ()
+            weight = merging_weight(run.swarm.outer_lr, losses)
+            median = running_median(session, row.block)
+            clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
             return message_of(
                 JudgeTask,
                 row,
-                head_hash=block.head_hash,
-                step=row.judge_step,
+                head_hash=block_row(session, row.block).head_hash,
+                step=weight * clip,
                 shard=assignment.shard,
                 first_step=assignment.round * run.swarm.steps_per_round,
                 steps=run.swarm.steps_per_round,
@@ -147,44 +143,6 @@ class Judging:
                 lease_seconds=run.recipe.trust.judge_lease_seconds,
                 frozen=frozen_of(assignment),
             )
-
-    def _is_late(self, block: BlockRow, row: UpdateRow) -> bool:
-        return ruling_by_age(block, row, self._resources.run.swarm).outcome is not Outcome.ACCEPTED
-
-    def _length(self, session: Session, row: UpdateRow) -> float:
-        """How far along the update a merge of it alone would go."""
-        run = self._resources.run
-        # Clipped to the running median, and with less weight where a serial run has begun to diverge.
-        losses = held_out_losses(session) if run.objective.is_serial else ()
-        weight = merging_weight(run.swarm.outer_lr, losses)
-        median = running_median(session, row.block)
-        clip = min(1.0, RUNNING_MEDIAN_FACTOR * median / row.norm) if median and row.norm else 1.0
-        return weight * clip
-
-    def _parts(self, session: Session, row: UpdateRow, block: BlockRow, now: float) -> int:
-        """Of how many updates the merge is expected to be the mean: each is judged at this part of its
-        length."""
-        resources, trust = self._resources, self._resources.run.recipe.trust
-        # A late update takes a whole place in the mean and points where an older snapshot was to go: it must
-        # help at its full length. At a third of it three of five passed that are a round late on purpose, and
-        # the loss rose by 0.023 (attack 8). Without the guard nobody scores a merge of fewer than expected.
-        if row.judge_late or not self.guards:
-            return 1
-        # The guard ranks the updates that a merge may have by their gains, so all have one length: that of
-        # the first of them, whoever comes or falls silent in between. A round that is tried again, because
-        # all were refused, counts anew.
-        first = session.scalars(
-            select(UpdateRow.judge_parts).where(
-                UpdateRow.block == row.block,
-                UpdateRow.base_version == row.base_version,
-                UpdateRow.state.in_((UpdateState.JUDGING, UpdateState.ACCEPTED)),
-                UpdateRow.judge_late.is_(False),
-                UpdateRow.update_id != row.update_id,
-            )
-        ).first()
-        if first is not None:
-            return first
-        return expected_updates(resources.open_rounds.facts(session, block, now), trust)
 
     def _seed(self, session: Session, row: UpdateRow) -> int:
         """From the commit: the worker cannot choose an update to fit it. 53 bits survive JSON."""
@@ -200,90 +158,62 @@ class Judging:
 
     def report(self, judge: str, update_id: str, found: EvidenceReport) -> OperatorAnswer:
         """Write the verdict that follows from a judge's evidence."""
-        run = self._resources.run
+        now, run = self._resources.clock(), self._resources.run
+        swarm, trust = run.swarm, run.recipe.trust
         with self._resources.store.write() as session:
             row = _held_by(session, judge, update_id)
             worker = session.get(WorkerRow, row.worker_id, with_for_update=True, populate_existing=True)
             block = block_row(session, row.block, lock=True)
             session.refresh(row)
             row = _held_by(session, judge, update_id)  # again: under the locks it may be another's by now
-            # Lent on time and late now, as its round closed without it; or lent as late, and the merge that
-            # had closed its round was not published. Its gain is of another length and another head than the
-            # gains of those it would be merged with, so it is judged again.
-            changed = row.judge_late is not None and row.judge_late != self._is_late(block, row)
-            if changed:
-                row.judge = row.judge_until = None
-                row.judge_step = row.judge_parts = row.judge_late = row.judge_head = None
-            else:
-                receipt = self._write_verdict(session, worker, block, row, found)
-            before, behind = run.objective.upstream(row.block), run.objective.downstream(row.block)
-        if changed:
-            raise Refusal(
-                ErrorReason.LEASE_LOST,
-                f"update {update_id[:12]} became late, or is late no longer, while it was judged",
-                "ask for another task",
+            # The evidence decides; then probation, for who is new; then the age that it has by now.
+            evidence = evidence_of(found)
+            ruling = evidence_ruling(
+                evidence,
+                recent_scores(session, row.block, established=False),
+                late=row.base_version < block.version,
+                refining=run.objective.is_serial,
+                in_vain=tries_in_vain(session, row),
             )
+            gain = evidence.gain
+            row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None
+            # The ledger speaks of clusters only where blocks have some.
+            absent = {name for name in ("own", "rest") if getattr(found, name) is None}
+            recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
+            recorded["seed"] = self._seed(session, row)
+            row.evidence = json.dumps(recorded)
+            # A newcomer's update is scored and not merged while others on the block are established. Its mark
+            # is that of an update that counted, which is how it gets off probation.
+            if ruling.counts and worker is not None and not worker.established:
+                others = session.scalars(
+                    select(WorkerRow.worker_id).where(
+                        WorkerRow.block == row.block,
+                        WorkerRow.established.is_(True),
+                        WorkerRow.last_seen > live_since(now, swarm),
+                    )
+                )
+                good = standing_of(worker).good_verdicts + 1
+                needed, established = trust.probation_verdicts, others.first() is not None
+                ruling = probation_ruling(good, needed, established) or ruling
+            settle(
+                self._resources,
+                session,
+                worker,
+                row,
+                judged_ruling(ruling, ruling_by_age(block, row, swarm)),
+                now,
+                evidence=recorded,
+                compared=comparison(evidence.mark, row.norm, running_median(session, row.block)),
+            )
+            assert row.verdict_sequence is not None
+            receipt = receipt_of(session, row.verdict_sequence)
+            before, behind = run.objective.upstream(row.block), run.objective.downstream(row.block)
         # Judges and guard cost at most 9.9 % of what they judged in the suite of attacks; /metrics has it.
         with self._counting:
             self.cost.judging += found.tokens
             self.cost.judged += training_tokens(run.recipe, len(before), len(behind))
             self.cost.updates += 1
         return OperatorAnswer(receipt=receipt)
-
-    def _write_verdict(
-        self,
-        session: Session,
-        worker: WorkerRow | None,
-        block: BlockRow,
-        row: UpdateRow,
-        found: EvidenceReport,
-    ) -> Receipt:
-        """The evidence decides; then probation, for who is new; then the age that it has by now."""
-        now, run = self._resources.clock(), self._resources.run
-        swarm, trust = run.swarm, run.recipe.trust
-        evidence = evidence_of(found)
-        ruling = evidence_ruling(
-            evidence,
-            recent_scores(session, row.block, established=False),
-            late=row.base_version < block.version,
-            refining=run.objective.is_serial,
-            in_vain=tries_in_vain(session, row),
-        )
-        gain = evidence.gain
-        row.score, row.gain = gain.score, gain.mean if math.isfinite(gain.mean) else None
-        # The ledger speaks of clusters only where blocks have some.
-        absent = {name for name in ("own", "rest") if getattr(found, name) is None}
-        recorded = found.model_dump(mode="json", exclude={"protocol", *absent})
-        # With these anybody who has the held-out text can repeat it.
-        recorded["seed"] = self._seed(session, row)
-        # Not known of an update that was lent before these were kept.
-        recorded |= {} if row.judge_step is None else {"step": row.judge_step, "head": row.judge_head}
-        row.evidence = json.dumps(recorded)
-        # A newcomer's update is scored and not merged while others on the block are established. Its mark
-        # is that of an update that counted, which is how it gets off probation.
-        if ruling.counts and worker is not None and not worker.established:
-            others = session.scalars(
-                select(WorkerRow.worker_id).where(
-                    WorkerRow.block == row.block,
-                    WorkerRow.established.is_(True),
-                    WorkerRow.last_seen > live_since(now, swarm),
-                )
-            )
-            good = standing_of(worker).good_verdicts + 1
-            needed, established = trust.probation_verdicts, others.first() is not None
-            ruling = probation_ruling(good, needed, established) or ruling
-        settle(
-            self._resources,
-            session,
-            worker,
-            row,
-            judged_ruling(ruling, ruling_by_age(block, row, swarm)),
-            now,
-            evidence=recorded,
-            compared=comparison(evidence.mark, row.norm, running_median(session, row.block)),
-        )
-        assert row.verdict_sequence is not None
-        return receipt_of(session, row.verdict_sequence)
 
     # --- the guard ---
 

@@ -324,9 +324,8 @@ class Rounds:
             doubted = frozenset(row.update_id for row in rows if is_doubted(left_out[row.worker_id]))
             # Those with the lowest gain of their own are left out first; one without evidence before all.
             gains = {row.update_id: -math.inf if row.gain is None else row.gain for row in rows}
-            late = frozenset(row.update_id for row in rows if row.state == UpdateState.LATE)
             refining = self._resources.run.objective.is_serial
-            choices, claims = merge_choices(gains, late, refining=refining), []
+            choices, claims = merge_choices(gains, refining=refining), []
             for choice in choices:
                 kept = [row for row in rows if row.update_id in choice]
                 scales = self._scales(kept, median)

@@ -38,13 +38,10 @@ def is_doubted(latest_first: Sequence[bool]) -> bool:
     return len(latest_first) >= DOUBTED_AFTER and all(latest_first[:DOUBTED_AFTER])
 
 
-def merge_choices(
-    gains: Mapping[str, float], late: frozenset[str] = frozenset(), *, refining: bool = False
-) -> list[tuple[str, ...]]:
-    """Sets of updates whose merges are compared: all of them, then fewer and fewer. `late` ones are left out
-    first, as they were judged at another length, then those with the lowest gain of their own. `refining`: of
-    a part of a serial model."""
-    ordered = sorted(sorted(gains), key=lambda update: (update in late, -gains[update]))
+def merge_choices(gains: Mapping[str, float], *, refining: bool = False) -> list[tuple[str, ...]]:
+    """Sets of updates whose merges are compared: all of them, then fewer and fewer; those with the lowest
+    gain of their own are left out first. `refining`: of a part of a serial model."""
+    ordered = sorted(sorted(gains), key=lambda update: -gains[update])
     count = len(ordered)
     if count < (FEWEST_IN_REFINING if refining else FEWEST_TO_CHOOSE):
         return [tuple(ordered)]

@@ -738,8 +738,7 @@ class JudgeTask(Answer):
     base_hash: Hash
     """Snapshot its delta is measured from; differs from the head where it is late."""
     step: FiniteFloat
-    """How far along the update to go: outer learning rate times the factor that clips its norm, over the
-    updates that its merge is expected to have."""
+    """Outer learning rate times the factor that clips its norm."""
     shard: Count
     first_step: Count
     steps: Count

@@ -116,8 +116,12 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     on_time, late = len(facts.on_time), len(facts.late)
 
     # Where there are established workers the round waits for these alone, so that a crowd of newcomers can
-    # neither hold it up nor close it early.
-    established = _established(facts, trust)
+    # neither hold it up nor close it early. A worker established during this round (its verdict on the head
+    # was the last it needed) does not count yet, so it cannot close the round before its equals deliver.
+    needed = trust.probation_verdicts
+    established = {
+        worker for worker, good in facts.established.items() if good - (worker in facts.counted) >= needed
+    }
     awaited = established or facts.live
 
     # An update that counts from a worker nobody waits for must not take the place of one that is awaited: it
@@ -170,24 +174,6 @@ def round_state(facts: RoundFacts, swarm: SwarmConfig, trust: TrustConfig, now: 
     if any(one > now - trust.judge_patience_seconds for one in in_time):
         return state(False, f"{reason}; waits for the judge")
     return state(True, reason)
-
-
-def expected_updates(facts: RoundFacts, trust: TrustConfig) -> int:
-    """Updates that the open round's merge will have if all goes well; each is judged at this part of its
-    length. At least 1."""
-    # Established live workers alone: a newcomer's name costs a stamp, and must not make others' steps look
-    # short and harmless. Those that were refused count all the same: all updates of a round are judged at one
-    # length, whoever comes first, or gains that the guard ranks could not be compared. So do those that are
-    # silent; what they make too long the guard sees, which scores the merge as it is.
-    return max(1, len(_established(facts, trust)))
-
-
-def _established(facts: RoundFacts, trust: TrustConfig) -> set[str]:
-    """Live workers that were established when the round began."""
-    # A worker established during this round (its verdict on the head was the last it needed) does not count
-    # yet, so it cannot close the round before its equals deliver.
-    needed = trust.probation_verdicts
-    return {name for name, good in facts.established.items() if good - (name in facts.counted) >= needed}
 
 
 def round_seconds(

@@ -230,14 +230,6 @@ class UpdateRow(Table):
     gain: Mapped[float | None]
     judge: Mapped[str | None] = mapped_column(Hex32)
     judge_until: Mapped[float | None]
-    judge_step: Mapped[float | None]
-    """How far along the update its judge was asked to go."""
-    judge_parts: Mapped[int | None]
-    """Over how many updates of a merge."""
-    judge_late: Mapped[bool | None]
-    """Whether it was late when it was lent to its judge."""
-    judge_head: Mapped[str | None] = mapped_column(Hex64)
-    """The snapshot that it was applied to."""
     __table_args__ = (
         Index("updates_of_block", "block", "state", "base_version"),
         Index("updates_by_arrival", "block", "revealed"),
