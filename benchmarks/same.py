@@ -9,8 +9,8 @@ to the last digit, that is written to docs/history/same-numbers.json, and `repor
 kind and commit fresh as long as nothing has changed since HEAD. A CPU says nothing of what is done on a GPU
 only: it is refused where a line that mentions cuda, or one below it, is another.
 
-Workers over HTTP have other numbers in each run, as their updates arrive in another order. For T6 the command
-is then T4's: its simulation runs the coordinator's rounds, and has the same numbers each time.
+Workers over HTTP have other numbers in each run, as their updates arrive in another order. For T6 and T7 the
+command is then T4's: its simulation runs the coordinator's rounds, and has the same numbers each time.
 """
 
 from __future__ import annotations
