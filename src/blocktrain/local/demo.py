@@ -198,7 +198,9 @@ class Demo:
             "bytes_moved": sum(sum(one.model_dump().values()) for one in traffic),
             "full_checkpoint_bytes": status.full_checkpoint_bytes,
             "updates": sum(worker.accepted + worker.late for worker in status.workers),
-            "arrived": sum(worker.accepted + worker.late + worker.refused for worker in status.workers),
+            "arrived": sum(
+                worker.accepted + worker.late + worker.unused + worker.refused for worker in status.workers
+            ),
             "attacker": {
                 "sent": fate.sent,
                 "merged": merged.count(fate.worker_id),
