@@ -22,7 +22,7 @@ import httpx2
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from blocktrain.client.address import RunLink, port_of
-from blocktrain.client.places import LeadsNearer, Places
+from blocktrain.client.places import AllowedPlaces, LeadsNearer
 from blocktrain.client.traffic import CountingTransport, Kind, Pin, Traffic
 from blocktrain.errors import BlocktrainError, UserError, WireError
 from blocktrain.threads import Stopped
@@ -134,7 +134,7 @@ class CoordinatorClient:
         if link.pin is not None:
             place = urlsplit(link.url)
             self._pin = Pin(place.hostname or "", port_of(place), link.pin)
-        self._places = Places()
+        self._places = AllowedPlaces()
         self.attempts = attempts
         """Tries of every request; None: as long as it takes."""
         self.identity, self.traffic, self.stop, self.report = identity, traffic, stop, report

@@ -105,7 +105,7 @@ class LeadsNearer(httpcore2.ConnectError):
     """
 
 
-class Places:
+class AllowedPlaces:
     """Which addresses may be connected to. The coordinator's own, which a person typed, sets the bound."""
 
     def __init__(self) -> None:

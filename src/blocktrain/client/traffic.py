@@ -21,7 +21,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
-from blocktrain.client.places import Places
+from blocktrain.client.places import AllowedPlaces
 from blocktrain.errors import WireError
 from blocktrain.wire.messages import Account, ByteCounts
 
@@ -205,7 +205,7 @@ class CountingStream(httpcore2.NetworkStream):
 
 
 class CountingBackend(httpcore2.SyncBackend):
-    def __init__(self, traffic: Traffic, places: Places, pin: Pin | None) -> None:
+    def __init__(self, traffic: Traffic, places: AllowedPlaces, pin: Pin | None) -> None:
         self._traffic, self._places, self._pin = traffic, places, pin
 
     def connect_tcp(
@@ -231,7 +231,7 @@ class CountingTransport(httpx2.HTTPTransport):
     """httpx2's own transport over a pool whose sockets are counted, and lead only where they may."""
 
     def __init__(
-        self, traffic: Traffic, max_connections: int, places: Places, pin: Pin | None = None
+        self, traffic: Traffic, max_connections: int, places: AllowedPlaces, pin: Pin | None = None
     ) -> None:
         context = httpx2.create_ssl_context()
         # httpx2 has no public way to count on the socket, or to choose its address, so the pool is replaced

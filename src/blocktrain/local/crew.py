@@ -27,7 +27,7 @@ POLL_SECONDS = 0.2
 ENDING_SECONDS = 30.0
 """A worker hands its assignment back and keeps its state; a transfer under way may take 5 s."""
 MAX_LOG_BYTES = 4_000_000
-"""Of a worker's log: then it begins anew, and the one before is kept beside it. A line for each update of a
+"""Of a worker's log: then a new log begins, and the one before is kept beside it. A line for each update of a
 round is some 100 bytes, so this holds weeks."""
 ENDED_BY_ITSELF = (0, UserError.exit_code, StoppedError.exit_code)
 
@@ -106,7 +106,7 @@ class Member:
 
     def lines(self) -> list[str]:
         """What the log has had since the last call, in whole lines: the rest of one comes with the next. A
-        log that is full begins anew."""
+        log that is full is emptied, and its copy kept."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as file:
